@@ -1,0 +1,76 @@
+"""Everything about torch that is private, version dependent, or a question of kind. Nothing else asks torch such things."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from .errors import UnsupportedTensor
+
+__all__ = ["TORCH_VERSION", "Stateful", "check_tensor", "dtype_from_name", "dtype_name"]
+
+TORCH_VERSION = torch.__version__.split("+")[0]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What DCP calls Stateful: an object that gives and takes its own state dict (modules, optimizers, loaders)."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+_NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# Aliases (torch.float, torch.half ...) map to the same object: the spelling of repr() is the canonical one.
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _NAMES}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return _NAMES[dtype]
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Raises ``KeyError`` for a name that this version of torch has no dtype for."""
+    return _DTYPES[name]
+
+
+def check_tensor(tensor: torch.Tensor, fqn: str) -> None:
+    """Refuse by name what bytes alone cannot represent, or what this version does not stage yet."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        problem = _plain_problem(tensor)
+    elif _is_instance(tensor, "torch.distributed.tensor", "DTensor"):
+        problem = "a DTensor: this version saves one process; save tensor.to_local() or tensor.full_tensor()"
+    elif _is_instance(tensor, "torch._subclasses.fake_tensor", "FakeTensor"):
+        problem = "a fake tensor: it has no bytes"
+    elif hasattr(tensor, "__tensor_flatten__"):
+        problem = f"the wrapper subclass {kind.__name__}: save the tensors that it wraps"
+    else:
+        problem = _plain_problem(tensor)
+    if problem is not None:
+        raise UnsupportedTensor(f"{fqn}: cannot save {problem}")
+
+
+def _is_instance(tensor: torch.Tensor, module: str, name: str) -> bool:
+    """Without importing ``module`` (a second or more): while nobody has, there are no such tensors."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def _plain_problem(tensor: torch.Tensor) -> str | None:
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}: save its indices and values, or tensor.to_dense()"
+    if tensor.device.type != "cpu":
+        if tensor.is_meta:
+            return "a meta tensor: it has no bytes; materialize it first"
+        return f"a tensor on {tensor.device}: this version stages host memory only; save tensor.cpu()"
+    if tensor.is_quantized:
+        return "a quantized tensor: save tensor.int_repr() with its scale and zero point"
+    if tensor.is_nested:
+        return "a nested tensor: save its components"
+    return None

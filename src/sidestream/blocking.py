@@ -1,0 +1,223 @@
+"""The same verbs for code without an event loop, through one background loop per process.
+
+Each function blocks its caller until the work is done; the work runs on the loop of a portal thread that is started at
+first use. Inside a running event loop they raise ``WrongLoop``, because they would block it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from . import checkpoint as _checkpoint
+from . import checkpointer as _checkpointer
+from . import loading as _loading
+from . import pending as _pending
+from . import saving as _saving
+from .commit import Outcome
+from .errors import DeadlineExceeded, WrongLoop
+
+__all__ = ["Checkpoint", "Checkpointer", "PendingSave", "async_save", "load", "open_checkpoint", "save"]
+
+T = TypeVar("T")
+
+
+class _Portal:
+    """The loop and its thread; closed at interpreter exit, forgotten in a forked child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stack: ExitStack | None = None
+        self._portal: BlockingPortal | None = None
+
+    def get(self) -> BlockingPortal:
+        with self._lock:
+            if self._portal is None:
+                self._stack = ExitStack()
+                self._portal = self._stack.enter_context(start_blocking_portal(name="sidestream-portal"))
+            return self._portal
+
+    def close(self) -> None:
+        with self._lock:
+            stack, self._stack, self._portal = self._stack, None, None
+        if stack is not None:
+            stack.close()
+
+
+_portal = _Portal()
+
+
+def _after_fork() -> None:
+    global _portal
+    _portal = _Portal()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _portal.close())
+
+
+def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run ``work()`` on the portal's loop and wait for it. Ctrl-C cancels it and waits until it has cleaned up."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise WrongLoop("sidestream.blocking would block this event loop: await the functions of sidestream instead")
+    future: Future[T] = _portal.get().start_task_soon(work)
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        wait([future])
+        raise
+
+
+def save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> _pending.SaveInfo:
+    """``sidestream.save``, blocking."""
+    return _run(lambda: _saving.save(state, url, **options))
+
+
+def async_save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> PendingSave:
+    """``sidestream.async_save``: the values of ``state`` are those at this call; returns when the copies are launched."""
+
+    async def start() -> _pending.PendingSave:
+        return _saving.async_save(state, url, **options)
+
+    return PendingSave(_run(start))
+
+
+def load(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> _loading.LoadReport:
+    """``sidestream.load``, blocking."""
+    return _run(lambda: _loading.load(state, url, **options))
+
+
+def open_checkpoint(url: str | os.PathLike[str], **options: Any) -> Checkpoint:
+    """``sidestream.open_checkpoint``, blocking."""
+    return Checkpoint(_run(lambda: _checkpoint.open_checkpoint(url, **options)))
+
+
+class _Waiting(Generic[T]):
+    """Something to wait for with ``result(timeout_s)``."""
+
+    def __init__(self, wait: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._wait = wait
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """What it gives, or raises. ``DeadlineExceeded`` after ``timeout_s``; the work goes on."""
+
+        async def bounded() -> T:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._wait()
+            except TimeoutError as error:
+                if isinstance(error, DeadlineExceeded):
+                    raise
+                raise DeadlineExceeded(f"not done within timeout_s={timeout_s}") from None
+
+        return _run(bounded)
+
+
+class PendingSave(_Waiting[_pending.SaveInfo]):
+    """A save in progress: ``result()`` gives its ``SaveInfo``, ``staged.result()`` waits until the tensors may change."""
+
+    def __init__(self, pending: _pending.PendingSave) -> None:
+        async def saved() -> _pending.SaveInfo:
+            return await pending
+
+        async def staged() -> None:
+            await pending.staged
+
+        super().__init__(saved)
+        self.staged = _Waiting(staged)
+        self._pending = pending
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """As ``sidestream.PendingSave.outcome``."""
+        return self._pending.outcome
+
+    def done(self) -> bool:
+        """Whether the save has ended, one way or the other."""
+        return self._pending.done()
+
+    def cancel(self) -> bool:
+        """Ask the save to stop and wait until it has; ``result()`` then raises ``CancelledError``."""
+
+        async def cancel() -> bool:
+            asked = self._pending.cancel()
+            await self._pending.ended()
+            return asked
+
+        return _run(cancel)
+
+
+class Checkpoint(Mapping[str, "_checkpoint.TensorInfo | None"]):
+    """``sidestream.Checkpoint``, blocking."""
+
+    def __init__(self, checkpoint: _checkpoint.Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.url, self.save_id, self.step = checkpoint.url, checkpoint.save_id, checkpoint.step
+        self.info = checkpoint.info
+
+    def __getitem__(self, fqn: str) -> _checkpoint.TensorInfo | None:
+        return self._checkpoint[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint)
+
+    def tensor(self, fqn: str, rows: slice | None = None) -> torch.Tensor:
+        return _run(lambda: self._checkpoint.tensor(fqn, rows))
+
+    def value(self, fqn: str) -> Any:
+        return _run(lambda: self._checkpoint.value(fqn))
+
+    def state_dict(self) -> dict[Any, Any]:
+        return _run(self._checkpoint.state_dict)
+
+
+class Checkpointer:
+    """``sidestream.Checkpointer``, blocking; a ``with`` statement closes it."""
+
+    def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
+        async def enter() -> _checkpointer.Checkpointer:
+            return await _checkpointer.Checkpointer(url, **options).__aenter__()
+
+        self._inner = _run(enter)
+        self.url = self._inner.url
+
+    def save(self, state: Mapping[str, Any], *, step: int) -> PendingSave:
+        return PendingSave(_run(lambda: self._inner.save(state, step=step)))
+
+    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int | None:
+        return _run(lambda: self._inner.restore(state, step))
+
+    def steps(self) -> list[int]:
+        return _run(self._inner.steps)
+
+    def latest(self) -> int | None:
+        return _run(self._inner.latest)
+
+    def close(self) -> None:
+        _run(self._inner.aclose)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _run(lambda: self._inner.__aexit__(kind, error, trace))

@@ -1,0 +1,133 @@
+"""Finding what is committed: the marker of a checkpoint, its manifest, the steps of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ._threads import Deadline, io_threads
+from .errors import CheckpointNotFound, Corrupt, SidestreamError
+from .format.checksum import crc32
+from .format.dcp_metadata import read_dcp_metadata
+from .format.manifest import parse_manifest
+from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, manifest_name
+from .format.records import Manifest
+from .format.validate import validate
+from .storage import ReadRange, Store
+
+__all__ = ["Step", "attempt_name", "list_steps", "read_manifest", "read_marker", "step_name"]
+
+_STEP = re.compile(r"step-(\d{1,18})(?:\.g(\d{1,9}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A committed checkpoint of a run: generation ``generation`` of ``step``, in the directory ``name``."""
+
+    step: int
+    generation: int
+    name: str
+
+
+def step_name(step: int, generation: int) -> str:
+    return f"step-{step}" if generation == 1 else f"step-{step}.g{generation}"
+
+
+def attempt_name(target: str, save_id: str) -> str:
+    """The hidden sibling in which ``target`` is written before it is published."""
+    return f".{target}.{save_id}.partial"
+
+
+async def read_marker(store: Store, directory: str, deadline: Deadline) -> Marker | None:
+    """The marker of a committed checkpoint; None if another writer made it. Raises ``FileNotFoundError``, ``Corrupt``."""
+    return find_marker(await store.read_tail(f"{directory}/{METADATA_NAME}", TAIL_BYTES, deadline=deadline))
+
+
+async def list_steps(store: Store, deadline: Deadline) -> list[Step]:
+    """The committed steps, oldest first; of each step its highest generation.
+
+    A directory counts if its marker says that it is that step: names alone prove nothing, and what stands in the way
+    (attempts, foreign files, a directory without a readable marker) is passed over.
+    """
+    newest: dict[int, Step] = {}
+    for name in await store.directories(deadline=deadline):
+        found = _STEP.fullmatch(name)
+        if found is None:
+            continue
+        try:
+            marker = await read_marker(store, name, deadline)
+        except (FileNotFoundError, Corrupt):
+            continue
+        step, generation = int(found[1]), int(found[2] or 1)
+        if marker is None or (marker.step, marker.generation) != (step, generation):
+            continue
+        if step not in newest or newest[step].generation < generation:
+            newest[step] = Step(step, generation, name)
+    return [newest[step] for step in sorted(newest)]
+
+
+async def read_manifest(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest:
+    """Everything about the committed checkpoint in ``directory``, validated against the sizes of its files.
+
+    Raises ``CheckpointNotFound`` if there is none, ``Corrupt`` or ``UnsupportedCheckpoint``.
+    """
+    try:
+        sizes = await store.sizes(directory, deadline=deadline)
+        marker = await read_marker(store, directory, deadline)
+    except FileNotFoundError as error:
+        raise CheckpointNotFound(
+            f"no committed checkpoint at {url}: there is no {METADATA_NAME}. A save that was interrupted leaves none"
+        ) from error
+    except Corrupt as error:
+        raise _told(error, url) from error
+    try:
+        if marker is None:
+            manifest = await _foreign_manifest(store, directory, sizes, deadline)
+        else:
+            manifest = await _own_manifest(store, directory, marker, sizes, deadline)
+        await io_threads().run(validate, manifest, deadline=deadline)
+    except FileNotFoundError as error:
+        raise Corrupt(f"{url}: {error.filename} is missing") from error
+    except SidestreamError as error:
+        raise _told(error, url) from error
+    return manifest
+
+
+async def _own_manifest(
+    store: Store, directory: str, marker: Marker, sizes: Mapping[str, int], deadline: Deadline
+) -> Manifest:
+    name = manifest_name(marker.save_id)
+    if sizes.get(name) != marker.manifest_bytes:
+        raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
+    raw = await _read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
+    if crc32(raw) != marker.manifest_crc:
+        raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
+    manifest = await io_threads().run(parse_manifest, bytes(raw), deadline=deadline)
+    if (manifest.save_id, manifest.step, manifest.generation) != (marker.save_id, marker.step, marker.generation):
+        raise Corrupt(f"{name} belongs to another save than the marker", file=name)
+    for file, nbytes in manifest.files.items():
+        if sizes.get(file) != nbytes:
+            raise Corrupt(f"{file} has {sizes.get(file, 0)} bytes, {nbytes} were saved", file=file)
+    return manifest
+
+
+async def _foreign_manifest(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:
+    ours = [name for name in sizes if name.startswith("manifest-")]
+    if ours:
+        raise Corrupt(f"{METADATA_NAME} was altered: it names no manifest, but {ours[0]} is there", file=METADATA_NAME)
+    raw = await _read_file(store, f"{directory}/{METADATA_NAME}", sizes[METADATA_NAME], deadline)
+    manifest = await io_threads().run(read_dcp_metadata, bytes(raw), deadline=deadline)
+    return replace(manifest, files=dict(sizes))
+
+
+async def _read_file(store: Store, name: str, nbytes: int, deadline: Deadline) -> bytearray:
+    raw = bytearray(nbytes)
+    await store.read(name, [ReadRange(0, memoryview(raw))], deadline=deadline)
+    return raw
+
+
+def _told(error: SidestreamError, url: str) -> SidestreamError:
+    """The same error, saying which checkpoint it is about."""
+    error.args = (f"{url}: {error.args[0]}", *error.args[1:])
+    return error

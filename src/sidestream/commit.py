@@ -1,0 +1,116 @@
+"""The commit: manifest, marker, one atomic publish, and the truth about what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import anyio
+
+from ._threads import Deadline, Stop, io_threads
+from ._torch import TORCH_VERSION
+from .catalog import read_marker
+from .errors import Conflict, NotDurable, OutcomeUnknown, SidestreamError
+from .format.checksum import crc32
+from .format.dcp_write import dcp_metadata
+from .format.manifest import write_manifest
+from .format.marker import METADATA_NAME, Marker, manifest_name
+from .format.records import Manifest
+from .storage import Durability, Store
+
+__all__ = ["BytesBody", "Outcome", "Verdict", "clean_up", "commit"]
+
+Outcome = Literal["committed", "absent", "unknown"]
+_READ_BACK_S = 10.0
+_CLEAN_UP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class BytesBody:
+    """A small file that is in memory as a whole."""
+
+    content: bytes
+    aligned: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.content)
+
+    def buffers(self, stop: Stop, deadline: Deadline) -> Iterator[memoryview]:
+        yield memoryview(self.content)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What became of a save, filled in as it becomes known: ``"absent"`` until the commit has been sent."""
+
+    outcome: Outcome = "absent"
+
+
+async def commit(
+    store: Store,
+    attempt: str,
+    target: str,
+    manifest: Manifest,
+    verdict: Verdict,
+    *,
+    durability: Durability,
+    deadline: Deadline,
+) -> None:
+    """Write manifest and marker into ``attempt``, whose data files are complete, and publish it as ``target``.
+
+    When this returns the checkpoint is visible and, with ``durability="fsync"``, durable. Once the publish has been
+    sent, an error or a cancel leads to a read-back, shielded, so that ``verdict`` tells the truth whatever is raised:
+    the cancel; ``Conflict`` (absent); ``NotDurable`` (committed, but a sync failed or timed out); ``OutcomeUnknown``.
+    """
+    raw = await io_threads().run(lambda: b"".join(write_manifest(manifest, TORCH_VERSION)), deadline=deadline)
+    marker = Marker(manifest.save_id, len(raw), crc32(raw), manifest.step, manifest.generation)
+    pickled = await io_threads().run(lambda: b"".join(dcp_metadata(manifest.entries, marker)), deadline=deadline)
+    for name, content in ((manifest_name(manifest.save_id), raw), (METADATA_NAME, pickled)):
+        await store.put(f"{attempt}/{name}", BytesBody(content), durability=durability, deadline=deadline)
+    verdict.outcome = "unknown"
+    try:
+        await store.publish(attempt, target, durability=durability, deadline=deadline)
+        verdict.outcome = "committed"
+    except Conflict:
+        verdict.outcome = "absent"
+        raise
+    except NotDurable:
+        verdict.outcome = "committed"
+        raise
+    except (Exception, asyncio.CancelledError) as error:
+        with anyio.CancelScope(shield=True):
+            verdict.outcome = await _read_back(store, target, manifest.save_id)
+        if isinstance(error, asyncio.CancelledError) or verdict.outcome == "absent":
+            raise
+        if verdict.outcome == "committed":
+            raise NotDurable(
+                f"{target} is committed and complete, but its publishing did not end well: {error}"
+            ) from error
+        raise OutcomeUnknown(
+            f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing was "
+            f"deleted; look for {target}, and remove {attempt} if it is still there"
+        ) from error
+
+
+async def _read_back(store: Store, target: str, save_id: str) -> Outcome:
+    try:
+        marker = await read_marker(store, target, Deadline.after(_READ_BACK_S))
+    except FileNotFoundError:
+        return "absent"
+    except (SidestreamError, OSError):
+        return "unknown"
+    return "committed" if marker is not None and marker.save_id == save_id else "absent"
+
+
+async def clean_up(store: Store, attempt: str, verdict: Verdict, error: BaseException) -> None:
+    """Remove an attempt that certainly did not commit. A failure to do so is told as a note on ``error``."""
+    if verdict.outcome != "absent":
+        return
+    with anyio.CancelScope(shield=True):
+        try:
+            await store.discard(attempt, deadline=Deadline.after(_CLEAN_UP_S))
+        except SidestreamError as failure:
+            error.add_note(f"what it had written could not be removed: {failure}")

@@ -1,0 +1,198 @@
+"""One tree of exceptions. Each is also the builtin that a caller would expect to catch.
+
+Foreign exceptions (``OSError`` from the file system, a decoder's own complaints) are translated into this tree
+where they enter the library, so nothing else leaves it.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+
+__all__ = [
+    "Aborted",
+    "AccessDenied",
+    "ArenaExhausted",
+    "CheckpointNotFound",
+    "Closed",
+    "Conflict",
+    "Corrupt",
+    "DeadlineExceeded",
+    "DtypeMismatch",
+    "ForkedProcess",
+    "InvalidOption",
+    "KeyCollision",
+    "KindMismatch",
+    "Mismatch",
+    "MissingKeys",
+    "NoSpace",
+    "NotCovered",
+    "NotDurable",
+    "OutcomeUnknown",
+    "ShapeMismatch",
+    "SidestreamError",
+    "StorageError",
+    "UnexpectedKeys",
+    "UnsafeObject",
+    "UnsupportedCheckpoint",
+    "UnsupportedTensor",
+    "WrongLoop",
+]
+
+
+class SidestreamError(Exception):
+    """Everything that sidestream raises on purpose.
+
+    ``written``: the FQNs of those tensors of a load's target that had been overwritten, whole or in part, before the
+    error; every other tensor and value of the target is untouched. Empty for everything but an interrupted load.
+    """
+
+    written: tuple[str, ...] = ()
+
+
+# --- what the caller asked for ---------------------------------------------------------------------------------
+
+
+class InvalidOption(SidestreamError, ValueError):
+    """An option, URL or state dict has a value or a type that the call does not take."""
+
+
+class UnsafeObject(SidestreamError, TypeError):
+    """A value cannot be stored, or may not be read, as plain data. Names the FQN and the type."""
+
+
+class UnsupportedTensor(SidestreamError, TypeError):
+    """A tensor of a kind that cannot be staged or saved (meta, fake, sparse, quantized, distributed ...)."""
+
+
+class KeyCollision(SidestreamError, ValueError):
+    """Two paths of a state dict flatten to one FQN, e.g. the keys ``0`` and ``"0"``, or ``"a.b"`` and ``a -> b``."""
+
+
+class UnsupportedCheckpoint(SidestreamError, ValueError):
+    """A checkpoint that is not damaged, but written in a way that this version does not read."""
+
+
+class Closed(SidestreamError, RuntimeError):
+    """The stager or Checkpointer was closed before the call."""
+
+
+class WrongLoop(SidestreamError, RuntimeError):
+    """Called without a running event loop, from a foreign one, or blocking from inside one."""
+
+
+class ForkedProcess(SidestreamError, RuntimeError):
+    """A handle made before ``os.fork()`` was used in the child, where its threads do not exist."""
+
+
+# --- what stands in the way --------------------------------------------------------------------------------------
+
+
+class CheckpointNotFound(SidestreamError, FileNotFoundError):
+    """No committed checkpoint at that URL."""
+
+
+class Conflict(SidestreamError, FileExistsError):
+    """The target of a save is not empty. Nothing was changed there."""
+
+
+class ArenaExhausted(SidestreamError, MemoryError):
+    """Staging memory within the budget did not suffice, or did not become free in time."""
+
+
+class DeadlineExceeded(SidestreamError, TimeoutError):
+    """A deadline passed (``timeout_s``)."""
+
+
+class StorageError(SidestreamError, OSError):
+    """A file operation failed. ``errno`` and ``filename`` are those of the cause."""
+
+
+class NoSpace(StorageError):
+    """The device or a quota is full."""
+
+
+class AccessDenied(StorageError, PermissionError):
+    """No permission to read or write there, or a read-only file system."""
+
+
+# --- what came of a save -------------------------------------------------------------------------------------------
+
+
+class Aborted(SidestreamError, RuntimeError):
+    """The event loop that owned a save was closed before the save had ended. Nothing became visible."""
+
+
+class NotDurable(SidestreamError, OSError):
+    """The checkpoint is committed and complete, but a sync failed: a power cut may still take it away."""
+
+
+class OutcomeUnknown(SidestreamError, OSError):
+    """The commit was sent and its result could not be read back. Nothing was deleted; look again before retrying."""
+
+
+# --- what is wrong with a checkpoint -------------------------------------------------------------------------------
+
+
+class Corrupt(SidestreamError, ValueError):
+    """Bytes of a checkpoint are missing, altered or contradict each other. Names the file, offset and FQN it knows."""
+
+    def __init__(self, message: str, *, file: str | None = None, fqn: str | None = None, offset: int | None = None):
+        super().__init__(message)
+        self.file = file
+        self.fqn = fqn
+        self.offset = offset
+
+
+class Mismatch(SidestreamError, ValueError):
+    """Target and checkpoint do not fit. Raised before anything is changed; ``offenders`` holds one line for each.
+
+    Where all offenders are of one kind the subclass of that kind is raised, otherwise this class itself.
+    """
+
+    def __init__(self, message: str, offenders: Sequence[str] = ()):
+        super().__init__(message)
+        self.offenders = tuple(offenders)
+
+
+class MissingKeys(Mismatch, KeyError):
+    """The target asks for keys that the checkpoint does not have."""
+
+    __str__ = Exception.__str__  # KeyError would show the repr of its argument
+
+
+class UnexpectedKeys(Mismatch):
+    """Inside a plain subtree of the target the checkpoint has keys that the target lacks."""
+
+
+class ShapeMismatch(Mismatch):
+    """A tensor of the target has another shape than the saved one."""
+
+
+class DtypeMismatch(Mismatch):
+    """A tensor of the target has another dtype than the saved one; nothing is ever cast silently."""
+
+
+class KindMismatch(Mismatch):
+    """One side has a tensor where the other has a plain value."""
+
+
+class NotCovered(Mismatch):
+    """The saved chunks of a tensor leave some of its elements out."""
+
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+def from_os_error(error: OSError, doing: str, path: str) -> StorageError:
+    """The typed error for an ``OSError`` met while ``doing`` something with ``path``."""
+    number = error.errno or errno.EIO
+    if number in _NO_SPACE:
+        kind: type[StorageError] = NoSpace
+        remedy = "free some space or raise the quota; what this attempt wrote is removed"
+    elif number in _DENIED:
+        kind, remedy = AccessDenied, "check the permissions of that path and of its parent"
+    else:
+        kind, remedy = StorageError, "see the errno; older checkpoints are untouched"
+    return kind(number, f"{doing} failed: {error.strerror or error} ({remedy})", path)

@@ -1,0 +1,76 @@
+"""Whether boxes tile a shape exactly: no two of them overlap and nothing is left out.
+
+Boxes are cut apart along one dimension after the other. That takes ``n log n`` steps for what sharding produces (rows,
+columns, grids, uneven ones); only boxes that no straight cut separates are compared pair by pair. All of it runs under
+a budget of steps, as the boxes may come from someone who wants the check to hang.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+
+__all__ = ["Box", "TooIntricateError", "find_overlap", "volume"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""``(offsets, sizes)``."""
+
+
+class TooIntricateError(Exception):
+    """The boxes cannot be told apart within the budget of steps."""
+
+
+def volume(boxes: Sequence[Box]) -> int:
+    """The elements of all boxes. Where they are as many as the shape's and no boxes overlap, nothing is left out."""
+    return sum(math.prod(sizes) for _, sizes in boxes)
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """The indices of two boxes that share an element, or None. Boxes without elements overlap with nothing.
+
+    All boxes have one rank. Raises ``TooIntricateError`` where telling takes far more steps than there are boxes.
+    """
+    steps_left = 128 * len(boxes) + (1 << 17)
+    groups = [[index for index, (_, sizes) in enumerate(boxes) if 0 not in sizes]]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        for dim in range(len(boxes[group[0]][0])):
+            steps_left -= len(group)
+            parts = _cut(boxes, group, dim)
+            if len(parts) > 1:
+                groups += parts
+                break
+        else:
+            steps_left -= len(group) ** 2
+            if steps_left < 0:
+                raise TooIntricateError
+            found = _compare_all(boxes, group)
+            if found:
+                return found
+        if steps_left < 0:
+            raise TooIntricateError
+    return None
+
+
+def _cut(boxes: Sequence[Box], group: list[int], dim: int) -> list[list[int]]:
+    """``group`` in parts whose extents along ``dim`` do not touch each other."""
+    parts: list[list[int]] = []
+    reached = -1
+    for index in sorted(group, key=lambda index: boxes[index][0][dim]):
+        offsets, sizes = boxes[index]
+        if offsets[dim] >= reached:
+            parts.append([])
+        parts[-1].append(index)
+        reached = max(reached, offsets[dim] + sizes[dim])
+    return parts
+
+
+def _compare_all(boxes: Sequence[Box], group: list[int]) -> tuple[int, int] | None:
+    for first, second in combinations(group, 2):
+        extents = zip(*boxes[first], *boxes[second], strict=True)
+        if all(start < other + other_size and other < start + size for start, size, other, other_size in extents):
+            return first, second
+    return None

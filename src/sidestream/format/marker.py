@@ -1,0 +1,75 @@
+"""The commit marker: what the tail of ``.metadata`` says about the save that wrote it.
+
+It is the last attribute of DCP's ``Metadata`` object, a string of JSON. Its place is fixed, so a reader needs the last
+``TAIL_BYTES`` of the file only, and never decodes the pickle before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from dataclasses import asdict, dataclass
+
+from ..errors import Corrupt
+from . import pickles as p
+
+__all__ = ["ATTRIBUTE", "METADATA_NAME", "TAIL_BYTES", "Marker", "find_marker", "manifest_name", "marker_attribute"]
+
+METADATA_NAME = ".metadata"
+ATTRIBUTE = "sidestream"
+TAIL_BYTES = 4096
+_END = b"ub."  # SETITEMS into the state, BUILD the Metadata, STOP
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """One save: its id, and length and CRC-32 of its manifest ``manifest-<save_id>``; ``step`` if it belongs to a run."""
+
+    save_id: str
+    manifest_bytes: int
+    manifest_crc: int
+    step: int | None = None
+    generation: int = 1
+
+
+def manifest_name(save_id: str) -> str:
+    return f"manifest-{save_id}"
+
+
+def marker_attribute(marker: Marker) -> bytes:
+    """Name and value of the attribute, and the end of the pickle."""
+    return p.text(ATTRIBUTE) + p.text(json.dumps(asdict(marker), separators=(",", ":"))) + _END
+
+
+def find_marker(tail: bytes) -> Marker | None:
+    """The marker in the last ``TAIL_BYTES`` (or all) of a ``.metadata``; None if another writer made the file.
+
+    Raises ``Corrupt`` if there is one and it is damaged, or if the file is cut off.
+    """
+    if not tail.endswith(b"."):
+        raise Corrupt(".metadata is cut off: it does not end as a pickle does", file=METADATA_NAME)
+    name = p.text(ATTRIBUTE)
+    at = tail.rfind(name + b"X")
+    if at < 0:
+        return None
+    start = at + len(name) + 5
+    (length,) = struct.unpack_from("<I", tail, start - 4)
+    if start + length + len(_END) != len(tail) or not tail.endswith(_END):
+        raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME)
+    return _parse(tail[start : start + length])
+
+
+def _parse(raw: bytes) -> Marker:
+    try:
+        fields = json.loads(raw)
+        marker = Marker(**fields)
+    except (ValueError, TypeError, RecursionError):
+        raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
+    numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation]
+    numbers += [] if marker.step is None else [marker.step]
+    valid = all(type(number) is int and number >= 0 for number in numbers)
+    if not valid or _SAVE_ID.fullmatch(str(marker.save_id)) is None:
+        raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME)
+    return marker

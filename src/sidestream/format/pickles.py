@@ -1,0 +1,72 @@
+"""Pickle opcodes by hand: exactly what ``torch.load`` and stock DCP need to read, and nothing that runs to write it.
+
+Strings that look like private names of torch below are part of torch's file format, not its API.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+__all__ = [
+    "EMPTY_DICT",
+    "FALSE",
+    "NONE",
+    "TRUE",
+    "call",
+    "dict_of",
+    "global_",
+    "integer",
+    "list_of",
+    "real",
+    "text",
+    "tuple_of",
+]
+
+NONE, TRUE, FALSE, EMPTY_DICT = b"N", b"\x88", b"\x89", b"}"
+
+
+def global_(module: str, name: str) -> bytes:
+    return b"c%s\n%s\n" % (module.encode(), name.encode())
+
+
+def text(value: str) -> bytes:
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def integer(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K%c" % value
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    if len(raw) < 1 << 8:
+        return b"\x8a%c" % len(raw) + raw
+    return b"\x8b" + struct.pack("<i", len(raw)) + raw
+
+
+def real(value: float) -> bytes:
+    return b"G" + struct.pack(">d", value)
+
+
+def tuple_of(*items: bytes) -> bytes:
+    if not items:
+        return b")"
+    if len(items) <= 3:
+        return b"".join(items) + b"\x85\x86\x87"[len(items) - 1 : len(items)]
+    return b"(" + b"".join(items) + b"t"
+
+
+def list_of(items: Iterable[bytes]) -> bytes:
+    return b"](" + b"".join(items) + b"e"
+
+
+def dict_of(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"}(" + b"".join(key + value for key, value in pairs) + b"u"
+
+
+def call(function: bytes, *arguments: bytes) -> bytes:
+    return function + tuple_of(*arguments) + b"R"

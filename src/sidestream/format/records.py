@@ -1,0 +1,107 @@
+"""What a checkpoint consists of, as frozen records without torch. See ``docs/format.md``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Chunk",
+    "DictKey",
+    "EmptyEntry",
+    "Entry",
+    "Key",
+    "Manifest",
+    "Node",
+    "TensorEntry",
+    "ValueEntry",
+]
+
+BLOCK_BYTES = 1 << 20
+"""Payloads carry one CRC-32 for each block of this many bytes (the last one may be shorter)."""
+
+Node: TypeAlias = "None | bool | int | float | str | dict[str, Node] | list[Node]"
+"""A plain Python value as JSON-ready data: scalars stand for themselves, everything else is a one-entry dict
+``{kind: content}``; ``values.py`` lists the kinds."""
+
+
+@dataclass(frozen=True, slots=True)
+class DictKey:
+    """A dict key that is not a string (``0``, ``None``, ``2.5``, ``True``), kept so that it comes back as it was."""
+
+    value: int | float | bool | None
+
+
+Key: TypeAlias = str | int | DictKey
+"""One step of a path: a ``str`` is a dict key, a bare ``int`` is the index into a list, ``DictKey`` any other key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One box of a tensor and where its bytes are.
+
+    ``item_offset`` and ``item_bytes`` delimit the whole item (a ``torch.save`` zip that holds one tensor) in ``file``;
+    ``payload_offset`` is where the row-major elements begin in ``file``, or None in a foreign checkpoint, where the
+    zip has to be opened to find out. ``crcs`` holds a little-endian u32 CRC-32 per block of ``BLOCK_BYTES`` of the
+    payload, or None where a foreign writer left none.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    item_offset: int
+    item_bytes: int
+    payload_offset: int | None = None
+    crcs: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor: ``dtype`` as torch spells it without the prefix (``"bfloat16"``), its global ``shape``, its chunks."""
+
+    path: tuple[Key, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueEntry:
+    """A plain value. ``node`` is None in a foreign checkpoint, where only the pickled item at the location has it."""
+
+    path: tuple[Key, ...]
+    file: str
+    item_offset: int
+    item_bytes: int
+    node: Node = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyEntry:
+    """An empty container, which DCP has no entry for: ``kind`` is ``"dict"`` (a list without elements is a value)."""
+
+    path: tuple[Key, ...]
+    kind: str = "dict"
+
+
+Entry: TypeAlias = TensorEntry | ValueEntry | EmptyEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything about a checkpoint but its bytes.
+
+    ``entries`` is keyed by FQN, in the order of the saved state dict. ``files`` maps each data file to its size.
+    ``save_id`` is empty for a checkpoint that another writer (stock DCP) made; ``own`` says so.
+    """
+
+    save_id: str
+    entries: dict[str, Entry]
+    files: dict[str, int]
+    step: int | None = None
+    generation: int = 1
+
+    @property
+    def own(self) -> bool:
+        return bool(self.save_id)

@@ -1,0 +1,87 @@
+"""One item of a foreign shard, a ``torch.save`` zip: where a tensor's payload lies, or a value as data.
+
+Only the zip's directory and the pickle are read, and of a value the storages of tensors inside it. Nothing larger than
+the item is read, whatever its headers claim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from ..errors import Corrupt
+from .foreign_tensors import TENSOR_GLOBALS, StoredTensor, read_tensor
+from .foreign_values import VALUE_GLOBALS, node_of
+from .pickle_machine import Limits
+from .records import Node
+from .torch_zip import TorchZip
+from .unpickle import decode
+
+__all__ = ["TensorPayload", "open_tensor_item", "open_value_item"]
+
+_TENSOR_PICKLE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPayload:
+    """A tensor and the record that its elements lie in.
+
+    ``strides`` and ``storage_offset`` count elements, ``payload_offset`` bytes from the beginning of the item. Every
+    element lies within the ``payload_bytes``; ``crc32`` is the zip's checksum of all of them, not compared yet.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage_offset: int
+    payload_offset: int
+    payload_bytes: int
+    crc32: int
+
+
+def open_tensor_item(source: BinaryIO, item_bytes: int) -> TensorPayload:
+    """Find the tensor of an item. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
+
+    The payload is not read. Raises ``Corrupt``, ``UnsafeObject`` for a type that is no part of a tensor, naming it, and
+    ``UnsupportedCheckpoint`` for tensors that no checkpoint of ours can hold.
+    """
+    archive = TorchZip(source, item_bytes)
+    pickled = archive.read("data.pkl", _TENSOR_PICKLE_BYTES)
+    tensor = read_tensor(decode(pickled, TENSOR_GLOBALS, Limits(integer_bytes=9)))
+    record = _record(archive, tensor)
+    return TensorPayload(
+        tensor.dtype,
+        tensor.shape,
+        tensor.strides,
+        tensor.storage_offset,
+        archive.payload_offset(record),
+        tensor.storage_bytes,
+        archive.info(record).CRC,
+    )
+
+
+def open_value_item(source: BinaryIO, item_bytes: int) -> Node:
+    """The value of an item as a ``Node``. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
+
+    What the ``Node`` holds is in proportion to ``item_bytes``; the checksums of what was read were found right. Raises
+    ``Corrupt``, and ``UnsafeObject`` for a type that is not read as data, naming it.
+    """
+    archive = TorchZip(source, item_bytes)
+    value = decode(archive.read("data.pkl", item_bytes), VALUE_GLOBALS)
+    payloads: dict[str, bytes] = {}
+
+    def read_payload(tensor: StoredTensor) -> bytes:
+        record = _record(archive, tensor)
+        if record not in payloads:
+            payloads[record] = archive.read(record, item_bytes)
+        return payloads[record]
+
+    return node_of(value, item_bytes, read_payload)
+
+
+def _record(archive: TorchZip, tensor: StoredTensor) -> str:
+    record = f"data/{tensor.key}"
+    found = archive.info(record).file_size
+    if found != tensor.storage_bytes:
+        raise Corrupt(f"malformed tensor: its record has {found} bytes, not {tensor.storage_bytes}")
+    return record

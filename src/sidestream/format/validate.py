@@ -1,0 +1,162 @@
+"""What has to hold of a ``Manifest`` before memory is touched on its behalf, whoever wrote it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
+from .cover import TooIntricateError, find_overlap, volume
+from .dtypes import DTYPES, itemsize
+from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
+
+__all__ = ["MAX_CHUNKS", "MAX_ENTRIES", "MAX_FILES", "MAX_FQN_CHARS", "MAX_PATH_DEPTH", "MAX_RANK", "validate"]
+
+MAX_ENTRIES = 10_000_000
+MAX_CHUNKS = 50_000_000
+MAX_FILES = 1_000_000
+MAX_FQN_CHARS = 4096
+MAX_PATH_DEPTH = 64
+MAX_RANK = 64
+
+_MAX_NAME_BYTES = 255
+_MAX_SIZE = (1 << 63) - 1
+_HOLES_LISTED = 100
+
+_Range = tuple[int, int, str]
+
+
+def validate(manifest: Manifest) -> None:
+    """Return if the manifest is sound; ``manifest.files`` has to hold the real sizes, fields the types they declare.
+
+    Then each data file is named by one plain component; each item lies within its file and either apart from all others
+    or exactly where another one lies (tied tensors); each payload fits into its item; the chunks of each tensor lie
+    within its shape, apart from each other, and cover it; no tensor claims more bytes than its files have.
+
+    Raises ``Corrupt`` with ``file`` or ``fqn`` set, and ``NotCovered`` (all tensors listed) where only chunks are
+    missing. ``UnsupportedCheckpoint`` for a dtype that is not known and for chunks laid out in no practicable way.
+    """
+    _check_counts(manifest)
+    for name, size in manifest.files.items():
+        _check_file(name, size)
+    ranges: dict[str, list[_Range]] = {}
+    holes: list[str] = []
+    for fqn, entry in manifest.entries.items():
+        _check_names(fqn, entry)
+        for file, start, length in _items(entry):
+            _check_item(manifest.files, fqn, file, start, length)
+            ranges.setdefault(file, []).append((start, start + length, fqn))
+        if isinstance(entry, TensorEntry):
+            missing = _check_tensor(manifest.files, fqn, entry)
+            if missing:
+                holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
+    for file, items in ranges.items():
+        _check_apart(file, items)
+    if holes:
+        listed = "; ".join(holes[:_HOLES_LISTED])
+        raise NotCovered(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
+
+
+def _check_counts(manifest: Manifest) -> None:
+    chunks = sum(len(entry.chunks) for entry in manifest.entries.values() if isinstance(entry, TensorEntry))
+    counts = (len(manifest.entries), MAX_ENTRIES, "entries"), (chunks, MAX_CHUNKS, "chunks")
+    for count, most, what in (*counts, (len(manifest.files), MAX_FILES, "files")):
+        if count > most:
+            raise Corrupt(f"the checkpoint claims {count} {what}, more than the {most} that are read")
+
+
+def _check_file(name: str, size: int) -> None:
+    drive = len(name) > 1 and name[1] == ":"
+    plain = name and name[0] != "." and not drive and "/" not in name and "\\" not in name and name.isprintable()
+    if not plain or len(name.encode()) > _MAX_NAME_BYTES:
+        raise Corrupt(f"{name[:_MAX_NAME_BYTES]!r} is no plain file name", file=name)
+    if not 0 <= size <= _MAX_SIZE:
+        raise Corrupt(f"file {name!r} has an impossible size ({size})", file=name)
+
+
+def _check_names(fqn: str, entry: Entry) -> None:
+    if len(fqn) > MAX_FQN_CHARS:
+        raise Corrupt(f"an FQN has {len(fqn)} characters, more than the {MAX_FQN_CHARS} that are read", fqn=fqn)
+    if not 0 < len(entry.path) <= MAX_PATH_DEPTH:
+        raise Corrupt(f"{fqn!r} has a path of {len(entry.path)} steps, not 1 to {MAX_PATH_DEPTH}", fqn=fqn)
+    for step in entry.path:
+        index = type(step) is int and 0 <= step <= _MAX_SIZE
+        if not index and not isinstance(step, str | DictKey):
+            raise Corrupt(f"{fqn!r} has a path with a step that is no key or index", fqn=fqn)
+        if isinstance(step, str) and len(step) > MAX_FQN_CHARS:
+            raise Corrupt(f"{fqn!r} has a path with a key of {len(step)} characters", fqn=fqn)
+    if isinstance(entry, EmptyEntry) and entry.kind != "dict":
+        raise Corrupt(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
+
+
+def _items(entry: Entry) -> Iterator[tuple[str, int, int]]:
+    if isinstance(entry, TensorEntry):
+        for chunk in entry.chunks:
+            yield chunk.file, chunk.item_offset, chunk.item_bytes
+    elif isinstance(entry, ValueEntry):
+        yield entry.file, entry.item_offset, entry.item_bytes
+
+
+def _check_item(files: dict[str, int], fqn: str, file: str, start: int, length: int) -> None:
+    if file not in files:
+        _check_file(file, 0)
+        raise Corrupt(f"{fqn!r} lies in {file!r}, which is missing", file=file, fqn=fqn)
+    if start < 0 or length < 0 or start + length > files[file]:
+        where = f"bytes {start} to {start + length} of {file!r}"
+        raise Corrupt(f"{fqn!r} lies at {where}, which has {files[file]}", file=file, fqn=fqn)
+
+
+def _check_apart(file: str, items: list[_Range]) -> None:
+    """Raise where two items share bytes without being the very same range."""
+    items.sort()
+    reached = (0, 0, "")
+    for item in items:
+        start, end, fqn = item
+        if start == end or (start, end) == reached[:2]:
+            continue
+        if start < reached[1]:
+            raise Corrupt(f"{fqn!r} and {reached[2]!r} overlap in {file!r}", file=file, fqn=fqn, offset=start)
+        reached = item
+
+
+def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry) -> int:
+    """The number of elements that are in no chunk."""
+    if entry.dtype not in DTYPES:
+        raise UnsupportedCheckpoint(f"{fqn!r} has dtype {entry.dtype[:64]!r}, which this version does not read")
+    rank = len(entry.shape)
+    numel = math.prod(entry.shape)
+    if rank > MAX_RANK or any(dim < 0 for dim in entry.shape) or numel * itemsize(entry.dtype) > _MAX_SIZE:
+        raise Corrupt(f"{fqn!r} has an impossible shape", fqn=fqn)
+    for chunk in entry.chunks:
+        _check_chunk(fqn, entry, chunk)
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    covered = volume(boxes)
+    available = sum(files[file] for file in {chunk.file for chunk in entry.chunks})
+    if covered * itemsize(entry.dtype) > available:
+        raise Corrupt(f"{fqn!r} claims more bytes than its files have ({available})", fqn=fqn)
+    try:
+        overlap = find_overlap(boxes)
+    except TooIntricateError:
+        raise UnsupportedCheckpoint(f"{fqn!r} is cut into chunks in a way that is too intricate to check") from None
+    if overlap:
+        first, second = (list(boxes[index][0]) for index in overlap)
+        raise Corrupt(f"the chunks of {fqn!r} at {first} and {second} overlap", fqn=fqn)
+    return numel - covered
+
+
+def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk) -> None:
+    def corrupt(what: str) -> Corrupt:
+        where = f"a chunk of {fqn!r} in {chunk.file!r}"
+        return Corrupt(f"{where} {what}", file=chunk.file, fqn=fqn, offset=chunk.item_offset)
+
+    if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape):
+        raise corrupt(f"has another rank than the tensor's {len(entry.shape)}")
+    extents = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
+    if not all(offset >= 0 and size >= 0 and offset + size <= dim for offset, size, dim in extents):
+        raise corrupt(f"reaches out of the shape {list(entry.shape)}")
+    payload = math.prod(chunk.sizes) * itemsize(entry.dtype)
+    start = chunk.item_offset if chunk.payload_offset is None else chunk.payload_offset
+    if start < chunk.item_offset or start + payload > chunk.item_offset + chunk.item_bytes:
+        raise corrupt(f"has {payload} bytes, which do not fit into its item of {chunk.item_bytes}")
+    if chunk.crcs is not None and len(chunk.crcs) != 4 * -(-payload // BLOCK_BYTES):
+        raise corrupt(f"has {len(chunk.crcs)} bytes of checksums for {payload} bytes of payload")

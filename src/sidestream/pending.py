@@ -1,0 +1,164 @@
+"""What a caller holds while a save goes on, and what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ._tasks import supervise
+from .commit import Outcome, Verdict
+from .errors import Aborted
+from .storage import Durability
+
+__all__ = ["PendingSave", "SaveInfo", "SaveWork"]
+
+_log = logging.getLogger("sidestream")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveInfo:
+    """A checkpoint that is committed and, with ``durability="fsync"``, durable.
+
+    ``nbytes`` counts its data files; ``seconds`` has the phases ``staged`` (until the sources may change), ``written``
+    (until all data is on storage) and ``committed`` (until acknowledged), each measured from the call.
+    """
+
+    url: str
+    save_id: str
+    step: int | None
+    generation: int
+    nbytes: int
+    durability: Durability
+    seconds: Mapping[str, float]
+
+
+class SaveWork(Protocol):
+    """The work behind a ``PendingSave``; ``verdict`` tells the truth whenever ``run`` has ended."""
+
+    verdict: Verdict
+
+    @property
+    def url(self) -> str: ...
+
+    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+        """Do it all, and resolve ``staged`` when the sources may change again."""
+
+
+class PendingSave:
+    """A save in progress. ``await`` it for its ``SaveInfo``, any number of times and from several tasks; a cancelled
+    awaiter does not cancel the save, ``cancel()`` does. It belongs to the loop that started it."""
+
+    def __init__(self, work: SaveWork) -> None:
+        loop = asyncio.get_running_loop()
+        self._work = work
+        self._retrieved = False
+        self._cancelling = False
+        self._result: asyncio.Future[SaveInfo] = loop.create_future()
+        self._staged: asyncio.Future[None] = loop.create_future()
+        self._started = False
+        self._task = supervise(self._run(), f"sidestream save {work.url}")
+        self._task.add_done_callback(self._settle)
+
+    @property
+    def url(self) -> str:
+        return self._work.url
+
+    @property
+    def staged(self) -> Awaitable[None]:
+        """Await it: everything has been copied, or the save has ended otherwise, so the sources may change again.
+        Raises what the staging raised."""
+        return _Shared(self._staged)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """None while the save goes on; then ``"committed"``, ``"absent"``, or ``"unknown"`` if the commit was sent and
+        could not be read back."""
+        return self._work.verdict.outcome if self._task.done() else None
+
+    @property
+    def unheard(self) -> BaseException | None:
+        """The error that this save ended with, if nobody has awaited it."""
+        if self._retrieved or not self._result.done() or self._result.cancelled():
+            return None
+        return self._result.exception()
+
+    def hear(self) -> None:
+        """The error has been told to somebody by other means."""
+        self._retrieved = True
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the loop once ``done()``."""
+        self._task.add_done_callback(lambda _: callback())
+
+    def done(self) -> bool:
+        """Whether the save has ended, one way or the other, and has nothing left to clean up."""
+        return self._task.done()
+
+    def cancel(self) -> bool:
+        """Ask the save to stop; awaiting it then raises ``CancelledError``. False if it has ended already.
+
+        Nothing becomes visible and what was written is removed, unless the commit had been sent; see ``outcome``.
+        """
+        if self._task.done():
+            return False
+        self._cancelling = True
+        return not self._started or self._task.cancel()  # a task cancelled before its first step never runs at all
+
+    async def ended(self) -> None:
+        """Wait until ``done()``. Never raises what the save raised."""
+        await asyncio.wait([self._task])
+
+    def __await__(self) -> Generator[None, None, SaveInfo]:
+        self._retrieved = True
+        return asyncio.shield(self._result).__await__()
+
+    async def _run(self) -> None:
+        """The edge of the background: everything ends in the two futures."""
+        self._started = True
+        try:
+            if self._cancelling:
+                self._task.cancel()
+            info = await self._work.run(self._staged)
+        except asyncio.CancelledError:
+            self._settle()
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self._result.set_result(info)
+        if not self._staged.done():
+            self._staged.set_result(None)
+
+    def _settle(self, _: object = None) -> None:
+        """Cancelled, by ``cancel()`` or with the loop, perhaps before the first step."""
+        if self._result.done():
+            return
+        if self._cancelling:
+            self._result.cancel()
+        else:
+            outcome = self._work.verdict.outcome
+            self._fail(Aborted(f"the event loop was closed while {self.url} was being saved (outcome: {outcome})"))
+
+    def _fail(self, error: BaseException) -> None:
+        self._result.set_exception(error)
+        self._result.exception()  # asyncio would log it too; __del__ says it once, and says more
+        if not self._staged.done():
+            self._staged.set_exception(error)
+            self._staged.exception()
+
+    def __del__(self) -> None:
+        error = self.unheard if hasattr(self, "_task") else None
+        if error is not None:
+            _log.error("saving %s failed and nobody awaited it: %s: %s", self.url, type(error).__name__, error)
+
+
+class _Shared:
+    """Awaitable that any number of tasks may await and cancel without touching the future behind it."""
+
+    def __init__(self, future: asyncio.Future[None]) -> None:
+        self._future = future
+
+    def __await__(self) -> Generator[None, None, None]:
+        return asyncio.shield(self._future).__await__()

@@ -1,0 +1,46 @@
+"""Nested dicts and lists again, from paths and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import Corrupt
+from ..format.records import DictKey, Key
+
+__all__ = ["assemble"]
+
+
+class _ListParts(dict[int, Any]):
+    """A list whose elements may come in any order."""
+
+
+def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> dict[Any, Any]:
+    """The state dict whose leaves these are. Raises ``Corrupt`` where paths contradict each other or a list has holes."""
+    root: dict[Any, Any] = {}
+    for path, value in leaves:
+        holder: dict[Any, Any] = root
+        for depth, key in enumerate(path[:-1]):
+            kind = _ListParts if type(path[depth + 1]) is int else dict
+            holder = holder.setdefault(_plain(key), kind())
+            if type(holder) is not kind:
+                raise Corrupt(f"the checkpoint has a {type(holder).__name__} and a container at {path[: depth + 1]}")
+        if _plain(path[-1]) in holder:
+            raise Corrupt(f"the checkpoint has two values at {path}")
+        holder[_plain(path[-1])] = value
+    result: dict[Any, Any] = _close(root)
+    return result
+
+
+def _plain(key: Key) -> Any:
+    return key.value if isinstance(key, DictKey) else key
+
+
+def _close(node: Any) -> Any:
+    if type(node) is dict:
+        return {key: _close(value) for key, value in node.items()}
+    if type(node) is not _ListParts:
+        return node
+    if sorted(node) != list(range(len(node))):
+        raise Corrupt("a list in the checkpoint has holes")
+    return [_close(node[index]) for index in range(len(node))]

@@ -1,0 +1,134 @@
+"""State dicts as flat lists of leaves, with the FQNs that DCP gives them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._torch import Stateful
+from ..errors import InvalidOption, KeyCollision, UnsafeObject
+from ..format.records import DictKey, Key
+
+__all__ = ["Leaf", "flatten"]
+
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """What stands at ``path``: a tensor, an empty dict, or a value. ``holder[slot]`` is where it can be replaced.
+
+    ``owner`` is the outermost ``Stateful`` object whose own state dict the leaf belongs to, by its position among
+    those met, or None. ``value`` is a ``StatefulRoot`` where such an object begins.
+    """
+
+    fqn: str
+    path: tuple[Key, ...]
+    value: Any
+    holder: Any = None
+    slot: Any = None
+    owner: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulRoot:
+    """The object at this path; the leaves with its number as ``owner`` follow."""
+
+    number: int
+    instance: Stateful
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.stateful = 0
+
+    def mapping(
+        self, value: Mapping[Any, Any], prefix: str, path: tuple[Key, ...], owner: int | None
+    ) -> Iterator[Leaf]:
+        for key, item in value.items():
+            fqn = f"{prefix}.{key}" if prefix else str(key)
+            yield from self.item(item, fqn, (*path, _dict_key(key, fqn)), value, key, owner)
+
+    def item(
+        self, value: Any, fqn: str, path: tuple[Key, ...], holder: Any, slot: Any, owner: int | None
+    ) -> Iterator[Leaf]:
+        if isinstance(value, torch.Tensor):
+            yield Leaf(fqn, path, value, holder, slot, owner)
+            return
+        if len(path) > _MAX_DEPTH:
+            raise InvalidOption(
+                f"{fqn[:200]}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself"
+            )
+        if _is_stateful(value):
+            if owner is None:
+                owner, self.stateful = self.stateful, self.stateful + 1
+                yield Leaf(fqn, path, StatefulRoot(owner, value), holder, slot)
+            value = value.state_dict()
+        if isinstance(value, Mapping) and value:
+            yield from self.mapping(value, fqn, path, owner)
+        elif isinstance(value, list) and not _is_value(value):
+            for index, item in enumerate(value):
+                yield from self.item(item, f"{fqn}.{index}", (*path, index), value, index, owner)
+        else:
+            yield Leaf(fqn, path, {} if isinstance(value, Mapping) else value, holder, slot, owner)
+
+
+def flatten(state: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of ``state`` in order; calls ``state_dict()`` of every ``Stateful`` object in it.
+
+    Dicts are descended into, and lists that hold tensors, dicts or ``Stateful`` objects at some depth (DCP's rule); any
+    other value, tuples included, is one leaf. The FQN joins the keys with dots. Raises ``KeyCollision`` where two paths
+    have one FQN, ``UnsafeObject`` for a key that is not a string or a number, ``InvalidOption`` if it is no mapping.
+    """
+    if not isinstance(state, Mapping):
+        raise InvalidOption(
+            f"state is a mapping from names to tensors, values and objects with state_dict(), not a "
+            f'{type(state).__name__}; write {{"model": model}}'
+        )
+    seen: dict[str, tuple[Key, ...]] = {}
+    leaves = []
+    for leaf in _Walk().mapping(state, "", (), None):
+        leaves.append(leaf)
+        if isinstance(leaf.value, StatefulRoot):
+            continue
+        if leaf.fqn in seen:
+            raise KeyCollision(
+                f"{leaf.fqn!r} stands for two paths, {_spell(seen[leaf.fqn])} and {_spell(leaf.path)}: "
+                "DCP joins keys with dots and turns them into strings; rename one"
+            )
+        seen[leaf.fqn] = leaf.path
+    return leaves
+
+
+def _is_stateful(value: Any) -> bool:
+    return (
+        not isinstance(value, (dict, list, tuple, str, int, float, type))
+        and value is not None
+        and isinstance(value, Stateful)
+    )
+
+
+def _is_value(items: list[Any]) -> bool:
+    """A list is one value unless something in it has to be descended into."""
+    return not any(
+        isinstance(item, (torch.Tensor, Mapping))
+        or (isinstance(item, list) and not _is_value(item))
+        or _is_stateful(item)
+        for item in items
+    )
+
+
+def _dict_key(key: Any, fqn: str) -> Key:
+    if type(key) is str:
+        return key
+    if key is None or type(key) in (int, bool) or (type(key) is float and math.isfinite(key)):
+        return DictKey(key)
+    raise UnsafeObject(f"{fqn}: a dict key of type {type(key).__name__}; keys are strings and numbers")
+
+
+def _spell(path: tuple[Key, ...]) -> str:
+    return "".join(f"[{key.value!r}]" if isinstance(key, DictKey) else f"[{key!r}]" for key in path)

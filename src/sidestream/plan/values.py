@@ -1,0 +1,170 @@
+"""Between Python values and ``Node``: what is safe as data, and nothing else."""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from .._torch import check_tensor, dtype_from_name, dtype_name
+from ..errors import Corrupt, UnsafeObject
+from ..format.dtypes import DTYPES
+from ..format.records import Node
+from ..format.values import check_inline_tensor, node_bytes, node_kind
+
+__all__ = ["decode_value", "encode_value"]
+
+_INLINE_BYTES = 1 << 20
+_MAX_DEPTH = 64
+_JSON_INT = 1 << 63
+_NUMPY_KINDS = "biufc"
+
+
+def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
+    """``value`` as data; the caller may change it afterwards.
+
+    Raises ``UnsafeObject``, naming ``fqn`` and the type, for anything but numbers, strings, bytes, None, tuples, lists,
+    dicts, sets, ``torch.Size``, dtypes, devices, numpy numbers and arrays, and tensors of at most 1 MiB inside those.
+    """
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value  # type: ignore[no-any-return]
+    if kind is int:
+        return value if -_JSON_INT <= value < _JSON_INT else {"int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if depth > _MAX_DEPTH:
+        raise UnsafeObject(f"{fqn}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself")
+    if kind in (list, tuple, set, frozenset):
+        return {kind.__name__: [encode_value(item, fqn, depth + 1) for item in value]}
+    if kind is dict or kind is OrderedDict:
+        name = "dict" if kind is dict else "ordered_dict"
+        pairs: list[Node] = [
+            [encode_value(key, fqn, depth + 1), encode_value(item, fqn, depth + 1)] for key, item in value.items()
+        ]
+        return {name: pairs}
+    return _encode_leaf(value, fqn)
+
+
+def _encode_leaf(value: Any, fqn: str) -> Node:
+    kind = type(value)
+    if kind is complex:
+        return {"complex": [encode_value(value.real, fqn), encode_value(value.imag, fqn)]}
+    if kind is bytes or kind is bytearray:
+        return {kind.__name__: _base64(value)}
+    if kind is torch.Size:
+        return {"size": list(value)}
+    if kind is torch.dtype:
+        return {"dtype": dtype_name(value)}
+    if kind is torch.device:
+        return {"device": str(value)}
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, fqn)
+    numpy = sys.modules.get("numpy")  # whoever has not imported it has no array to save
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in _NUMPY_KINDS:
+        return _encode_numpy(value, fqn, numpy)
+    raise UnsafeObject(
+        f"{fqn}: a {kind.__module__}.{kind.__qualname__} cannot be stored as data; turn it into numbers, strings, "
+        "tensors and containers of those, or give it state_dict() and load_state_dict()"
+    )
+
+
+def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
+    """A tensor inside a tuple or set, which DCP stores as one value: small enough to be copied here and now."""
+    check_tensor(tensor, fqn)
+    name = dtype_name(tensor.dtype)
+    if name not in DTYPES:
+        raise UnsafeObject(f"{fqn}: torch cannot serialize a tensor of dtype {name}")
+    if tensor.nbytes > _INLINE_BYTES:
+        raise UnsafeObject(
+            f"{fqn}: a tensor of {tensor.nbytes} bytes inside a {'tuple or set'}; put it into a dict or a list, where "
+            f"it is streamed (inside values {_INLINE_BYTES} bytes are the limit)"
+        )
+    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return {"tensor": {"dtype": name, "shape": list(tensor.shape), "data": _base64(bytes(raw.tolist()))}}
+
+
+def _encode_numpy(value: Any, fqn: str, numpy: Any) -> Node:
+    if value.nbytes > _INLINE_BYTES:
+        raise UnsafeObject(f"{fqn}: a numpy array of {value.nbytes} bytes; save torch.from_numpy(array)")
+    if value.dtype.itemsize > 16 or value.dtype.char in "gG":
+        raise UnsafeObject(f"{fqn}: numpy's {value.dtype} differs between machines; convert it to float64")
+    data = _base64(numpy.ascontiguousarray(value).tobytes())
+    if isinstance(value, numpy.ndarray):
+        return {"ndarray": {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}}
+    return {"numpy": {"dtype": value.dtype.str, "data": data}}
+
+
+def _base64(raw: bytes | bytearray) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def decode_value(node: Node, fqn: str) -> Any:
+    """The value again, equal and of the same type, newly made. Raises ``Corrupt`` for a node that is not one."""
+    try:
+        return _decode(node)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, ImportError) as error:
+        if isinstance(error, Corrupt):
+            raise Corrupt(f"{fqn}: {error}", fqn=fqn) from None
+        raise Corrupt(
+            f"{fqn}: its value in the manifest is damaged ({type(error).__name__}: {error})", fqn=fqn
+        ) from None
+
+
+_BUILDERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def _decode(node: Node) -> Any:
+    kind, content = node_kind(node)
+    if kind == "scalar":
+        return content
+    if kind in _BUILDERS:
+        return _BUILDERS[kind](_decode(item) for item in content)
+    match kind:
+        case "dict":
+            return {_decode(key): _decode(value) for key, value in content}
+        case "ordered_dict":
+            return OrderedDict((_decode(key), _decode(value)) for key, value in content)
+        case "int":
+            return int(content, 16)
+        case "float":
+            return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
+        case "complex":
+            return complex(*(_decode(part) for part in content))
+        case "bytes":
+            return node_bytes(content)
+        case "bytearray":
+            return bytearray(node_bytes(content))
+        case "size":
+            return torch.Size(content)
+        case "dtype":
+            return dtype_from_name(content)
+        case "device":
+            return torch.device(content)
+        case "tensor":
+            return _decode_tensor(content)
+        case "ndarray":
+            return _decode_numpy(content["dtype"], content["shape"], content["data"])
+        case "numpy":
+            return _decode_numpy(content["dtype"], [], content["data"])[()]
+    raise Corrupt(f"a value of the unknown kind {kind!r}")
+
+
+def _decode_tensor(content: Any) -> torch.Tensor:
+    dtype, shape, raw = check_inline_tensor(content)
+    if not raw:
+        return torch.empty(shape, dtype=dtype_from_name(dtype))
+    return torch.frombuffer(bytearray(raw), dtype=dtype_from_name(dtype)).reshape(shape)
+
+
+def _decode_numpy(dtype: str, shape: list[int], data: str) -> Any:
+    import numpy  # an optional dependency: only a checkpoint that holds arrays needs it
+
+    kind = numpy.dtype(dtype)
+    if kind.kind not in _NUMPY_KINDS:
+        raise Corrupt(f"a numpy array of the kind {dtype!r}")
+    return numpy.frombuffer(node_bytes(data), dtype=kind).reshape(shape).copy()

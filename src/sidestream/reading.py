@@ -1,0 +1,167 @@
+"""Bytes of a checkpoint into tensors: batches of ranges, several in flight, each verified before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ._threads import Deadline, io_threads
+from ._torch import dtype_from_name
+from .errors import Corrupt, SidestreamError
+from .foreign import Located, locate_tensor
+from .format.checksum import crc32, unpack_crcs
+from .format.records import BLOCK_BYTES, TensorEntry
+from .options import Verify
+from .plan.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, plan_ranges
+from .storage import ReadRange, Store
+
+__all__ = ["Reader", "Wanted", "whole"]
+
+_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Box ``box`` of the tensor ``entry`` is to be read into ``target``, whose shape is ``box.sizes``."""
+
+    fqn: str
+    entry: TensorEntry
+    box: Box
+    target: torch.Tensor
+
+
+def whole(entry: TensorEntry) -> Box:
+    return Box((0,) * len(entry.shape), entry.shape)
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads from the checkpoint in ``directory``.
+
+    ``touched`` has the FQNs of the tensors that may have been written to so far, ``unverified`` those of which some
+    byte had no checksum, ``nbytes`` what was read.
+    """
+
+    store: Store
+    directory: str
+    verify: Verify
+    deadline: Deadline
+    touched: set[str] = field(default_factory=set)
+    unverified: set[str] = field(default_factory=set)
+    nbytes: int = 0
+
+    async def read(self, wanted: Iterable[Wanted], *, own: bool) -> None:
+        """Fill every target. The targets are row-major or not; those that are are read into directly.
+
+        Raises ``Corrupt``, naming file, offset and FQN. When this raises, no thread writes into a target any more.
+        """
+        targets = {one.fqn: one for one in wanted}
+        foreign = None if own else await self._locate(targets)
+        planned = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
+        queue = iter(planned)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(_IN_FLIGHT):
+                    group.create_task(self._work(queue, targets))
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+
+    async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted]) -> None:
+        for batch in queue:
+            buffers = [_buffer(one, targets[one.fqn].target) for one in batch.ranges]
+            self.touched.update(one.fqn for one in batch.ranges if isinstance(one.into, Direct))
+            reads = [ReadRange(one.offset, buffer) for one, buffer in zip(batch.ranges, buffers, strict=True)]
+            await self.store.read(f"{self.directory}/{batch.file}", reads, deadline=self.deadline)
+            await io_threads().run(self._finish, batch, buffers, targets, deadline=self.deadline)
+            self.nbytes += batch.nbytes
+
+    def _finish(self, batch: Batch, buffers: list[memoryview], targets: Mapping[str, Wanted]) -> None:
+        """In a thread: check what has arrived, then put in place what was not read there directly."""
+        for one, buffer in zip(batch.ranges, buffers, strict=True):
+            if self.verify == "always" and not _verified(one, buffer):
+                self.unverified.add(one.fqn)
+            if not isinstance(one.into, Direct):
+                self.touched.add(one.fqn)
+                _place(one, buffer, targets[one.fqn])
+
+    async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
+        """Where another writer put the payloads; only the zips say."""
+        return {
+            fqn: await locate_tensor(self.store, self.directory, fqn, one.entry, self.deadline)
+            for fqn, one in targets.items()
+        }
+
+
+def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) -> list[Batch]:
+    ranges: list[Range] = []
+    for fqn, one in targets.items():
+        entry, payloads = (one.entry, None) if foreign is None else foreign[fqn]
+        row_major = one.target.is_contiguous() and not one.target.is_conj() and not one.target.is_neg()
+        ranges.extend(plan_ranges(fqn, entry, one.box, row_major=row_major, foreign=payloads))
+    return batches(ranges)
+
+
+def _buffer(one: Range, target: torch.Tensor) -> memoryview:
+    """Where the bytes of a range are read to. The tensor is kept alive by whoever asked for the read."""
+    if not isinstance(one.into, Direct):
+        return memoryview(bytearray(one.nbytes))
+    address = target.data_ptr() + one.into.start
+    return memoryview((ctypes.c_char * one.nbytes).from_address(address)).cast("B")
+
+
+def _verified(one: Range, buffer: memoryview) -> bool:
+    """Whether there was a checksum to compare. Raises ``Corrupt`` if it differs."""
+    if one.crc is not None:
+        if crc32(buffer) != one.crc:
+            raise _altered(one, one.offset)
+        return True
+    if one.crcs is None:
+        return False
+    for block, expected in enumerate(unpack_crcs(one.crcs)):
+        start = block * BLOCK_BYTES
+        if crc32(buffer[start : start + BLOCK_BYTES]) != expected:
+            raise _altered(one, one.offset + start)
+    return True
+
+
+def _altered(one: Range, offset: int) -> Corrupt:
+    return Corrupt(
+        f"{one.fqn}: its bytes in {one.file} from offset {offset} on were altered (the checksum differs); restore the "
+        "file, or load an older checkpoint",
+        file=one.file,
+        fqn=one.fqn,
+        offset=offset,
+    )
+
+
+def _place(one: Range, buffer: memoryview, wanted: Wanted) -> None:
+    target = wanted.target
+    if isinstance(one.into, Part):
+        nbytes = one.into.nbytes
+        memory = (ctypes.c_char * nbytes).from_address(target.data_ptr() + one.into.start)
+        memoryview(memory).cast("B")[:] = buffer[one.into.skip : one.into.skip + nbytes]
+        return
+    assert isinstance(one.into, Scatter)
+    into = one.into
+    elements = torch.frombuffer(buffer, dtype=dtype_from_name(wanted.entry.dtype), offset=into.skip)
+    strides = into.strides or torch.empty(into.shape, device="meta").stride()
+    source = elements.as_strided(into.shape, strides)[_slices(into.source)]
+    with torch.no_grad():
+        target[_slices(Box(into.target, into.source.sizes))].copy_(source)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What to tell of several failures: damage before anything else, otherwise the one that came first."""
+    flat: list[BaseException] = []
+    for error in errors.exceptions:
+        flat.extend(error.exceptions if isinstance(error, BaseExceptionGroup) else [error])
+    ours = [error for error in flat if isinstance(error, SidestreamError)]
+    return next((error for error in ours if isinstance(error, Corrupt)), (ours or flat)[0])

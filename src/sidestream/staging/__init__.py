@@ -1,0 +1,25 @@
+"""From live tensors to host memory: the arena, the engines, the stagers."""
+
+from __future__ import annotations
+
+from .arena import PAGE_BYTES, Arena, ArenaStatistics, Lease
+from .engine import Engine, HostEngine
+from .image import Copy, ImageLayout, StagedImage
+from .stager import AsyncStager, StageMode, StagingFuture
+from .tree import StagedState
+
+__all__ = [
+    "PAGE_BYTES",
+    "Arena",
+    "ArenaStatistics",
+    "AsyncStager",
+    "Copy",
+    "Engine",
+    "HostEngine",
+    "ImageLayout",
+    "Lease",
+    "StageMode",
+    "StagedImage",
+    "StagedState",
+    "StagingFuture",
+]

@@ -1,0 +1,123 @@
+"""Bytes on their way into leased memory: what a stage hands to the one who writes it out."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from .._threads import Deadline, Stop
+from ..errors import Closed
+from .arena import Lease
+
+__all__ = ["Copy", "ImageLayout", "StagedImage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Put ``nbytes`` of ``source`` at ``offset`` of the image.
+
+    ``storage_start`` is None for the elements of ``source`` in row-major order, whatever its strides; otherwise it is
+    where in the storage of ``source`` (bytes) a raw run of bytes begins.
+    """
+
+    source: torch.Tensor
+    offset: int
+    nbytes: int
+    storage_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """An image of ``nbytes`` and the copies that fill it, sorted by offset. What no copy covers is left undefined."""
+
+    nbytes: int
+    copies: tuple[Copy, ...]
+
+
+class StagedImage:
+    """One image being filled from its beginning. The stager fills; one reader waits, reads, and releases.
+
+    The reader may write where no copy goes (framing), at any time after ``wait`` has returned once.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._changed = threading.Condition()
+        self._lease: Lease | None = None
+        self._filled = -1
+        self._error: BaseException | None = None
+        self._filling = False
+        self._released = False
+
+    # --- the stager's side ---
+
+    def begin(self, lease: Lease) -> None:
+        """Take over ``lease``; the stager may write into it until ``finish()``."""
+        with self._changed:
+            self._lease = lease
+            self._filling = True
+            self._filled = 0
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """The stager writes no more: memory that the reader has given up meanwhile goes back now."""
+        with self._changed:
+            self._filling = False
+            if self._released and self._lease is not None:
+                self._lease.release()
+
+    def advance(self, filled: int) -> None:
+        """All copies that lie below offset ``filled`` have ended."""
+        with self._changed:
+            self._filled = filled
+            self._changed.notify_all()
+
+    def advance_from(self, offset: int, copied: int) -> None:
+        """``copied`` bytes of the copy at ``offset`` have arrived, and all copies before it."""
+        self.advance(offset + copied)
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    # --- the reader's side ---
+
+    def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
+        """Block until the first ``end`` bytes have been staged and return a view of the whole image.
+
+        Raises what made the stage fail, ``DeadlineExceeded``, or ``Closed`` once ``stop`` is set.
+        """
+        with stop.waking(self._wake), self._changed:
+            while self._filled < end:
+                stop.check()
+                if self._error is not None:
+                    raise self._error
+                if not self._changed.wait(deadline.remaining_s()):
+                    raise deadline.exceeded(f"staging of {self.nbytes} bytes")
+            if self._lease is None or self._released:
+                raise Closed("this image was released")
+            return self._lease.view
+
+    def lease(self) -> Lease:
+        """The memory itself, for whoever takes it over when the stage has ended."""
+        if self._lease is None:
+            raise Closed("this image has no memory")
+        return self._lease
+
+    @property
+    def released(self) -> bool:
+        return self._released
+
+    def release(self) -> None:
+        """Give the memory back, or as soon as the stager no longer writes into it. Idempotent."""
+        with self._changed:
+            self._released = True
+            if self._lease is not None and not self._filling:
+                self._lease.release()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,275 @@
+"""Local directories: direct I/O where the file system takes it, everything synced, one rename to publish."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import aiofiles
+
+from .._threads import Deadline, Stop, io_threads
+from ..errors import Conflict, Corrupt, NotDurable, SidestreamError, from_os_error
+from .store import Body, Durability, ReadRange
+
+__all__ = ["LocalStore", "occupied"]
+
+_MAX_TRANSFER_BYTES = 0x7FFFF000  # what one Linux write or read moves at most
+_NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+
+
+class LocalStore:
+    """A ``Store`` over the directory ``root``, which need not exist yet."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._modes: dict[str, int] = {}  # what the umask gave each attempt of ours, kept for the published directory
+
+    async def create(self, attempt: str, *, durability: Durability, deadline: Deadline) -> None:
+        self._modes[attempt] = await io_threads().run(
+            _create, self.root, self.root / attempt, durability, deadline=deadline
+        )
+
+    async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
+        stop = Stop()
+        await io_threads().run(_write, self.root / name, body, durability, stop, deadline, stop=stop, deadline=deadline)
+
+    async def publish(self, attempt: str, target: str, *, durability: Durability, deadline: Deadline) -> None:
+        mode = self._modes.pop(attempt, 0o700)
+        await io_threads().run(_publish, self.root / attempt, self.root / target, mode, durability, deadline=deadline)
+
+    async def discard(self, attempt: str, *, deadline: Deadline) -> None:
+        self._modes.pop(attempt, None)
+        await io_threads().run(_discard, self.root / attempt, deadline=deadline)
+
+    async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
+        stop = Stop()
+        await io_threads().run(_read, self.root / name, ranges, stop, stop=stop, deadline=deadline)
+
+    async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
+        path = str(self.root / name)
+        try:
+            async with asyncio.timeout(deadline.remaining_s()), aiofiles.open(path, "rb", opener=_open_regular) as file:
+                size = await file.seek(0, os.SEEK_END)
+                await file.seek(max(0, size - nbytes))
+                return await file.read(nbytes)
+        except TimeoutError as error:
+            raise deadline.exceeded(f"reading {path}") from error
+        except OSError as error:
+            raise _translated(error, "reading", path) from error
+
+    async def is_vacant(self, name: str, *, deadline: Deadline) -> bool:
+        return await io_threads().run(_is_vacant, self.root / name, deadline=deadline)
+
+    async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
+        return await io_threads().run(_sizes, self.root / directory, deadline=deadline)
+
+    async def directories(self, *, deadline: Deadline) -> list[str]:
+        return await io_threads().run(_directories, self.root, deadline=deadline)
+
+
+# --- what runs in threads; each function owns the descriptors that it opens ---
+
+
+def _create(root: Path, attempt: Path, durability: Durability) -> int:
+    """Returns the mode that the umask gives a directory; until it is published nobody else looks into the attempt."""
+    try:
+        missing = [path for path in (root, *root.parents) if not path.exists()]
+        root.mkdir(parents=True, exist_ok=True)
+        attempt.mkdir()
+        mode = stat.S_IMODE(attempt.stat().st_mode)
+        attempt.chmod(mode & ~0o077)
+        if durability == "fsync":
+            for path in missing:
+                _sync_directory(path.parent)
+    except OSError as error:
+        raise _translated(error, "creating a checkpoint directory", str(attempt)) from error
+    return mode
+
+
+def _write(path: Path, body: Body, durability: Durability, stop: Stop, deadline: Deadline) -> None:
+    try:
+        descriptor, direct = _open_new(path, direct=body.aligned)
+        try:
+            if body.nbytes:
+                _preallocate(descriptor, body.nbytes)
+            position = 0
+            for buffer in body.buffers(stop, deadline):
+                stop.check()
+                direct = _write_buffer(descriptor, buffer, position, direct)
+                position += len(buffer)
+            if durability == "fsync":
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # an error that NFS kept for close() is one of this write
+    except FileExistsError as error:
+        raise Conflict(f"{path} exists already: two saves share one attempt's name") from error
+    except OSError as error:
+        raise _translated(error, "writing", str(path)) from error
+
+
+def _open_new(path: Path, *, direct: bool) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    if direct and hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666), True
+        except OSError as error:
+            if error.errno not in _NO_DIRECT_IO:
+                raise
+            with suppress(FileNotFoundError):  # some kernels create the file before they refuse the flag
+                os.unlink(path)
+    return os.open(path, flags, 0o666), False
+
+
+def _preallocate(descriptor: int, nbytes: int) -> None:
+    """A full disk is noticed before anything is written; file systems without preallocation notice it later."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT_IO:
+            raise
+
+
+def _write_buffer(descriptor: int, buffer: memoryview, position: int, direct: bool) -> bool:
+    """Write all of ``buffer``; returns whether direct I/O still works on this file."""
+    done = 0
+    while done < len(buffer):
+        if direct and (len(buffer) % 4096 or done % 4096):
+            direct = _leave_direct_io(descriptor)
+        try:
+            done += os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)
+        except OSError as error:
+            if not direct or error.errno not in _NO_DIRECT_IO:
+                raise
+            direct = _leave_direct_io(descriptor)
+    return direct
+
+
+def _leave_direct_io(descriptor: int) -> bool:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return False
+
+
+def _publish(attempt: Path, target: Path, mode: int, durability: Durability) -> None:
+    try:
+        attempt.chmod(mode)
+        if durability == "fsync":
+            _sync_directory(attempt)
+        os.rename(attempt, target)
+    except OSError as error:
+        if error.errno in _OCCUPIED:
+            raise occupied(target) from error
+        raise _translated(error, "publishing", str(target)) from error
+    if durability == "fsync":
+        try:
+            _sync_directory(target.parent)
+        except OSError as error:
+            raise NotDurable(
+                error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
+            ) from error
+
+
+def occupied(target: Path) -> Conflict:
+    return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
+
+
+def _is_vacant(target: Path) -> bool:
+    try:
+        with os.scandir(target) as entries:
+            return next(entries, None) is None
+    except FileNotFoundError:
+        return True
+    except NotADirectoryError:
+        return False
+    except OSError as error:
+        raise _translated(error, "looking at", str(target)) from error
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _discard(attempt: Path) -> None:
+    try:
+        shutil.rmtree(attempt)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise from_os_error(error, "removing an attempt", str(attempt)) from error
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Follows no link, and does not wait for the other end of a pipe."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Corrupt(f"{path} is not a regular file", file=os.path.basename(path))
+    return descriptor
+
+
+def _read(path: Path, ranges: Sequence[ReadRange], stop: Stop) -> None:
+    try:
+        descriptor = _open_regular(str(path), os.O_RDONLY)
+        try:
+            for one in ranges:
+                stop.check()
+                _read_range(descriptor, one, path)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _translated(error, "reading", str(path)) from error
+
+
+def _read_range(descriptor: int, one: ReadRange, path: Path) -> None:
+    done = 0
+    while done < len(one.into):
+        count = os.preadv(descriptor, [one.into[done : done + _MAX_TRANSFER_BYTES]], one.offset + done)
+        if count == 0:
+            raise Corrupt(
+                f"{path} ends at byte {one.offset + done}, but {len(one.into) - done} more belong there",
+                file=path.name,
+                offset=one.offset + done,
+            )
+        done += count
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    try:
+        with os.scandir(directory) as entries:
+            return {one.name: one.stat().st_size for one in entries if one.is_file(follow_symlinks=False)}
+    except OSError as error:
+        raise _translated(error, "listing", str(directory)) from error
+
+
+def _directories(root: Path) -> list[str]:
+    try:
+        with os.scandir(root) as entries:
+            return [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _translated(error, "listing", str(root)) from error
+
+
+def _translated(error: OSError, doing: str, path: str) -> Exception:
+    if isinstance(error, (SidestreamError, FileNotFoundError)):
+        return error  # what is missing means something else to each caller
+    if error.errno == errno.ENOTDIR:
+        return FileNotFoundError(errno.ENOENT, "no such directory", path)
+    if error.errno == errno.ELOOP:
+        return Corrupt(f"{path} is a symbolic link", file=os.path.basename(path))
+    return from_os_error(error, doing, path)

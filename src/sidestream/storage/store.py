@@ -1,0 +1,74 @@
+"""The contract of a store: the few operations that saving and loading need, and what each of them promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from .._threads import Deadline, Stop
+
+__all__ = ["Body", "Durability", "ReadRange", "Store"]
+
+Durability = Literal["fsync", "flush"]
+"""``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: it survives the death of the process only."""
+
+
+class Body(Protocol):
+    """The content of a file, produced in order in a thread of the store's own. It may block until bytes are staged."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every part begins on a page of memory and is a multiple of 4096 bytes, as direct I/O needs it."""
+
+    def buffers(self, stop: Stop, deadline: Deadline) -> Iterator[memoryview]:
+        """Consecutive parts; each is valid until the next one is asked for. Raises what staging raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRange:
+    """Fill ``into`` with the bytes from ``offset`` on."""
+
+    offset: int
+    into: memoryview
+
+
+class Store(Protocol):
+    """Directories of files under one root. Names are relative, with ``/`` between components.
+
+    Every method is cancellable: when it raises ``CancelledError``, no thread touches a file or a buffer any more. All
+    raise ``StorageError`` (or a subclass) for what the storage refuses, ``DeadlineExceeded`` when ``deadline`` passes.
+    """
+
+    async def create(self, attempt: str, *, durability: Durability, deadline: Deadline) -> None:
+        """Make the private directory ``attempt`` and, durably, every missing parent. It must not exist yet."""
+
+    async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
+        """Write a new file. When this returns it is complete and, with ``"fsync"``, its content is durable; its name
+        is so after ``publish``. Raises ``Conflict`` if it exists. A failure may leave a partial file behind."""
+
+    async def publish(self, attempt: str, target: str, *, durability: Durability, deadline: Deadline) -> None:
+        """Make ``attempt`` visible as ``target`` in one atomic step, then durable. Raises ``Conflict``, having changed
+        nothing, if ``target`` exists and is not an empty directory; ``NotDurable`` if it is visible and a sync failed.
+        """
+
+    async def is_vacant(self, name: str, *, deadline: Deadline) -> bool:
+        """Whether ``name`` does not exist or is an empty directory, so that something can be published there."""
+
+    async def discard(self, attempt: str, *, deadline: Deadline) -> None:
+        """Delete an attempt and everything in it. Does nothing if it is not there."""
+
+    async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
+        """Fill every range. Raises ``Corrupt`` if the file ends before, ``FileNotFoundError`` if there is none."""
+
+    async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
+        """The last ``nbytes`` of a small file, or all of it. Raises ``FileNotFoundError``."""
+
+    async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
+        """Name and size of every regular file directly in ``directory``. Raises ``FileNotFoundError``."""
+
+    async def directories(self, *, deadline: Deadline) -> list[str]:
+        """Names of the directories directly under the root; none if the root does not exist."""
