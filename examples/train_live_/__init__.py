@@ -1,0 +1,1 @@
+"""The parts of `examples/train_live.py`; read that file first."""

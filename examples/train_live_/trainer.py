@@ -1,0 +1,74 @@
+"""The trainer process: training, server, ticker and checkpoints on one asyncio loop."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train_live_.loop import serving, ticking
+from train_live_.model import Size, Training
+from train_live_.records import Run
+from train_live_.saver import Saver, State
+
+
+async def train(
+    size: Size, *, saver_name: str, directory: Path, steps: int, save_every: int, measure_alone: bool
+) -> Run:
+    """Train up to `steps`, from the newest checkpoint in `directory` if there is one."""
+    torch.set_num_threads(1)
+    training = Training(size)
+    run = Run(saver_name, parameters=sum(parameter.numel() for parameter in training.model.parameters()))
+    async with open_saver(saver_name, directory) as saver:
+        state: State = {"model": training.model, "optimizer": training.optimizer, "step": 0}
+        run.steps_seen = await saver.visible_steps()
+        run.resumed_from = await saver.restore(state)
+        async with serving(lambda: status(run), run.answers), ticking(run.ticks):
+            run.began = time.monotonic()
+            await take_steps(training, saver, state, run, steps=steps, save_every=save_every)
+            run.saves = await saver.saves()
+            run.ended = time.monotonic()
+        if measure_alone:
+            run.saves_alone = await saver.save_alone(state)
+    run.digest = training.digest()
+    return run
+
+
+async def take_steps(training: Training, saver: Saver, state: State, run: Run, *, steps: int, save_every: int) -> None:
+    """Take the missing steps, in one worker thread; save after every `save_every`-th and after the last."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="train") as worker:
+        for step in range(state["step"] + 1, steps + 1):
+            loss = await loop.run_in_executor(worker, training.compute_gradients, step)
+            await saver.before_update()
+            await loop.run_in_executor(worker, training.apply_update)
+            run.losses[step] = loss
+            state["step"] = step
+            if step % save_every == 0 or step == steps:
+                await saver.save(state, step)
+
+
+def status(run: Run) -> dict[str, Any]:
+    """Return what the server answers: the last step and its loss."""
+    step = max(run.losses, default=0)
+    return {"step": step, "loss": run.losses.get(step)}
+
+
+@asynccontextmanager
+async def open_saver(name: str, directory: Path) -> AsyncIterator[Saver]:
+    """Open the saver of this name. Only its own library is imported."""
+    if name == "sidestream":
+        from train_live_.saver_sidestream import SidestreamSaver
+
+        async with SidestreamSaver.open(directory) as saver:
+            yield saver
+    elif name == "dcp":
+        from train_live_.saver_dcp import DcpSaver
+
+        yield DcpSaver(directory)
+    else:
+        yield Saver()

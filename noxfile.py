@@ -1,0 +1,96 @@
+"""Everything that is run on this repository: ``nox -l`` lists it.
+
+Sessions install with ``-c constraints.txt``, which pins torch and every tool. Tests, types and the demo run on each
+Python of pyproject's classifiers that this machine has; the ones it lacks are skipped, also where ``CI`` is set, but
+where it has none of them the sessions fail.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+CONSTRAINTS = ("-c", "constraints.txt")
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+PYTHONS = [
+    classifier.rpartition(" ")[-1]
+    for classifier in PYPROJECT["project"]["classifiers"]
+    if classifier.startswith("Programming Language :: Python :: 3.")
+]
+
+
+def _answers(python: str) -> bool:
+    """Whether an interpreter of that version runs here (a shim of a version manager may exist and still refuse)."""
+    if python == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return True
+    path = shutil.which(f"python{python}")
+    return path is not None and subprocess.run([path, "-V"], capture_output=True, check=False).returncode == 0
+
+
+FOUND = [python for python in PYTHONS if _answers(python)]
+ONE = FOUND[0] if FOUND else PYTHONS[0]
+"""For sessions that need only one interpreter."""
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.download_python = "never"
+nox.options.error_on_external_run = True
+nox.options.error_on_missing_interpreters = not FOUND
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["tests", "lint", "types", "docs"]
+
+
+def _install(session: nox.Session, *what: str, groups: tuple[str, ...] = ()) -> None:
+    tools = nox.project.dependency_groups(PYPROJECT, *groups) if groups else ()
+    session.install(*CONSTRAINTS, *what, *tools, silent=True)
+
+
+@nox.session(python=ONE)
+def demo(session: nox.Session) -> None:
+    """Train, kill, resume and compare with stock DCP (about two minutes)."""
+    _install(session, ".[fast,demo]")
+    session.run("python", "examples/train_live.py", *session.posargs)
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """Run the tests against the built package; arguments after ``--`` go to pytest."""
+    _install(session, ".[fast]", groups=("tests",))
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(python=ONE)
+def lint(session: nox.Session) -> None:
+    """Check style and format (``nox -s lint -- --fix`` repairs what it can)."""
+    _install(session, groups=("lint",))
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+
+
+@nox.session(python=ONE)
+def types(session: nox.Session) -> None:
+    """Run mypy in strict mode over the package."""
+    _install(session, ".[fast]", groups=("types",))
+    session.run("mypy", *session.posargs)
+
+
+@nox.session(python=ONE)
+def docs(session: nox.Session) -> None:
+    """Build the documentation, warnings are errors (``-- serve`` shows it). Reads the sources, needs no torch."""
+    _install(session, groups=("docs",))
+    session.run("mkdocs", *(session.posargs or ["build", "--strict", "--quiet"]))
+
+
+@nox.session(python=ONE)
+def bench(session: nox.Session) -> None:
+    """Run every script of benchmarks/, or those named after ``--``."""
+    _install(session, ".[fast]", groups=("bench",))
+    scripts = session.posargs or sorted(str(path) for path in Path("benchmarks").glob("*.py"))
+    if not scripts:
+        session.skip("benchmarks/ is empty")
+    for script in scripts:
+        session.run("python", script)

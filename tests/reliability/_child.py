@@ -1,0 +1,137 @@
+"""A warm process that forks one child for each trial and reports how it ended. Driven by ``_trials.Trials``.
+
+The child saves for real and is killed for real, at the file operation that it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from _faults import Intercept, Operation, make_state
+
+import sidestream
+from sidestream import errors
+
+_FS_IOC_SHUTDOWN = 0x8004587D
+_NO_LOG_FLUSH = struct.pack("I", 2)
+
+
+class _Child:
+    def __init__(self, trial: dict[str, Any], out: int) -> None:
+        self.trial = trial
+        self.out = out
+
+    def tell(self, **what: Any) -> None:
+        os.write(self.out, (json.dumps(what) + "\n").encode())
+
+    def die(self) -> None:
+        """The end: of the process alone, or of the whole machine as far as the file system can tell."""
+        mount = self.trial.get("cut")
+        if mount:
+            self._descriptor = os.open(mount, os.O_RDONLY) if not hasattr(self, "_descriptor") else self._descriptor
+            fcntl.ioctl(self._descriptor, _FS_IOC_SHUTDOWN, _NO_LOG_FLUSH)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(self, operation: Operation) -> Any:
+        if operation.index != self.trial["at"]:
+            return operation.call()
+        after = self.trial["when"] == "after"
+        self.tell(killed_at=operation.name, path=os.path.basename(operation.path), when=self.trial["when"])
+        if after:
+            operation.call()
+        self.die()
+        raise AssertionError("still alive")
+
+    def run(self) -> None:
+        trial = self.trial
+        if trial.get("cut"):
+            self._descriptor = os.open(trial["cut"], os.O_RDONLY)
+        if trial.get("limit"):
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (trial["limit"], trial["limit"]))
+        if trial.get("uid"):
+            os.setgid(trial["uid"])
+            os.setuid(trial["uid"])
+        with Intercept(Path(trial["root"]), self.hook).installed() as intercept:
+            try:
+                asyncio.run(getattr(self, trial["work"])(Path(trial["run"])))
+            except errors.SidestreamError as error:
+                self.tell(error=type(error).__name__, number=getattr(error, "errno", None), message=str(error))
+            except BaseException as error:
+                self.tell(error=type(error).__name__, untyped=True, message=str(error))
+        self.tell(operations=[operation.name for operation in intercept.log])
+        if trial.get("cut"):
+            self.die()
+
+    # --- what a trial does; every save that is acknowledged is told at once ---
+
+    async def steps(self, run: Path) -> None:
+        async with sidestream.Checkpointer(run, durability=self.trial.get("durability", "fsync")) as checkpoints:
+            for step, seed in self.trial["saves"]:
+                info = await (await checkpoints.save(make_state(seed), step=step))
+                self.tell(acked=Path(info.url).name, seed=seed)
+
+    async def together(self, run: Path) -> None:
+        """All saves in flight at once."""
+        async with sidestream.Checkpointer(run) as checkpoints:
+
+            async def one(step: int, seed: int) -> None:
+                info = await (await checkpoints.save(make_state(seed), step=step))
+                self.tell(acked=Path(info.url).name, seed=seed)
+
+            async with asyncio.TaskGroup() as group:
+                for step, seed in self.trial["saves"]:
+                    group.create_task(one(step, seed))
+
+    async def plain(self, run: Path) -> None:
+        """``save`` to a URL."""
+        for step, seed in self.trial["saves"]:
+            info = await sidestream.save(make_state(seed), run / f"plain-{step}")
+            self.tell(acked=Path(info.url).name, seed=seed)
+
+    async def failing(self, run: Path) -> None:
+        """A save whose preallocation fails, so that the child dies while it cleans up."""
+        real = os.posix_fallocate
+
+        def full(descriptor: int, offset: int, nbytes: int) -> None:
+            real(descriptor, offset, nbytes)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        os.posix_fallocate = full
+        await self.steps(run)
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    sidestream.save  # noqa: B018 -- imports everything now, in the parent of all trials
+    for line in sys.stdin:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(reading)
+                _Child(json.loads(line), writing).run()
+            except BaseException as error:
+                os.write(2, f"{type(error).__name__}: {error}\n".encode())
+                os._exit(70)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            told = [json.loads(report) for report in pipe]
+        _, status = os.waitpid(pid, 0)
+        print(json.dumps({"exit": os.waitstatus_to_exitcode(status), "told": told}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,299 @@
+"""Bad input gets a typed error that says what, where, and what to do, and changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from states import assert_same, model_and_optimizer
+
+import sidestream
+from sidestream import errors
+
+STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3)}, "step": 5, "extra": {"k": 1}}
+
+
+@pytest.fixture
+async def saved(tmp_path: Path) -> Path:
+    await sidestream.save(STATE, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def template() -> dict[str, Any]:
+    return {"model": {"w": torch.zeros(3, 4), "b": torch.zeros(3)}, "step": 0}
+
+
+async def refused(target: dict[str, Any], url: Path, kind: type[Exception], *lines: str, **options: Any) -> None:
+    """The load raises ``kind`` with those lines, and ``target`` is as it was."""
+    before = {"model": {key: value.clone() for key, value in target["model"].items()}, "step": target["step"]}
+    with pytest.raises(kind) as raised:
+        await sidestream.load(target, url, **options)
+    assert type(raised.value) is kind
+    for line in lines:
+        assert line in str(raised.value)
+    assert_same(before["model"], target["model"])
+    assert before["step"] == target["step"]
+
+
+async def test_missing_key(saved: Path) -> None:
+    target = template()
+    target["model"]["v"] = torch.zeros(1)
+    await refused(target, saved, errors.MissingKeys, "model.v: in the target, not in the checkpoint")
+
+
+async def test_unexpected_key_in_a_plain_subtree(saved: Path) -> None:
+    target = template()
+    del target["model"]["b"]
+    await refused(target, saved, errors.UnexpectedKeys, "model.b: in the checkpoint, not in the target")
+
+
+async def test_keys_that_are_not_asked_for_are_reported(saved: Path) -> None:
+    report = await sidestream.load({"step": 0}, saved)
+    assert report.not_asked_for == ("model.w", "model.b", "extra.k")
+    assert report.loaded == ("step",)
+
+
+async def test_shape_and_dtype(saved: Path) -> None:
+    target = template()
+    target["model"]["w"] = torch.zeros(4, 3)
+    await refused(target, saved, errors.ShapeMismatch, "model.w: shape (4, 3) in the target, (3, 4) saved")
+    target = template()
+    target["model"]["w"] = torch.zeros(3, 4, dtype=torch.float64)
+    await refused(target, saved, errors.DtypeMismatch, "model.w: dtype float64 in the target, float32 saved")
+
+
+async def test_kinds(saved: Path) -> None:
+    target = {**template(), "extra": {"k": torch.zeros(1)}}
+    await refused(target, saved, errors.KindMismatch, "extra.k: a tensor in the target, a plain value in the checkpoint")
+    target = template()
+    target["model"]["w"] = torch.zeros(3, 4)
+    target["step"] = 0
+    with pytest.raises(errors.KindMismatch, match=r"model\.b: a NoneType in the target, a tensor in the checkpoint"):
+        await sidestream.load({"model": {"w": torch.zeros(3, 4), "b": None}}, saved)
+
+
+async def test_all_offenders_at_once(saved: Path) -> None:
+    target = template()
+    target["model"] = {"w": torch.zeros(1), "v": torch.zeros(1)}
+    with pytest.raises(errors.Mismatch) as raised:
+        await sidestream.load(target, saved)
+    assert type(raised.value) is errors.Mismatch
+    assert len(raised.value.offenders) == 3
+
+
+async def test_a_module_of_another_shape_is_untouched(tmp_path: Path) -> None:
+    model, _ = model_and_optimizer(width=32)
+    await sidestream.save({"model": model}, tmp_path / "c")
+    other, _ = model_and_optimizer(seed=5, width=16)
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(errors.ShapeMismatch):
+        await sidestream.load({"model": other}, tmp_path / "c")
+    assert_same(before, dict(other.state_dict()))
+
+
+@dataclasses.dataclass
+class Custom:
+    x: int = 1
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "says"),
+    [
+        ({0: 1, "0": 2}, errors.KeyCollision, "'0' stands for two paths"),
+        ({"a.b": 1, "a": {"b": 2}}, errors.KeyCollision, r"'a.b' stands for two paths, ['a.b'] and ['a']['b']"),
+        ({"a": {"c": Custom()}}, errors.UnsafeObject, "a.c: a test_bad_input.Custom cannot be stored as data"),
+        ({"a": (1, Custom())}, errors.UnsafeObject, "a: a test_bad_input.Custom"),
+        ({"a": lambda: 1}, errors.UnsafeObject, "a: a builtins.function"),
+        ({("t",): 1}, errors.UnsafeObject, "a dict key of type tuple"),
+        ({"a": (torch.zeros(1 << 20),)}, errors.UnsafeObject, "put it into a dict or a list"),
+        ({"m": torch.empty(1, device="meta")}, errors.UnsupportedTensor, "m: cannot save a meta tensor"),
+        (torch.nn.Linear(1, 1), errors.InvalidOption, 'write {"model": model}'),
+        ([1, 2], errors.InvalidOption, "state is a mapping"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+async def test_states_that_cannot_be_saved(state: Any, kind: type[Exception], says: str, tmp_path: Path) -> None:
+    with pytest.raises(kind) as raised:
+        await sidestream.save(state, tmp_path / "deep" / "c")
+    assert says in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_state_that_contains_itself(tmp_path: Path) -> None:
+    loop: dict[str, Any] = {"a": 1}
+    loop["loop"] = loop
+    with pytest.raises(errors.InvalidOption, match="contains itself"):
+        await sidestream.save(loop, tmp_path / "c")
+    values: list[Any] = [1]
+    values.append(values)
+    with pytest.raises((errors.UnsafeObject, errors.InvalidOption), match="contains itself"):
+        await sidestream.save({"v": (values,)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "options", [{"durability": "sync"}, {"timeout_s": 0}, {"timeout_s": "1"}, {"timeout_s": float("inf")}, {"stager": 3}]
+)
+async def test_options(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidOption):
+        await sidestream.save(STATE, tmp_path / "c", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "", "/", "a\0b"])
+async def test_urls(url: str) -> None:
+    with pytest.raises(errors.InvalidOption):
+        await sidestream.save(STATE, url)
+    with pytest.raises(errors.InvalidOption):
+        await sidestream.load({}, url)
+
+
+async def test_targets_that_exist(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "full")
+    for name in ("full", "file", "link"):
+        with pytest.raises(errors.Conflict, match="is not empty"):
+            await sidestream.save(STATE, tmp_path / name)
+    with pytest.raises(FileExistsError):
+        await sidestream.save(STATE, tmp_path / "full")
+    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "file").read_text() == "mine"
+    await sidestream.save(STATE, tmp_path / "empty")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full", "link"]
+
+
+async def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(errors.SidestreamError):
+        await sidestream.save(STATE, tmp_path / "file" / "c")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+async def test_nothing_there(tmp_path: Path) -> None:
+    for path in (tmp_path / "no" / "c", tmp_path):
+        with pytest.raises(errors.CheckpointNotFound, match="no committed checkpoint"):
+            await sidestream.load(template(), path)
+    with pytest.raises(FileNotFoundError):
+        await sidestream.open_checkpoint(tmp_path / "c")
+
+
+def change(pattern: str, edit: Callable[[bytearray], None]) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        (path,) = directory.glob(pattern)
+        raw = bytearray(path.read_bytes())
+        edit(raw)
+        path.write_bytes(raw)
+
+    return apply
+
+
+def flip(at: float) -> Callable[[bytearray], None]:
+    def edit(raw: bytearray) -> None:
+        raw[int(at * (len(raw) - 1))] ^= 0x10
+
+    return edit
+
+
+def cut(raw: bytearray) -> None:
+    del raw[-1:]
+
+
+DAMAGE = {
+    "shard cut off": change("__0_1.distcp", cut),
+    "shard longer": change("__0_1.distcp", lambda raw: raw.extend(b"x")),
+    "shard gone": lambda directory: (directory / "__0_1.distcp").unlink(),
+    "shard a link": lambda directory: _move_behind_link(directory / "__0_1.distcp"),
+    "manifest cut off": change("manifest-*", cut),
+    "manifest gone": lambda directory: next(directory.glob("manifest-*")).unlink(),
+    "metadata cut off": change(".metadata", cut),
+    "metadata empty": change(".metadata", lambda raw: raw.clear()),
+    "marker flipped": change(".metadata", flip(0.99)),
+    **{f"manifest flipped at {at}": change("manifest-*", flip(at)) for at in (0.0, 0.3, 0.6, 1.0)},
+}
+
+
+def _move_behind_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+async def test_damage_is_found_before_anything_is_changed(damage: Callable[[Path], None], saved: Path) -> None:
+    damage(saved)
+    await refused(template(), saved, errors.Corrupt, str(saved))
+
+
+async def test_an_altered_payload_is_found_and_told(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(1 << 19), "b": torch.zeros(1 << 19), "n": 1}  # two checksum blocks each
+    await sidestream.save(state, tmp_path / "c")
+    shard = tmp_path / "c" / "__0_1.distcp"
+    entry = (await sidestream.open_checkpoint(tmp_path / "c"))._manifest.entries["b"]
+    offset = entry.chunks[0].payload_offset + (1 << 20) + 17  # type: ignore[union-attr]
+    with shard.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\x01")
+    target = {"a": torch.ones(1 << 19), "b": torch.ones(1 << 19), "n": 0}
+    with pytest.raises(errors.Corrupt, match="b: its bytes in __0_1.distcp") as raised:
+        await sidestream.load(target, tmp_path / "c")
+    error = raised.value
+    assert (error.fqn, error.file) == ("b", "__0_1.distcp")
+    assert error.offset is not None
+    assert error.offset <= offset < error.offset + (1 << 20)
+    assert "b" in error.written
+    assert target["n"] == 0
+    for name in ("a", "b"):
+        assert (target[name] == 1).all() or name in error.written
+
+    target = {"a": torch.ones(1 << 19), "b": torch.ones(1 << 19), "n": 0}
+    with pytest.raises(errors.Corrupt) as raised:
+        await sidestream.load(target, tmp_path / "c", atomic=True)
+    assert raised.value.written == ()
+    assert all((target[name] == 1).all() for name in ("a", "b"))  # type: ignore[attr-defined]
+    await sidestream.load(target, tmp_path / "c", verify="manifest")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    assert (await checkpoint.tensor("b", rows=slice(0, 1000))).count_nonzero() == 0, "another block"
+    with pytest.raises(errors.Corrupt):
+        await checkpoint.tensor("b", rows=slice((1 << 18) + 2000, (1 << 18) + 2001))
+
+
+async def test_every_flipped_bit_is_found_or_harmless(tmp_path: Path) -> None:
+    """Bits of framing, padding, metadata and payload alike: never other values than those saved."""
+    state = {"w": torch.arange(2000, dtype=torch.int32), "v": {"x": (1, 2.5), "s": "text"}}
+    await sidestream.save(state, tmp_path / "c")
+    found = 0
+    for path in sorted((tmp_path / "c").iterdir()):
+        raw = path.read_bytes()
+        for at in range(0, len(raw), 97):
+            path.write_bytes(raw[:at] + bytes([raw[at] ^ (1 << at % 8)]) + raw[at + 1 :])
+            try:
+                back = await (await sidestream.open_checkpoint(tmp_path / "c")).state_dict()
+            except errors.SidestreamError:
+                found += 1
+            else:
+                assert_same(state, back)
+        path.write_bytes(raw)
+    assert found > 100
+
+
+async def test_published_with_the_umask_and_private_until_then(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        await sidestream.save(STATE, tmp_path / "c")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "c").stat().st_mode & 0o777 == 0o750
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "c").iterdir()} == {0o640}
+
+
+def test_every_error_is_ours_and_a_builtin() -> None:
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert issubclass(kind, errors.SidestreamError)
+        assert issubclass(kind, Exception)

@@ -1,0 +1,102 @@
+"""Every ``python`` block of the README and of docs/ runs, page by page, in an empty directory."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(
+    r"^(?P<skip><!--\s*skip(?P<reason>.*?)-->\s*\n)?```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int
+    code: str
+
+
+def blocks(text: str) -> list[Block]:
+    """The blocks to run. Raises ``ValueError`` for one that is skipped without a reason."""
+    found = []
+    for match in _BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start("code"))
+        if match["skip"] is None:
+            found.append(Block(line, match["code"]))
+        elif not match["reason"].strip(" :\n"):
+            raise ValueError(f"line {line}: skipped without a reason")
+    return found
+
+
+def compiled(block: Block, page: str) -> CodeType:
+    tree = ast.parse(block.code)
+    ast.increment_lineno(tree, block.line)
+    return compile(tree, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+async def run_page(found: list[Block], page: str) -> None:
+    namespace: dict[str, object] = {"__name__": "__page__"}
+    for block in found:
+        result = eval(compiled(block, page), namespace)  # noqa: S307
+        if inspect.iscoroutine(result):
+            await result
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text())], ids=lambda page: page.name)
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = blocks(page.read_text(encoding="utf-8"))
+    if page.name == "README.md":  # it starts its own loop, as a program does
+        for block in found:
+            exec(compiled(block, page.name), {"__name__": "__main__"})
+    else:
+        asyncio.run(run_page(found, page.name))
+
+
+def test_readme_example_runs_as_a_program_twice(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(blocks((ROOT / "README.md").read_text())[0].code)
+    for last in (20, 40):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "example.py"],
+            cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert f"step {last}:" in done.stdout
+
+
+def test_readme_shows_its_example_early() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert lines.index("```python") < 40
+
+
+def test_finds_and_skips_blocks() -> None:
+    text = "a\n```python\nx = 1\n```\n<!-- skip: needs a GPU -->\n```python\nboom\n```\n```bash\nls\n```\n"
+    assert blocks(text) == [Block(2, "x = 1\n")]
+    with pytest.raises(ValueError, match="without a reason"):
+        blocks("<!-- skip -->\n```python\nboom\n```\n")
+
+
+def test_a_broken_block_fails() -> None:
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(
+            run_page(blocks("```python\nimport asyncio\n```\n```python\nawait asyncio.sleep(0)\n1 / 0\n```\n"), "page")
+        )
+
+
+def test_every_error_is_in_the_table() -> None:
+    from sidestream import errors
+
+    page = (ROOT / "docs" / "errors.md").read_text()
+    assert [name for name in errors.__all__ if f"`{name}`" not in page and f".{name}`" not in page] == []

@@ -1,0 +1,194 @@
+"""What is saved comes back: every kind of value and tensor, with and without a template."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from states import SAVED_DTYPES, assert_same, filled, model_and_optimizer
+
+import sidestream
+from sidestream.plan import save as save_plan
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning")
+
+
+async def through_storage(state: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    await sidestream.save(state, path)
+    return await (await sidestream.open_checkpoint(path)).state_dict()
+
+
+VALUES = {
+    "int": 7,
+    "big": 1 << 100,
+    "negative": -(1 << 64),
+    "float": 0.1,
+    "inf": -math.inf,
+    "nan": math.nan,
+    "bool": True,
+    "none": None,
+    "text": "größer\n\ud800",
+    "bytes": b"\x00\xff",
+    "bytearray": bytearray(b"ab"),
+    "complex": complex(1.5, -math.inf),
+    "tuple": (1, (2, "x"), ()),
+    "list": [1, [2, None]],
+    "empty list": [],
+    "empty dict": {},
+    "nested empty": {"a": {"b": {}}},
+    "set": {1, 2},
+    "frozenset": frozenset({"a"}),
+    "size": torch.Size([2, 3]),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cuda:1"),
+    "in tuple": (torch.arange(6).reshape(2, 3).t(), torch.tensor(2.5)),
+    "dict in tuple": ({"a": 1, 2: OrderedDict(b=3)},),
+    "numpy": (np.float32(0.1), np.int64(3), np.bool_(True), np.arange(6, dtype=np.uint32).reshape(2, 3)),
+    "list of dicts": [{"lr": 0.1, "betas": (0.9, 0.999)}, {}],
+    "list of lists": [[1, 2], [torch.ones(2)], []],
+    0: {"integer key": 1, 1.5: "float key", None: "none key", True: "bool key"},
+}
+
+
+async def test_plain_values_keep_type_and_structure(tmp_path: Path) -> None:
+    back = await through_storage(VALUES, tmp_path / "c")
+    numpy_back, numpy_saved = back.pop("numpy"), VALUES["numpy"]
+    assert_same({key: value for key, value in VALUES.items() if key != "numpy"}, back)
+    assert [type(value) for value in numpy_back] == [type(value) for value in numpy_saved]
+    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(numpy_saved, numpy_back, strict=True))
+
+
+@pytest.mark.parametrize("dtype", SAVED_DTYPES, ids=str)
+async def test_every_dtype_and_layout(dtype: torch.dtype, tmp_path: Path) -> None:
+    base = filled((6, 5, 4), dtype)
+    state = {
+        "dense": base,
+        "scalar": filled((), dtype),
+        "empty": filled((0, 3), dtype),
+        "transposed": base.permute(2, 0, 1),
+        "strided": base[::2, 1:, ::3],
+        "expanded": base[:1].expand(3, 5, 4),
+        "large": filled((70_001,), dtype),
+    }
+    back = await through_storage(state, tmp_path / "c")
+    assert_same(state, back)
+    target = {name: torch.empty_like(tensor, memory_format=torch.preserve_format) for name, tensor in state.items()}
+    await sidestream.load(target, tmp_path / "c")
+    assert_same(state, target)
+
+
+async def test_conjugated_negated_and_gradients(tmp_path: Path) -> None:
+    numbers = torch.randn(4, 3, dtype=torch.complex64)
+    state = {"conj": numbers.conj(), "neg": numbers.conj().imag, "parameter": torch.nn.Parameter(torch.randn(3))}
+    back = await through_storage(state, tmp_path / "c")
+    assert torch.equal(back["conj"], numbers.conj())
+    assert torch.equal(back["neg"], -numbers.imag)
+    target = {"conj": numbers.clone().conj(), "parameter": torch.nn.Parameter(torch.zeros(3))}
+    await sidestream.load({**target, "neg": torch.empty(4, 3)}, tmp_path / "c")
+    assert torch.equal(target["conj"], numbers.conj())
+    assert torch.equal(target["parameter"], state["parameter"])
+
+
+async def test_tied_tensors_are_one_item_and_tied_again(tmp_path: Path) -> None:
+    weight = torch.randn(1000, 100)
+    state = {"a": weight, "b": {"c": weight.view(1000, 100)}, "part": weight[10:20]}
+    info = await sidestream.save(state, tmp_path / "c")
+    assert info.nbytes < 1.2 * weight.nbytes
+    back = await (await sidestream.open_checkpoint(tmp_path / "c")).state_dict()
+    assert back["a"] is back["b"]["c"]
+    assert_same(state, back)
+
+
+async def test_model_and_optimizer_into_fresh_ones(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer(seed=1)
+    await sidestream.save({"model": model, "optimizer": optimizer, "step": 3}, tmp_path / "c")
+    fresh, _ = model_and_optimizer(seed=2)
+    fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=5.0, amsgrad=True)
+    state = {"model": fresh, "optimizer": fresh_optimizer, "step": 0}
+    report = await sidestream.load(state, tmp_path / "c")
+    assert state["step"] == 3
+    assert_same(model.state_dict(), fresh.state_dict())
+    assert_same(optimizer.state_dict(), fresh_optimizer.state_dict())
+    assert list(fresh_optimizer.state_dict()["state"]) == [0, 1, 2, 3, 4, 5]
+    assert "optimizer.state.0.exp_avg" in report.loaded
+    assert fresh[3].weight is fresh[0].weight
+
+
+async def test_stateful_anywhere_gets_its_whole_subtree(tmp_path: Path) -> None:
+    class Counter:
+        def __init__(self, count: int) -> None:
+            self.saved: dict[str, Any] = {"count": count, "history": {"a": torch.arange(count)}, "none": {}}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.saved if self.saved["count"] else {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.saved = state
+
+    await sidestream.save({"deep": {"list": [1, Counter(4)]}}, tmp_path / "c")
+    fresh = Counter(0)
+    await sidestream.load({"deep": {"list": [0, fresh]}}, tmp_path / "c")
+    assert_same(fresh.saved, {"count": 4, "history": {"a": torch.arange(4)}, "none": {}})
+
+
+async def test_rows_read_only_what_they_need(tmp_path: Path) -> None:
+    tensor = torch.randn(5000, 300)  # 6 MB: several checksum blocks
+    await sidestream.save({"t": tensor, "s": torch.tensor(1)}, tmp_path / "c")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    for rows in (slice(0, 1), slice(1234, 4321), slice(-5, None), slice(10, 10), slice(None)):
+        assert torch.equal(await checkpoint.tensor("t", rows=rows), tensor[rows])
+    assert checkpoint.info("t").shape == (5000, 300)
+    assert checkpoint["s"].dtype == torch.int64
+    with pytest.raises(sidestream.errors.InvalidOption, match="no step"):
+        await checkpoint.tensor("t", rows=slice(0, 10, 2))
+    with pytest.raises(sidestream.errors.InvalidOption, match="at least one dimension"):
+        await checkpoint.tensor("s", rows=slice(0, 1))
+
+
+async def test_several_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_plan.plan_save, "__kwdefaults__", {"shard_bytes": 1 << 20})
+    state = {f"t{index}": torch.randn(30_000 + index) for index in range(40)}
+    async with sidestream.AsyncStager(budget_bytes=26 << 20) as stager:  # less than the state: it streams through
+        await sidestream.save({**state, "more": torch.randn(6 << 20)}, tmp_path / "c", stager=stager)
+    assert len(list((tmp_path / "c").glob("*.distcp"))) > 5
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    await sidestream.load(target, tmp_path / "c")
+    assert_same(state, target)
+
+
+async def test_empty_state(tmp_path: Path) -> None:
+    assert await through_storage({}, tmp_path / "c") == {}
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
+tensors = st.builds(
+    filled,
+    st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    st.sampled_from(SAVED_DTYPES),
+    st.integers(0, 99),
+)
+keys = st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1, max_size=6) | st.integers()
+states = st.recursive(
+    scalars | tensors | st.tuples(scalars, scalars),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(state=st.dictionaries(keys, states, max_size=4))
+async def test_random_nested_states(state: dict[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("state") / "c"
+    try:
+        await sidestream.save(state, path)
+    except sidestream.errors.KeyCollision:
+        return
+    back = await (await sidestream.open_checkpoint(path)).state_dict()
+    assert_same(state, back)
