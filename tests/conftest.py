@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 from collections.abc import AsyncIterator
 
 import pytest
+from leases import all_returned
 
 import sidestream
-
-
-async def all_returned(stager: sidestream.AsyncStager) -> None:
-    """Wait until no lease is left: the stager's thread may still be leaving the call that resolved the last future."""
-    gc.collect()
-    async with asyncio.timeout(30):
-        while stager.statistics().leases:
-            await asyncio.sleep(0)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from pathlib import Path
@@ -70,9 +71,13 @@ async def test_a_damaged_newest_step_is_told_not_skipped(tmp_path: Path) -> None
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2):
             await (await checkpoints.save({"t": torch.ones(10)}, step=step))
-        (tmp_path / "step-2" / "__0_1.distcp").write_bytes(b"")
-        with pytest.raises(Corrupt, match="step-2"):
-            await checkpoints.restore({"t": torch.zeros(10)})
+        for file in ("__0_1.distcp", ".metadata"):
+            (tmp_path / "step-2" / file).write_bytes(b"")
+            with pytest.raises(Corrupt, match="step-2"):
+                await checkpoints.restore({"t": torch.zeros(10)})
+        assert await checkpoints.steps() == [1]
+        assert (await (await checkpoints.save({"t": torch.ones(10)}, step=2))).generation == 2
+        assert await checkpoints.steps() == [1, 2]
         assert await checkpoints.restore({"t": torch.zeros(10)}, step=1) == 1
 
 
@@ -132,6 +137,7 @@ async def test_a_failure_of_a_bare_save_is_logged_once(tmp_path: Path, caplog: p
     assert pending.outcome == "absent"
     with caplog.at_level(logging.ERROR):
         del pending
+        gc.collect()
     assert len(caplog.records) == 1
     assert "nobody awaited it: Conflict" in caplog.text
     with pytest.raises(Conflict):

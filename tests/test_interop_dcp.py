@@ -109,7 +109,8 @@ async def test_optimizers_both_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"thread_count": 3}, {"single_file_per_rank": False}, {"thread_count": 2, "single_file_per_rank": False}]
+    "options",
+    [{"thread_count": 3}, {"single_file_per_rank": False}, {"thread_count": 2, "single_file_per_rank": False}],
 )
 async def test_other_layouts_of_stock(options: dict[str, Any], tmp_path: Path) -> None:
     state = nested_state()
@@ -185,7 +186,9 @@ state = {"large": torch.zeros(3 << 18), "step": 0}
 dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
 assert state["step"] == 7 and state["large"].count_nonzero()
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

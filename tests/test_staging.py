@@ -11,10 +11,10 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from leases import all_returned
 from states import assert_same, model_and_optimizer
 
 import sidestream
-from conftest import all_returned
 from sidestream._threads import Deadline, Stop
 from sidestream.errors import ArenaExhausted, Closed, DeadlineExceeded, InvalidOption, UnsupportedTensor
 from sidestream.staging import AsyncStager, Copy, HostEngine
@@ -245,9 +245,7 @@ async def test_closed_stager(stager: AsyncStager) -> None:
         (torch.eye(3).to_sparse(), "layout torch.sparse_coo"),
     ],
 )
-async def test_what_cannot_be_staged_is_refused_by_name(
-    tensor: torch.Tensor, what: str, stager: AsyncStager
-) -> None:
+async def test_what_cannot_be_staged_is_refused_by_name(tensor: torch.Tensor, what: str, stager: AsyncStager) -> None:
     with pytest.raises(UnsupportedTensor, match=rf"a\.b\.0: .*{what}"):
         stager.stage({"a": {"b": [tensor]}})
     with pytest.raises(UnsupportedTensor, match=what):

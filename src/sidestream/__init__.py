@@ -58,12 +58,11 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name == "__version__":
         return metadata.version("sidestream")
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{home}", __name__), name)
-    globals()[name] = value
-    return value
+    # All at once: whoever makes a Checkpointer at start-up should not import the rest during the first save.
+    globals().update({each: getattr(import_module(f".{home}", __name__), each) for each, home in _HOMES.items()})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

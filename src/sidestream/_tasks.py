@@ -1,15 +1,17 @@
-"""Tasks that outlive the call that started them, each owned by the event loop's supervisor."""
+"""Tasks that outlive the call that started them, and steps that a cancel must not cut short."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import anyio
+
 from .errors import WrongLoop
 
-__all__ = ["running_loop", "supervise"]
+__all__ = ["drain", "finish", "running_loop", "supervise"]
 
 _owned: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Task[None]]] = WeakKeyDictionary()
 
@@ -34,3 +36,33 @@ def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     tasks.add(task)
     task.add_done_callback(tasks.discard)
     return task
+
+
+async def drain() -> None:
+    """Wait until everything supervised on this loop has ended."""
+    while tasks := _owned.get(asyncio.get_running_loop()):
+        await asyncio.wait(tasks)
+
+
+async def finish(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run ``work()`` to its end, however often this task is cancelled meanwhile; the cancel is raised afterwards.
+
+    anyio's shield alone does not do: ``Task.cancel()`` and ``asyncio.timeout`` go through it. ``work`` must be safe to
+    run again: a closing loop cancels every task there is, the one that runs ``work`` included, once.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    task = asyncio.ensure_future(work())
+    with anyio.CancelScope(shield=True):
+        while True:
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as cancel:
+                cancelled = cancelled or cancel
+                continue
+            if not task.cancelled():
+                break
+            task = asyncio.ensure_future(work())
+    if cancelled is not None:
+        task.exception()
+        raise cancelled
+    task.result()

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import ParamSpec, TypeVar, TypeVarTuple
 
 import anyio
 
@@ -23,7 +25,9 @@ from .errors import Closed, DeadlineExceeded, ForkedProcess
 
 __all__ = ["Deadline", "Stop", "Threads", "io_threads"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 Ts = TypeVarTuple("Ts")
 
 _GRACE_S = 5.0
@@ -93,61 +97,115 @@ class Stop:
             raise Closed("stopped before the work was done")
 
 
-class Threads:
-    """A pool of ``size`` threads of our own, started as they are needed."""
+class Threads(Executor):
+    """At most ``size`` threads of our own, started as they are needed.
+
+    Not a ``ThreadPoolExecutor``: that one takes no more work once the interpreter has begun to end, which is when a
+    save that is in flight still has to be finished or cleaned up. These threads are daemons; whoever needs their work
+    waits for it.
+    """
 
     def __init__(self, name: str, size: int) -> None:
         self._pid = os.getpid()
-        self._pool = ThreadPoolExecutor(size, thread_name_prefix=name)
+        self._name = name
+        self._size = size
+        self._lock = threading.Lock()
+        self._count = 0
+        self._idle = threading.Semaphore(0)
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._work.put, None).atexit = False
 
-    def submit(self, fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]) -> Future[T]:
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run ``fn`` in a thread. Raises ``ForkedProcess`` in a child of the process that made the pool."""
         if os.getpid() != self._pid:
             raise ForkedProcess("this handle was made before os.fork(); make a new one in the child")
-        return self._pool.submit(fn, *args)
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._work.put(work)
+        with self._lock:
+            if not self._idle.acquire(blocking=False) and self._count < self._size:
+                self._count += 1
+                arguments = (self._work, self._idle)
+                threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True).start()
+        return future
 
     async def run(
         self,
-        fn: Callable[[Unpack[Ts]], T],
-        *args: Unpack[Ts],
+        fn: Callable[[*Ts], T],
+        *args: *Ts,
         stop: Stop | None = None,
         deadline: Deadline | None = None,
     ) -> T:
         """Run ``fn`` in a thread and return what it returns; when this returns or raises, the thread has left ``fn``.
 
-        A cancel sets ``stop`` and is raised after the thread has ended. When ``deadline`` passes, ``stop`` is set too;
-        a thread that sits in a system call for 5 s longer is left behind and ``DeadlineExceeded`` is raised. So that
-        this is safe, ``fn`` owns what it uses: it opens and closes its own descriptors and keeps its own references.
+        A cancel sets ``stop`` and is raised after the thread has ended. When ``deadline`` passes, ``stop`` is set too,
+        and ``DeadlineExceeded`` is raised if ``fn`` then gives up. Work that no thread has begun by then is never done.
+
+        There is one exception: a thread that sits in a system call for 5 s after the deadline is left behind, and the
+        error says so (``left_behind``). So that this is safe, ``fn`` owns what it uses: it opens and closes its own
+        descriptors and holds its own references.
         """
-        waiter = asyncio.wrap_future(self.submit(fn, *args))
+        future = self.submit(fn, *args)
+        waiter = asyncio.wrap_future(future)
+        waiter.add_done_callback(_consume)
         cancelled: asyncio.CancelledError | None = None
+        expired = False
         with anyio.CancelScope(shield=True):
             while not waiter.done():
-                patience = None if deadline is None else deadline.remaining_s() or _GRACE_S
-                overdue = deadline is not None and deadline.remaining_s() == 0.0
+                patience = None if deadline is None else _GRACE_S if expired else deadline.remaining_s()
                 try:
                     done, _ = await asyncio.wait([waiter], timeout=patience)
                 except asyncio.CancelledError as cancel:
                     cancelled = cancelled or cancel
-                    if stop is not None:
-                        stop.set()
+                    _stop_work(future, stop)
                     continue
                 if done or deadline is None:
                     continue
-                if overdue:
-                    waiter.add_done_callback(_consume)
-                    raise deadline.exceeded(f"{getattr(fn, '__name__', fn)} is stuck in a system call")
-                if stop is not None:
-                    stop.set()
+                if expired:
+                    raise _left_behind(cancelled or deadline.exceeded(f"a system call of {fn.__name__.strip('_')}()"))
+                expired = True
+                _stop_work(future, stop)
         if cancelled is not None:
-            _consume(waiter)
             raise cancelled
+        if expired and deadline is not None and (waiter.cancelled() or isinstance(waiter.exception(), Closed)):
+            raise deadline.exceeded(f"{fn.__name__.strip('_')}()")
         return waiter.result()
 
     def close(self) -> None:
-        """Take no more work. Threads end when the work that was submitted has ended; this does not wait for them."""
-        if os.getpid() == self._pid:
-            self._pool.shutdown(wait=False)
+        """Take no more work; threads end when what was submitted has ended. Does not wait for them."""
+        self._work.put(None)
+
+
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None], idle: threading.Semaphore) -> None:
+    while True:
+        item = work.get()
+        if item is None:
+            work.put(None)  # for the next thread
+            return
+        item()
+        del item  # an idle thread keeps nothing alive
+        idle.release()
+
+
+def _stop_work(future: Future[T], stop: Stop | None) -> None:
+    """Work that has not begun never will; work that has is asked to end."""
+    if not future.cancel() and stop is not None:
+        stop.set()
+
+
+def _left_behind(error: E) -> E:
+    error.left_behind = True  # type: ignore[attr-defined]
+    return error
 
 
 def _consume(future: asyncio.Future[T]) -> None:

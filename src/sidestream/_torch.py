@@ -1,4 +1,4 @@
-"""Everything about torch that is private, version dependent, or a question of kind. Nothing else asks torch such things."""
+"""What is private about torch, or depends on its version. Nothing else asks torch such things."""
 
 from __future__ import annotations
 
@@ -73,4 +73,16 @@ def _plain_problem(tensor: torch.Tensor) -> str | None:
         return "a quantized tensor: save tensor.int_repr() with its scale and zero point"
     if tensor.is_nested:
         return "a nested tensor: save its components"
+    if tensor.untyped_storage().nbytes() < _extent_bytes(tensor):
+        return "a tensor whose storage was freed or shrunk (a sharded FSDP parameter?): unshard it first"
     return None
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """How much of its storage the tensor reaches into."""
+    if tensor.numel() == 0:
+        return 0
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + int(last) + 1) * tensor.itemsize

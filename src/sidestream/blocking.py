@@ -1,13 +1,13 @@
 """The same verbs for code without an event loop, through one background loop per process.
 
 Each function blocks its caller until the work is done; the work runs on the loop of a portal thread that is started at
-first use. Inside a running event loop they raise ``WrongLoop``, because they would block it.
+first use. Inside a running event loop they raise ``WrongLoop``, because they would block it. Saves that are in flight
+when the program ends are finished before the process does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -24,6 +24,7 @@ from . import checkpointer as _checkpointer
 from . import loading as _loading
 from . import pending as _pending
 from . import saving as _saving
+from ._tasks import drain
 from .commit import Outcome
 from .errors import DeadlineExceeded, WrongLoop
 
@@ -33,37 +34,42 @@ T = TypeVar("T")
 
 
 class _Portal:
-    """The loop and its thread; closed at interpreter exit, forgotten in a forked child."""
+    """The loop and its thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stack: ExitStack | None = None
         self._portal: BlockingPortal | None = None
 
     def get(self) -> BlockingPortal:
         with self._lock:
             if self._portal is None:
-                self._stack = ExitStack()
-                self._portal = self._stack.enter_context(start_blocking_portal(name="sidestream-portal"))
+                stack = ExitStack()
+                self._portal = stack.enter_context(start_blocking_portal())
+                # Not atexit, which comes too late to start a thread: the end of the main thread comes first, and the
+                # interpreter waits for this thread, so what is in flight is finished before the process ends.
+                threading.Thread(target=_close_at_exit, args=(stack, self._portal), name="sidestream-exit").start()
             return self._portal
 
-    def close(self) -> None:
-        with self._lock:
-            stack, self._stack, self._portal = self._stack, None, None
-        if stack is not None:
-            stack.close()
+
+def _close_at_exit(stack: ExitStack, portal: BlockingPortal) -> None:
+    threading.main_thread().join()
+    portal.call(drain)
+    stack.close()
 
 
 _portal = _Portal()
 
 
+_of_the_parent: list[_Portal] = []  # closing it would wait for a thread that a forked child does not have
+
+
 def _after_fork() -> None:
     global _portal
+    _of_the_parent.append(_portal)
     _portal = _Portal()
 
 
 os.register_at_fork(after_in_child=_after_fork)
-atexit.register(lambda: _portal.close())
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -89,7 +95,7 @@ def save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) 
 
 
 def async_save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> PendingSave:
-    """``sidestream.async_save``: the values of ``state`` are those at this call; returns when the copies are launched."""
+    """``sidestream.async_save``: returns when the copies of ``state`` have been launched."""
 
     async def start() -> _pending.PendingSave:
         return _saving.async_save(state, url, **options)
@@ -129,7 +135,7 @@ class _Waiting(Generic[T]):
 
 
 class PendingSave(_Waiting[_pending.SaveInfo]):
-    """A save in progress: ``result()`` gives its ``SaveInfo``, ``staged.result()`` waits until the tensors may change."""
+    """A save in progress: ``result()`` gives its ``SaveInfo``; the tensors may change after ``staged.result()``."""
 
     def __init__(self, pending: _pending.PendingSave) -> None:
         async def saved() -> _pending.SaveInfo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ._threads import Deadline, io_threads
@@ -12,22 +12,32 @@ from .format.checksum import crc32
 from .format.dcp_metadata import read_dcp_metadata
 from .format.manifest import parse_manifest
 from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, manifest_name
-from .format.records import Manifest
+from .format.records import Entry, Manifest, TensorEntry, ValueEntry
 from .format.validate import validate
 from .storage import ReadRange, Store
 
-__all__ = ["Step", "attempt_name", "list_steps", "read_manifest", "read_marker", "step_name"]
+__all__ = [
+    "Step",
+    "attempt_name",
+    "list_steps",
+    "newest_step",
+    "next_generation",
+    "read_manifest",
+    "read_marker",
+    "step_name",
+]
 
 _STEP = re.compile(r"step-(\d{1,18})(?:\.g(\d{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A committed checkpoint of a run: generation ``generation`` of ``step``, in the directory ``name``."""
+    """Generation ``generation`` of ``step``, in the directory ``name``; ``damage`` says why it cannot be read."""
 
     step: int
     generation: int
     name: str
+    damage: Corrupt | None = None
 
 
 def step_name(step: int, generation: int) -> str:
@@ -35,36 +45,54 @@ def step_name(step: int, generation: int) -> str:
 
 
 def attempt_name(target: str, save_id: str) -> str:
-    """The hidden sibling in which ``target`` is written before it is published."""
-    return f".{target}.{save_id}.partial"
+    """The hidden sibling in which ``target`` is written before it is published; names end at 255 bytes."""
+    return f".{target.encode()[:160].decode(errors='ignore')}.{save_id}.partial"
 
 
 async def read_marker(store: Store, directory: str, deadline: Deadline) -> Marker | None:
-    """The marker of a committed checkpoint; None if another writer made it. Raises ``FileNotFoundError``, ``Corrupt``."""
+    """The marker of a checkpoint; None if another writer made it. Raises ``FileNotFoundError``, ``Corrupt``."""
     return find_marker(await store.read_tail(f"{directory}/{METADATA_NAME}", TAIL_BYTES, deadline=deadline))
 
 
-async def list_steps(store: Store, deadline: Deadline) -> list[Step]:
-    """The committed steps, oldest first; of each step its highest generation.
+async def next_generation(store: Store, step: int, deadline: Deadline) -> int:
+    """The first generation of ``step`` for which nothing stands in the way, be it committed, damaged or foreign."""
+    found = [found for found in await _named_steps(store, deadline) if found.step == step]
+    return max((found.generation for found in found), default=0) + 1
 
-    A directory counts if its marker says that it is that step: names alone prove nothing, and what stands in the way
-    (attempts, foreign files, a directory without a readable marker) is passed over.
-    """
-    newest: dict[int, Step] = {}
-    for name in await store.directories(deadline=deadline):
-        found = _STEP.fullmatch(name)
-        if found is None:
-            continue
-        try:
-            marker = await read_marker(store, name, deadline)
-        except (FileNotFoundError, Corrupt):
-            continue
-        step, generation = int(found[1]), int(found[2] or 1)
-        if marker is None or (marker.step, marker.generation) != (step, generation):
-            continue
-        if step not in newest or newest[step].generation < generation:
-            newest[step] = Step(step, generation, name)
-    return [newest[step] for step in sorted(newest)]
+
+async def list_steps(store: Store, deadline: Deadline) -> list[Step]:
+    """The committed steps, oldest first; of each step its highest generation, whether it is damaged or not."""
+    steps: dict[int, Step] = {}
+    for found in await _named_steps(store, deadline):
+        if found.step not in steps and (step := await _committed(store, found, deadline)) is not None:
+            steps[found.step] = step
+    return sorted(steps.values(), key=lambda found: found.step)
+
+
+async def newest_step(store: Store, deadline: Deadline) -> Step | None:
+    """The last one of ``list_steps``, without looking into the others."""
+    for found in await _named_steps(store, deadline):
+        if (step := await _committed(store, found, deadline)) is not None:
+            return step
+    return None
+
+
+async def _named_steps(store: Store, deadline: Deadline) -> list[Step]:
+    """Every directory that is named like a step, newest step and highest generation first."""
+    matches = [(_STEP.fullmatch(name), name) for name in await store.directories(deadline=deadline)]
+    found = [Step(int(match[1]), int(match[2] or 1), name) for match, name in matches if match is not None]
+    return sorted(found, key=lambda step: (step.step, step.generation), reverse=True)
+
+
+async def _committed(store: Store, found: Step, deadline: Deadline) -> Step | None:
+    """``found`` if its marker says so too: a name alone proves nothing. None for what is not ours or not committed."""
+    try:
+        marker = await read_marker(store, found.name, deadline)
+    except FileNotFoundError:
+        return None
+    except Corrupt as damage:
+        return replace(found, damage=damage)
+    return found if marker is not None and (marker.step, marker.generation) == (found.step, found.generation) else None
 
 
 async def read_manifest(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest:
@@ -118,7 +146,15 @@ async def _foreign_manifest(store: Store, directory: str, sizes: Mapping[str, in
         raise Corrupt(f"{METADATA_NAME} was altered: it names no manifest, but {ours[0]} is there", file=METADATA_NAME)
     raw = await _read_file(store, f"{directory}/{METADATA_NAME}", sizes[METADATA_NAME], deadline)
     manifest = await io_threads().run(read_dcp_metadata, bytes(raw), deadline=deadline)
-    return replace(manifest, files=dict(sizes))
+    used = {file for entry in manifest.entries.values() for file in _files(entry)}
+    return replace(manifest, files={name: nbytes for name, nbytes in sizes.items() if name in used})
+
+
+def _files(entry: Entry) -> Iterator[str]:
+    if isinstance(entry, TensorEntry):
+        yield from (chunk.file for chunk in entry.chunks)
+    elif isinstance(entry, ValueEntry):
+        yield entry.file
 
 
 async def _read_file(store: Store, name: str, nbytes: int, deadline: Deadline) -> bytearray:

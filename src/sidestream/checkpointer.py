@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from ._tasks import running_loop
+from ._tasks import finish, running_loop
 from ._threads import Deadline
-from .catalog import list_steps, step_name
+from .catalog import list_steps, newest_step, next_generation, step_name
 from .errors import CheckpointNotFound, Closed, ForkedProcess, SidestreamError, WrongLoop
 from .loading import LoadReport, load_from
 from .options import Durability, Verify, check_choice, check_count, check_step, check_timeout
@@ -48,6 +48,7 @@ class Checkpointer:
         self._own_stager = AsyncStager(timeout_s=timeout_s) if stager is None else None
         self._stager = stager if self._own_stager is None else self._own_stager
         self._slots = asyncio.Semaphore(in_flight)
+        self._starting = asyncio.Lock()  # a generation is chosen by one save at a time
         self._durability: Durability = durability
         self._verify: Verify = verify
         self._timeout_s = timeout_s
@@ -69,31 +70,38 @@ class Checkpointer:
         self._raise_unheard()
         await self._slots.acquire()
         try:
-            self._raise_unheard()
-            generation = await self._next_generation(step)
-            location = Location(self._store, name := step_name(step, generation), f"{self.url}/{name}")
-            pending = start_save(
-                state,
-                location,
-                stager=self._stager,
-                durability=self._durability,
-                timeout_s=self._timeout_s,
-                step=step,
-                generation=generation,
-            )
+            async with self._starting:
+                pending = await self._start(state, step)
         except BaseException:
             self._slots.release()
             raise
-        self._taken[step] = generation
-        self._pending = [save for save in self._pending if not save.done() or save.unheard is not None] + [pending]
         pending.when_done(self._slots.release)
+        return pending
+
+    async def _start(self, state: Mapping[str, Any], step: int) -> PendingSave:
+        generation = await next_generation(self._store, step, self._deadline())
+        generation = max(generation, self._taken.get(step, 0) + 1)
+        self._check_usable()  # it may have been closed while this waited
+        self._raise_unheard()
+        name = step_name(step, generation)
+        pending = start_save(
+            state,
+            Location(self._store, name, f"{self.url}/{name}"),
+            stager=self._stager,
+            durability=self._durability,
+            timeout_s=self._timeout_s,
+            step=step,
+            generation=generation,
+        )
+        self._taken[step] = generation
+        self._pending = [one for one in self._pending if not one.done() or one.unheard is not None] + [pending]
         return pending
 
     async def restore(self, state: Mapping[str, Any], step: int | None = None) -> int | None:
         """Load the newest committed step, or ``step``, into ``state`` and return its number; None if there is none yet.
 
-        As ``load``, in place. Raises ``CheckpointNotFound`` for a ``step`` that is not there, ``Corrupt`` for one that is
-        damaged: no older step is taken silently in its place.
+        As ``load``, in place. Raises ``CheckpointNotFound`` for a ``step`` that is not there, ``Corrupt`` for one that
+        is damaged: no older step is taken silently in its place.
         """
         report = await self.restore_report(state, step)
         return None if report is None else report.step
@@ -101,20 +109,23 @@ class Checkpointer:
     async def restore_report(self, state: Mapping[str, Any], step: int | None = None) -> LoadReport | None:
         """``restore`` with the whole ``LoadReport``."""
         self._check_usable()
-        steps = {found.step: found for found in await list_steps(self._store, self._deadline())}
-        if step is None and not steps:
-            return None
-        wanted = max(steps) if step is None else step
-        if wanted not in steps:
-            raise CheckpointNotFound(f"{self.url} has no committed step {wanted}; it has {sorted(steps) or 'none'}")
-        name = steps[wanted].name
-        location = Location(self._store, name, f"{self.url}/{name}")
+        if step is None:
+            found = await newest_step(self._store, self._deadline())
+            if found is None:
+                return None
+        else:
+            steps = {each.step: each for each in await list_steps(self._store, self._deadline())}
+            if step not in steps:
+                raise CheckpointNotFound(f"{self.url} has no committed step {step}; it has {sorted(steps) or 'none'}")
+            found = steps[step]
+        location = Location(self._store, found.name, f"{self.url}/{found.name}")
         return await load_from(location, state, verify=self._verify, atomic=False, timeout_s=self._timeout_s)
 
     async def steps(self) -> list[int]:
-        """The committed steps, in order. What is being written, or was left by a crash, is not among them."""
+        """The committed steps, in order. What is being written, or was left by a crash, is not among them, nor is a
+        step whose marker is damaged."""
         self._check_usable()
-        return [found.step for found in await list_steps(self._store, self._deadline())]
+        return [found.step for found in await list_steps(self._store, self._deadline()) if found.damage is None]
 
     async def latest(self) -> int | None:
         """The newest committed step, or None."""
@@ -129,18 +140,20 @@ class Checkpointer:
             return
         self._closed = True
         try:
-            for save in self._pending:
-                await save.ended()
+            await self._all_ended()
         except asyncio.CancelledError:
             for save in self._pending:
                 save.cancel()
-            for save in self._pending:
-                await save.ended()
+            await finish(self._all_ended)
             raise
         finally:
             if self._own_stager is not None:
-                await self._own_stager.aclose()
+                await finish(self._own_stager.aclose)
         self._raise_unheard()
+
+    async def _all_ended(self) -> None:
+        for save in self._pending:
+            await save.ended()
 
     async def __aenter__(self) -> Checkpointer:
         self._loop = running_loop("Checkpointer")
@@ -155,11 +168,6 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(f"besides, a save failed and nobody had awaited it: {failure}")
-
-    async def _next_generation(self, step: int) -> int:
-        committed = [found for found in await list_steps(self._store, self._deadline()) if found.step == step]
-        highest = max((found.generation for found in committed), default=0)
-        return max(highest, self._taken.get(step, 0)) + 1
 
     def _raise_unheard(self) -> None:
         for save in self._pending:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import anyio
-
+from ._tasks import finish
 from ._threads import Deadline, Stop, io_threads
 from ._torch import TORCH_VERSION
 from .catalog import read_marker
@@ -18,7 +17,8 @@ from .format.dcp_write import dcp_metadata
 from .format.manifest import write_manifest
 from .format.marker import METADATA_NAME, Marker, manifest_name
 from .format.records import Manifest
-from .storage import Durability, Store
+from .options import Durability
+from .storage import Store
 
 __all__ = ["BytesBody", "Outcome", "Verdict", "clean_up", "commit"]
 
@@ -81,13 +81,12 @@ async def commit(
         verdict.outcome = "committed"
         raise
     except (Exception, asyncio.CancelledError) as error:
-        with anyio.CancelScope(shield=True):
-            verdict.outcome = await _read_back(store, target, manifest.save_id)
-        if isinstance(error, asyncio.CancelledError) or verdict.outcome == "absent":
+        outcome = await _after_failure(store, target, manifest.save_id, error, verdict)
+        if isinstance(error, asyncio.CancelledError) or outcome == "absent":
             raise
-        if verdict.outcome == "committed":
+        if outcome == "committed":
             raise NotDurable(
-                f"{target} is committed and complete, but its publishing did not end well: {error}"
+                f"{target} is committed and complete, but publishing it did not end well: {error}"
             ) from error
         raise OutcomeUnknown(
             f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing was "
@@ -95,22 +94,34 @@ async def commit(
         ) from error
 
 
-async def _read_back(store: Store, target: str, save_id: str) -> Outcome:
+async def _after_failure(store: Store, target: str, save_id: str, error: BaseException, verdict: Verdict) -> Outcome:
+    await finish(lambda: _read_back(store, target, save_id, error, verdict))
+    return verdict.outcome
+
+
+async def _read_back(store: Store, target: str, save_id: str, error: BaseException, verdict: Verdict) -> None:
     try:
         marker = await read_marker(store, target, Deadline.after(_READ_BACK_S))
+        found = marker is not None and marker.save_id == save_id
     except FileNotFoundError:
-        return "absent"
+        found = False
     except (SidestreamError, OSError):
-        return "unknown"
-    return "committed" if marker is not None and marker.save_id == save_id else "absent"
+        return
+    if found:
+        verdict.outcome = "committed"
+    elif not getattr(error, "left_behind", False):  # a thread that was left behind may still do it
+        verdict.outcome = "absent"
 
 
 async def clean_up(store: Store, attempt: str, verdict: Verdict, error: BaseException) -> None:
     """Remove an attempt that certainly did not commit. A failure to do so is told as a note on ``error``."""
     if verdict.outcome != "absent":
         return
-    with anyio.CancelScope(shield=True):
+
+    async def discard() -> None:
         try:
             await store.discard(attempt, deadline=Deadline.after(_CLEAN_UP_S))
         except SidestreamError as failure:
             error.add_note(f"what it had written could not be removed: {failure}")
+
+    await finish(discard)

@@ -31,6 +31,7 @@ __all__ = [
     "OutcomeUnknown",
     "ShapeMismatch",
     "SidestreamError",
+    "StatefulRefused",
     "StorageError",
     "UnexpectedKeys",
     "UnsafeObject",
@@ -129,6 +130,10 @@ class NotDurable(SidestreamError, OSError):
 
 class OutcomeUnknown(SidestreamError, OSError):
     """The commit was sent and its result could not be read back. Nothing was deleted; look again before retrying."""
+
+
+class StatefulRefused(SidestreamError, RuntimeError):
+    """``load_state_dict`` of an object in the target raised, as the cause says. ``written`` tells what was changed."""
 
 
 # --- what is wrong with a checkpoint -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import torch
 
@@ -46,6 +46,8 @@ async def _read_node(store: Store, directory: str, fqn: str, entry: ValueEntry, 
         return await io_threads().run(open_value_item, io.BytesIO(raw), entry.item_bytes, deadline=deadline)
     except (Corrupt, UnsafeObject) as error:
         error.args = (f"{fqn}: {error.args[0]}",)
+        if isinstance(error, Corrupt):
+            error.file, error.fqn, error.offset = entry.file, fqn, entry.item_offset
         raise
 
 
@@ -73,7 +75,7 @@ async def locate_tensor(store: Store, directory: str, fqn: str, entry: TensorEnt
     return replace(entry, chunks=tuple(chunks)), payloads
 
 
-async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) -> io.BytesIO | _Ends:
+async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) -> BinaryIO:
     """The zip without its payload: its records stand before it, its directory behind it."""
     if chunk.item_bytes <= 4 * _END_BYTES:
         raw = bytearray(chunk.item_bytes)
@@ -83,7 +85,7 @@ async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) 
     at = chunk.item_bytes - _END_BYTES
     ranges = [ReadRange(chunk.item_offset, memoryview(head)), ReadRange(chunk.item_offset + at, memoryview(tail))]
     await store.read(name, ranges, deadline=deadline)
-    return _Ends(bytes(head), bytes(tail), chunk.item_bytes)
+    return io.BufferedReader(_Ends(bytes(head), bytes(tail), chunk.item_bytes))
 
 
 class _Ends(io.RawIOBase):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ._tasks import running_loop
+from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads
 from ._torch import dtype_from_name
 from .catalog import read_manifest
-from .errors import CheckpointNotFound, Corrupt, SidestreamError
+from .errors import Corrupt, Mismatch, SidestreamError, StatefulRefused
 from .foreign import read_nodes
 from .format.records import DictKey, EmptyEntry, Entry, Key, Manifest, TensorEntry, ValueEntry
 from .options import Verify, check_choice, check_timeout
@@ -75,20 +76,23 @@ async def load_from(
     deadline = Deadline.after(timeout_s)
     manifest = await read_manifest(location.store, location.name, location.url, deadline)
     plan = match(state, manifest, location.url)
-    reader = Reader(location.store, location.name, verify, deadline)
+    work = _Load(location, manifest, plan, Reader(location.store, location.name, verify, deadline), atomic)
     try:
-        return await _Load(location, manifest, plan, reader, atomic).run()
-    except FileNotFoundError as error:
-        if isinstance(error, CheckpointNotFound):
-            raise
-        raise Corrupt(f"{location.url}: {error.filename} is missing") from error
-    except (SidestreamError, asyncio.CancelledError) as error:
-        written = () if atomic else tuple(fqn for fqn in plan.tensors if fqn in reader.touched)
-        if isinstance(error, SidestreamError):
-            error.written = written
+        return await work.run()
+    except (Exception, asyncio.CancelledError) as error:
+        written = work.written()
         if written:
             error.add_note(f"{len(written)} tensors of the target were written already: {', '.join(written[:20])}")
+        if isinstance(error, FileNotFoundError) and not isinstance(error, SidestreamError):
+            raise _tell(Corrupt(f"{location.url}: {error.filename} is missing"), written) from error
+        if isinstance(error, SidestreamError):
+            _tell(error, written)
         raise
+
+
+def _tell(error: SidestreamError, written: tuple[str, ...]) -> SidestreamError:
+    error.written = written
+    return error
 
 
 def new_tensors(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -105,26 +109,30 @@ def new_tensors(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, 
     return tensors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Load:
     location: Location
     manifest: Manifest
     plan: LoadPlan
     reader: Reader
     atomic: bool
+    handing_over: bool = False
 
     async def run(self) -> LoadReport:
         plan, entries = self.plan, self.manifest.entries
         deadline = self.reader.deadline
+        store, directory = self.location.store, self.location.name
+        nodes = await read_nodes(store, directory, self.manifest, self._value_entries(), deadline)
+        values = {fqn: decode_value(node, fqn) for fqn, node in nodes.items()}
         fresh = await io_threads().run(new_tensors, entries, plan.new, deadline=deadline)
         places = await io_threads().run(self._places, deadline=deadline)
-        nodes = await read_nodes(
-            self.location.store, self.location.name, self.manifest, self._value_entries(), deadline
-        )
-        values = {fqn: decode_value(node, fqn) for fqn, node in nodes.items()}
-        await self.reader.read(self._wanted(places, fresh), own=self.manifest.own)
+        wanted, again = await io_threads().run(self._wanted, places, fresh, deadline=deadline)
+        await self.reader.read([*wanted, *again], own=self.manifest.own)
+        await io_threads().run(_check_ties, again, {**places, **fresh}, deadline=deadline)
+        # From here on the target changes as a whole: a cancel waits until it has.
+        self.handing_over = True
         if self.atomic:
-            await io_threads().run(_copy_over, places, plan.tensors)
+            await finish(lambda: self._copy_over(places))
         for tensor in plan.tensors.values():
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
@@ -140,27 +148,45 @@ class _Load:
             unverified=tuple(sorted(self.reader.unverified)),
         )
 
+    def written(self) -> tuple[str, ...]:
+        """Which tensors of the target have been written to, under all the names that they have."""
+        if self.handing_over:
+            return tuple(self.plan.tensors)
+        if self.atomic:
+            return ()
+        touched = {self.plan.tensors[fqn].data_ptr() for fqn in self.reader.touched if fqn in self.plan.tensors}
+        return tuple(fqn for fqn, tensor in self.plan.tensors.items() if tensor.data_ptr() in touched)
+
     def _places(self) -> Mapping[str, torch.Tensor]:
         """Where the tensors of the target are read to."""
         if not self.atomic:
             return self.plan.tensors
         return {fqn: torch.empty(tensor.shape, dtype=tensor.dtype) for fqn, tensor in self.plan.tensors.items()}
 
-    def _wanted(self, places: Mapping[str, torch.Tensor], fresh: Mapping[str, torch.Tensor]) -> list[Wanted]:
-        """One read for each distinct piece of memory: tied tensors are read once."""
-        wanted: dict[object, Wanted] = {}
+    def _wanted(
+        self, places: Mapping[str, torch.Tensor], fresh: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Wanted], list[Wanted]]:
+        """One read for each piece of memory, and those of tensors that are tied in the target and were not when they
+        were saved: these are read aside, to be compared."""
+        first: dict[object, Wanted] = {}
+        again: list[Wanted] = []
         for fqn, tensor in (*places.items(), *fresh.items()):
             entry = self.manifest.entries[fqn]
             assert isinstance(entry, TensorEntry)
-            identity = (tensor.data_ptr(), tensor.stride(), entry.chunks) if tensor.numel() else fqn
-            wanted.setdefault(identity, Wanted(fqn, entry, whole(entry), tensor))
-        return list(wanted.values())
+            identity = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else fqn
+            known = first.setdefault(identity, Wanted(fqn, entry, whole(entry), tensor))
+            if known.fqn != fqn and known.entry.chunks != entry.chunks:
+                again.append(Wanted(fqn, entry, whole(entry), torch.empty(tensor.shape, dtype=tensor.dtype)))
+        return list(first.values()), again
 
     def _value_entries(self) -> dict[str, ValueEntry]:
         found = {leaf.fqn: entry for leaf, entry in self.plan.values}
         for stateful in self.plan.statefuls:
             found.update((fqn, entry) for fqn, entry in stateful.entries.items() if isinstance(entry, ValueEntry))
         return found
+
+    async def _copy_over(self, places: Mapping[str, torch.Tensor]) -> None:
+        await io_threads().run(_copy_all, places, self.plan.tensors)
 
     def _hand_over(self, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         for leaf, _ in self.plan.values:
@@ -172,12 +198,43 @@ class _Load:
                 value = {} if isinstance(entry, EmptyEntry) else tensors[fqn] if fqn in tensors else values[fqn]
                 leaves.append((path[stateful.depth :], value))
             # A Stateful whose own state dict is empty stands as one empty entry at its own path.
-            stateful.instance.load_state_dict(assemble(leaf for leaf in leaves if leaf[0]))
+            _load_stateful(stateful, assemble(leaf for leaf in leaves if leaf[0]))
 
 
-def _copy_over(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for fqn, target in targets.items():
+def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
+    if stateful.versions is not None:  # without it a module takes its state dict for one of its first version
+        state_dict = OrderedDict(state_dict)
+        state_dict._metadata = stateful.versions  # type: ignore[attr-defined]
+    inference = isinstance(stateful.instance, torch.nn.Module) and any(
+        parameter.is_inference() for parameter in stateful.instance.parameters()
+    )
+    try:
+        with torch.inference_mode(inference):
+            stateful.instance.load_state_dict(state_dict)
+    except Exception as error:
+        raise StatefulRefused(
+            f"{stateful.fqn}: {type(stateful.instance).__name__}.load_state_dict raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_ties(again: Iterable[Wanted], tensors: Mapping[str, torch.Tensor]) -> None:
+    for one in again:
+        if not torch.equal(_bits(one.target), _bits(tensors[one.fqn])):
+            raise Mismatch(
+                f"{one.fqn} shares its memory with another tensor of the target, but they were saved with different "
+                "values: untie them, or load only one",
+                [one.fqn],
+            )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8) if plain.numel() else plain
+
+
+def _copy_all(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    for fqn, target in targets.items():
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(sources[fqn])
 
 

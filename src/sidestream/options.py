@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from .errors import InvalidOption
-from .storage import Durability
 
 __all__ = ["Durability", "Verify", "check_choice", "check_count", "check_step", "check_timeout"]
+
+Durability = Literal["fsync", "flush"]
+"""``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: it survives the death of the process only."""
+
+_MAX_TIMEOUT_S = 10**9  # some thirty years; the system's own limit for waits is not much higher
 
 Verify = Literal["always", "manifest", "never"]
 """``"always"``: every byte that is used is checked against its checksum. ``"manifest"``: manifest, file sizes and
@@ -23,8 +27,8 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 
 def check_timeout(timeout_s: object) -> None:
     number = timeout_s if type(timeout_s) is int or type(timeout_s) is float else 0
-    if not 0 < number < float("inf"):
-        raise InvalidOption(f"timeout_s={timeout_s!r} has to be a positive number of seconds")
+    if not 0 < number <= _MAX_TIMEOUT_S:
+        raise InvalidOption(f"timeout_s={timeout_s!r} has to be a positive number of seconds, {_MAX_TIMEOUT_S} at most")
 
 
 def check_count(name: str, value: object) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 from ._tasks import supervise
 from .commit import Outcome, Verdict
 from .errors import Aborted
-from .storage import Durability
+from .options import Durability
 
 __all__ = ["PendingSave", "SaveInfo", "SaveWork"]
 
@@ -46,6 +46,9 @@ class SaveWork(Protocol):
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         """Do it all, and resolve ``staged`` when the sources may change again."""
 
+    def abandon(self) -> None:
+        """Let go of everything; ``run`` will never be called."""
+
 
 class PendingSave:
     """A save in progress. ``await`` it for its ``SaveInfo``, any number of times and from several tasks; a cancelled
@@ -54,7 +57,7 @@ class PendingSave:
     def __init__(self, work: SaveWork) -> None:
         loop = asyncio.get_running_loop()
         self._work = work
-        self._retrieved = False
+        self._heard = False
         self._cancelling = False
         self._result: asyncio.Future[SaveInfo] = loop.create_future()
         self._staged: asyncio.Future[None] = loop.create_future()
@@ -81,13 +84,13 @@ class PendingSave:
     @property
     def unheard(self) -> BaseException | None:
         """The error that this save ended with, if nobody has awaited it."""
-        if self._retrieved or not self._result.done() or self._result.cancelled():
+        if self._heard or not self._result.done() or self._result.cancelled():
             return None
         return self._result.exception()
 
     def hear(self) -> None:
         """The error has been told to somebody by other means."""
-        self._retrieved = True
+        self._heard = True
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the loop once ``done()``."""
@@ -112,8 +115,10 @@ class PendingSave:
         await asyncio.wait([self._task])
 
     def __await__(self) -> Generator[None, None, SaveInfo]:
-        self._retrieved = True
-        return asyncio.shield(self._result).__await__()
+        try:
+            return (yield from asyncio.shield(self._result).__await__())
+        finally:
+            self._heard = self._heard or self._result.done()
 
     async def _run(self) -> None:
         """The edge of the background: everything ends in the two futures."""
@@ -124,8 +129,11 @@ class PendingSave:
             info = await self._work.run(self._staged)
         except asyncio.CancelledError:
             self._settle()
-        except BaseException as error:
+        except Exception as error:
             self._fail(error)
+        except BaseException as error:  # Ctrl-C and exit go on to the loop
+            self._fail(error)
+            raise
         else:
             self._result.set_result(info)
         if not self._staged.done():
@@ -135,6 +143,8 @@ class PendingSave:
         """Cancelled, by ``cancel()`` or with the loop, perhaps before the first step."""
         if self._result.done():
             return
+        if not self._started:
+            self._work.abandon()
         if self._cancelling:
             self._result.cancel()
         else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+import mmap
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -63,16 +65,11 @@ class Reader:
         foreign = None if own else await self._locate(targets)
         planned = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
         queue = iter(planned)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(_IN_FLIGHT):
-                    group.create_task(self._work(queue, targets))
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+        await _in_parallel(lambda: self._work(queue, targets))
 
     async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted]) -> None:
         for batch in queue:
-            buffers = [_buffer(one, targets[one.fqn].target) for one in batch.ranges]
+            buffers = await io_threads().run(_buffers, batch, targets, deadline=self.deadline)
             self.touched.update(one.fqn for one in batch.ranges if isinstance(one.into, Direct))
             reads = [ReadRange(one.offset, buffer) for one, buffer in zip(batch.ranges, buffers, strict=True)]
             await self.store.read(f"{self.directory}/{batch.file}", reads, deadline=self.deadline)
@@ -90,10 +87,25 @@ class Reader:
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
-        return {
-            fqn: await locate_tensor(self.store, self.directory, fqn, one.entry, self.deadline)
-            for fqn, one in targets.items()
-        }
+        located: dict[str, Located] = {}
+        queue = iter(targets.items())
+
+        async def work() -> None:
+            for fqn, one in queue:
+                located[fqn] = await locate_tensor(self.store, self.directory, fqn, one.entry, self.deadline)
+
+        await _in_parallel(work)
+        return located
+
+
+async def _in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """A few workers on one queue. Raises damage before anything else, otherwise what came first."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_IN_FLIGHT):
+                group.create_task(work())
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
 
 
 def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) -> list[Batch]:
@@ -105,12 +117,20 @@ def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) 
     return batches(ranges)
 
 
+def _buffers(batch: Batch, targets: Mapping[str, Wanted]) -> list[memoryview]:
+    """Where the bytes of each range are read to. Targets are kept alive by whoever asked for the read."""
+    return [_buffer(one, targets[one.fqn].target) for one in batch.ranges]
+
+
 def _buffer(one: Range, target: torch.Tensor) -> memoryview:
-    """Where the bytes of a range are read to. The tensor is kept alive by whoever asked for the read."""
-    if not isinstance(one.into, Direct):
-        return memoryview(bytearray(one.nbytes))
-    address = target.data_ptr() + one.into.start
-    return memoryview((ctypes.c_char * one.nbytes).from_address(address)).cast("B")
+    if isinstance(one.into, Direct):
+        return _memory(target, one.into.start, one.nbytes)
+    # A large bytearray would be cleared, page by page, while the GIL is held.
+    return memoryview(bytearray(one.nbytes) if one.nbytes <= 1 << 16 else mmap.mmap(-1, one.nbytes))
+
+
+def _memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)).cast("B")
 
 
 def _verified(one: Range, buffer: memoryview) -> bool:
@@ -142,15 +162,14 @@ def _place(one: Range, buffer: memoryview, wanted: Wanted) -> None:
     target = wanted.target
     if isinstance(one.into, Part):
         nbytes = one.into.nbytes
-        memory = (ctypes.c_char * nbytes).from_address(target.data_ptr() + one.into.start)
-        memoryview(memory).cast("B")[:] = buffer[one.into.skip : one.into.skip + nbytes]
+        _memory(target, one.into.start, nbytes)[:] = buffer[one.into.skip : one.into.skip + nbytes]
         return
     assert isinstance(one.into, Scatter)
     into = one.into
     elements = torch.frombuffer(buffer, dtype=dtype_from_name(wanted.entry.dtype), offset=into.skip)
     strides = into.strides or torch.empty(into.shape, device="meta").stride()
     source = elements.as_strided(into.shape, strides)[_slices(into.source)]
-    with torch.no_grad():
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
         target[_slices(Box(into.target, into.source.sizes))].copy_(source)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from inspect import iscoroutinefunction
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import anyio
-
-from ._tasks import running_loop
+from ._tasks import finish, running_loop
 from ._threads import Deadline, Stop, io_threads
 from ._torch import Stateful
 from .catalog import attempt_name
@@ -21,11 +21,11 @@ from .commit import BytesBody, Verdict, clean_up, commit
 from .errors import Conflict, InvalidOption
 from .format.records import Manifest
 from .format.shard import Sealer, ShardLayout
-from .options import check_choice, check_timeout
+from .options import Durability, check_choice, check_timeout
 from .pending import PendingSave, SaveInfo
 from .plan.save import SavePlan, plan_save, shard_name
-from .staging import AsyncStager, StagedImage
-from .storage import Durability, Location, locate_directory
+from .staging import AsyncStager, StagedImage, Staging
+from .storage import Location, locate_directory
 
 __all__ = ["Stager", "async_save", "save", "start_save"]
 
@@ -65,8 +65,7 @@ async def save(
         return await pending
     except asyncio.CancelledError:
         pending.cancel()
-        with anyio.CancelScope(shield=True):
-            await pending.ended()
+        await finish(pending.ended)
         raise
 
 
@@ -102,77 +101,61 @@ def start_save(
     check_timeout(timeout_s)
     deadline = Deadline.after(timeout_s)
     if stager is None or isinstance(stager, AsyncStager):
-        prepare = _prepare_own(state, stager, timeout_s)
+        source: _Source = _launch(state, stager, deadline)
     else:
-        prepare = _prepare_foreign(state, stager, timeout_s)
-    return PendingSave(_SaveJob(location, prepare, durability, deadline, step, generation))
+        source = _ForeignStage(stager, state, deadline)
+    return PendingSave(_SaveJob(location, source, durability, deadline, step, generation))
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A plan whose copies have been launched, ``copied`` when they have ended. Whoever gets it has to ``release()`` it;
-    ``own_stager`` is closed with it."""
+class _Source(Protocol):
+    """Where the staged bytes of a save come from."""
 
-    plan: SavePlan
-    images: tuple[StagedImage, ...]
-    copied: asyncio.Future[None]
-    own_stager: AsyncStager | None
+    async def staging(self) -> _Staged:
+        """The plan and its copies, launched. Whoever gets them has to ``release()`` them."""
+
+    def abandon(self) -> None:
+        """Nobody will ask for the staging."""
+
+
+class _Staged:
+    """A plan whose copies have been launched; ``own_stager`` is closed with it."""
+
+    def __init__(self, plan: SavePlan, staging: Staging, own_stager: AsyncStager | None) -> None:
+        self.plan = plan.without_sources()  # the staging has them for as long as it needs them
+        self.images = staging.images
+        self._staging = staging
+        self._own_stager = own_stager
+
+    async def staging(self) -> _Staged:
+        return self
+
+    def abandon(self) -> None:
+        self._staging.release()
+
+    def pass_on(self, staged: asyncio.Future[None]) -> None:
+        """Resolve ``staged`` when the copies have ended, one way or the other."""
+        copied = asyncio.wrap_future(self._staging.copied)
+        copied.add_done_callback(partial(_pass_on, staged))
 
     async def release(self) -> None:
         """Give all memory back; no copy reads a source or writes into memory any more when this returns."""
-        for image in self.images:
-            image.release()
-        with anyio.CancelScope(shield=True):
-            await asyncio.wait([self.copied])
-            if self.own_stager is not None:
-                await self.own_stager.aclose()
+        self._staging.release()
+        await asyncio.wait([asyncio.wrap_future(self._staging.copied)])
+        if self._own_stager is not None:
+            await self._own_stager.aclose()
 
 
-def _prepare_own(
-    state: Mapping[str, Any], stager: AsyncStager | None, timeout_s: float
-) -> Callable[[asyncio.Future[None]], Awaitable[_Prepared]]:
-    """Plan and launch the copies now; the result passes on to ``staged`` when they have ended."""
+def _launch(state: Mapping[str, Any], stager: AsyncStager | None, deadline: Deadline) -> _Staged:
     plan = plan_save(state)
-    own = AsyncStager(timeout_s=timeout_s) if stager is None else None
-    images, future = (stager or own or AsyncStager()).stage_images(plan.images)
-    copied = _watch(future)
-
-    async def prepared(staged: asyncio.Future[None]) -> _Prepared:
-        copied.add_done_callback(lambda done: _pass_on(done, staged))
-        return _Prepared(plan, images, copied, own)
-
-    return prepared
+    own = AsyncStager(timeout_s=deadline.timeout_s) if stager is None else None
+    staging = (stager or own or AsyncStager()).stage_images(plan.images, deadline)
+    return _Staged(plan, staging, own)
 
 
-def _prepare_foreign(
-    state: Mapping[str, Any], stager: Stager, timeout_s: float
-) -> Callable[[asyncio.Future[None]], Awaitable[_Prepared]]:
-    """Let the other stager copy, as it does under DCP: on this thread, from the state dicts of ``Stateful`` objects."""
-    if not callable(getattr(stager, "stage", None)):
-        raise InvalidOption(f"stager={stager!r} has no method stage(state_dict)")
-    result = stager.stage(
-        {key: item.state_dict() if isinstance(item, Stateful) else item for key, item in state.items()}
-    )
-
-    async def prepared(staged: asyncio.Future[None]) -> _Prepared:
-        copy = await asyncio.wrap_future(result) if isinstance(result, Future) else result
-        staged.set_result(None)
-        prepare = _prepare_own(copy, None, timeout_s)
-        return await prepare(asyncio.get_running_loop().create_future())
-
-    return prepared
-
-
-def _watch(future: Future[None]) -> asyncio.Future[None]:
-    watched = asyncio.wrap_future(future)
-    watched.add_done_callback(lambda done: done.cancelled() or done.exception())  # the image raises it to its reader
-    return watched
-
-
-def _pass_on(done: asyncio.Future[None], staged: asyncio.Future[None]) -> None:
-    if staged.done() or done.cancelled():
+def _pass_on(staged: asyncio.Future[None], copied: asyncio.Future[None]) -> None:
+    error = None if copied.cancelled() else copied.exception()
+    if staged.done():
         return
-    error = done.exception()
     if error is None:
         staged.set_result(None)
     else:
@@ -180,12 +163,39 @@ def _pass_on(done: asyncio.Future[None], staged: asyncio.Future[None]) -> None:
         staged.exception()  # the save itself raises it too
 
 
+class _ForeignStage:
+    """Another stager makes the first copy, as it does under DCP: on this thread, from state dicts. It may use its
+    memory again for the next stage, so ours is a second copy, and the sources are free when that one has ended."""
+
+    def __init__(self, stager: Stager, state: Mapping[str, Any], deadline: Deadline) -> None:
+        if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
+            raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
+        if not isinstance(state, Mapping):
+            raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
+        state_dict = {key: item.state_dict() if isinstance(item, Stateful) else item for key, item in state.items()}
+        self._result = stager.stage(state_dict)
+        self._deadline = deadline
+
+    async def staging(self) -> _Staged:
+        result = self._result
+        if isinstance(result, Future):
+            try:
+                async with asyncio.timeout(self._deadline.remaining_s()):
+                    result = await asyncio.wrap_future(result)
+            except TimeoutError as error:
+                raise self._deadline.exceeded("the stager that was passed in") from error
+        return _launch(result, None, self._deadline)
+
+    def abandon(self) -> None:
+        self._result = None
+
+
 @dataclass(slots=True)
 class _SaveJob:
     """One save, from launched copies to the commit."""
 
     location: Location
-    prepare: Callable[[asyncio.Future[None]], Awaitable[_Prepared]]
+    source: _Source | None
     durability: Durability
     deadline: Deadline
     step: int | None
@@ -198,24 +208,30 @@ class _SaveJob:
     def url(self) -> str:
         return self.location.url
 
+    def abandon(self) -> None:
+        if self.source is not None:
+            self.source.abandon()
+
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         staged.add_done_callback(lambda _: self._mark("staged"))
-        prepared = await self.prepare(staged)
-        plan = prepared.plan
+        assert self.source is not None
+        staging, self.source = await self.source.staging(), None
+        staging.pass_on(staged)
+        plan = staging.plan
         attempt = attempt_name(self.location.name, plan.save_id)
         try:
-            await self._write(prepared, attempt)
+            await self._write(staging, attempt)
         except BaseException as error:
             await clean_up(self.location.store, attempt, self.verdict, error)
             raise
         finally:
-            await prepared.release()
+            await finish(staging.release)
         seconds = MappingProxyType(self.seconds)
         return SaveInfo(self.url, plan.save_id, self.step, self.generation, plan.nbytes, self.durability, seconds)
 
-    async def _write(self, prepared: _Prepared, attempt: str) -> None:
+    async def _write(self, staged: _Staged, attempt: str) -> None:
         """Small values first, then shard after shard in the order in which they are staged, then the commit."""
-        store, target, plan = self.location.store, self.location.name, prepared.plan
+        store, target, plan = self.location.store, self.location.name, staged.plan
         if not await store.is_vacant(target, deadline=self.deadline):
             raise Conflict(
                 f"{self.url} is not empty: save to a new directory, or let a Checkpointer make generations of a step"
@@ -224,7 +240,8 @@ class _SaveJob:
         if plan.values:
             await self._put(f"{attempt}/{plan.values_file}", BytesBody(plan.values))
         crcs: list[list[bytes]] = []
-        for index, (layout, image) in enumerate(zip(plan.shards, prepared.images, strict=True)):
+        for index, (layout, image) in enumerate(zip(plan.shards, staged.images, strict=True)):
+            await self._begun(image)
             body = _ShardBody(layout, image)
             await self._put(f"{attempt}/{shard_name(index)}", body)
             image.release()
@@ -234,6 +251,14 @@ class _SaveJob:
         manifest = Manifest(plan.save_id, entries, plan.files, self.step, self.generation)
         await commit(store, attempt, target, manifest, self.verdict, durability=self.durability, deadline=self.deadline)
         self._mark("committed")
+
+    async def _begun(self, image: StagedImage) -> None:
+        """No thread waits for memory that other saves may hold: they need the threads to give it back."""
+        try:
+            async with asyncio.timeout(self.deadline.remaining_s()):
+                await asyncio.shield(asyncio.wrap_future(image.begun))
+        except TimeoutError as error:
+            raise self.deadline.exceeded("waiting for staging memory") from error
 
     async def _put(self, name: str, body: BytesBody | _ShardBody) -> None:
         await self.location.store.put(name, body, durability=self.durability, deadline=self.deadline)

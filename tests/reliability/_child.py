@@ -17,11 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import anyio
 import torch
 from _faults import Intercept, Operation, make_state
 
 import sidestream
 from sidestream import errors
+from sidestream._threads import Threads, io_threads
 
 _FS_IOC_SHUTDOWN = 0x8004587D
 _NO_LOG_FLUSH = struct.pack("I", 2)
@@ -48,18 +50,16 @@ class _Child:
             return operation.call()
         after = self.trial["when"] == "after"
         self.tell(killed_at=operation.name, path=os.path.basename(operation.path), when=self.trial["when"])
-        if after:
-            operation.call()
-        self.die()
-        raise AssertionError("still alive")
+        try:
+            if after:
+                self._kept = operation.call()
+        finally:
+            self.die()
 
     def run(self) -> None:
         trial = self.trial
         if trial.get("cut"):
             self._descriptor = os.open(trial["cut"], os.O_RDONLY)
-        if trial.get("limit"):
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (trial["limit"], trial["limit"]))
         if trial.get("uid"):
             os.setgid(trial["uid"])
             os.setuid(trial["uid"])
@@ -100,6 +100,46 @@ class _Child:
             info = await sidestream.save(make_state(seed), run / f"plain-{step}")
             self.tell(acked=Path(info.url).name, seed=seed)
 
+    async def limited(self, run: Path) -> None:
+        """No file may grow beyond ``limit``."""
+        limit = self.trial["limit"]
+        async with sidestream.AsyncStager() as stager:
+            await stager.prewarm(1 << 20)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                info = await sidestream.save(make_state(12), run / "limited", stager=stager)
+                self.tell(acked=Path(info.url).name, seed=12)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    async def forked(self, run: Path) -> None:
+        """What was made before the fork refuses; what is made here works."""
+        stager, checkpoints = sidestream.AsyncStager(), sidestream.Checkpointer("/nonexistent")
+        threads = Threads("test-threads", 1)
+        assert await threads.run(int) == await io_threads().run(int) == 0
+        pid = os.fork()
+        if pid:
+            _, status = os.waitpid(pid, 0)
+            os._exit(os.waitstatus_to_exitcode(status))
+        refused = []
+
+        async def stage() -> None:
+            stager.stage({})
+
+        async def use_them() -> None:
+            for use in (threads.run(int), checkpoints.steps(), checkpoints.save({}, step=1), stage()):
+                try:
+                    await use
+                except errors.SidestreamError as error:
+                    refused.append(type(error).__name__)
+            threads.close()
+            own = Threads("test-threads", 1)
+            self.tell(refused=refused, worked=[await own.run(len, "child"), await io_threads().run(bool, 1)])
+            own.close()
+
+        asyncio.run(use_them())
+
     async def failing(self, run: Path) -> None:
         """A save whose preallocation fails, so that the child dies while it cleans up."""
         real = os.posix_fallocate
@@ -112,9 +152,15 @@ class _Child:
         await self.steps(run)
 
 
+async def _warm() -> None:
+    """Import now, in the parent of all trials, what a save imports."""
+    with anyio.CancelScope():
+        assert callable(sidestream.save)
+
+
 def serve() -> None:
     torch.set_num_threads(1)
-    sidestream.save  # noqa: B018 -- imports everything now, in the parent of all trials
+    asyncio.run(_warm())
     for line in sys.stdin:
         reading, writing = os.pipe()
         pid = os.fork()

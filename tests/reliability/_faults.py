@@ -83,9 +83,6 @@ async def seed_of(url: Path) -> int:
     state = await checkpoint.state_dict()
     seed = state["seed"]
     assert same(state, make_state(seed)), f"{url} is not the state of one save"
-    loaded = blank_state()
-    await sidestream.load(loaded, url)
-    assert same(loaded, make_state(seed)), f"{url} loads as something else"
     return int(seed)
 
 
@@ -121,12 +118,34 @@ def attempts_in(folder: Path) -> list[str]:
     return [str(path) for path in folder.rglob("*.partial")]
 
 
+def descriptors(folder: Path) -> list[str]:
+    """What this process has open in ``folder``."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:
+            continue  # the one that listed the directory
+    return [link for link in links if link.startswith(str(folder))]
+
+
 # --- a hand on every file operation -----------------------------------------------------------------------------------
 
 OPERATIONS = (
     "open", "close", "pwrite", "preadv", "fsync", "rename", "mkdir", "chmod", "posix_fallocate", "unlink", "rmdir",
     "scandir", "stat", "lstat", "fstat",
 )  # fmt: skip
+
+
+_real_stat = os.stat
+
+
+def _exists(path: str) -> bool:
+    try:
+        _real_stat(path)
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +162,36 @@ class Operation:
     def call(self) -> Any:
         return self.real(*self.args, **self.options)
 
+    @property
+    def changes(self) -> bool:
+        """Whether it changes what is on disk, other than by removing."""
+        if self.name == "open":
+            return bool(self.args[1] & os.O_WRONLY)
+        if self.name == "mkdir":
+            return not _exists(self.path)
+        return self.name in ("pwrite", "fsync", "rename", "chmod", "posix_fallocate")
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What is kept of an operation: nothing that would keep a buffer alive."""
+
+    name: str
+    path: str
+    changes: bool
+
 
 class Intercept:
     """Hands every operation on something at or below ``root`` to ``hook``, which does it with ``operation.call()``.
 
-    Calls come from all threads. ``log`` has what was called, in order; ``running`` are the calls that have not returned.
+    Calls come from all threads. ``log`` has what was called, in order; ``running`` calls have not returned yet.
     """
 
     def __init__(self, root: Path, hook: Callable[[Operation], Any]) -> None:
         self._root = str(root)
         self._hook = hook
         self._lock = threading.Lock()
-        self.log: list[Operation] = []
+        self.log: list[Called] = []
         self.running = 0
 
     @contextmanager
@@ -175,7 +212,7 @@ class Intercept:
                 return real(*args, **options)
             with self._lock:
                 operation = Operation(len(self.log) + 1, name, path, real, args, options)
-                self.log.append(operation)
+                self.log.append(Called(name, path, operation.changes))
                 self.running += 1
             try:
                 return self._hook(operation)

@@ -6,11 +6,9 @@ which stock DCP ignores: the commit marker (``marker.py``). It is emitted last, 
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from . import pickles as p
-from .dtypes import DTYPES
 from .marker import Marker, marker_attribute
 from .records import Chunk, DictKey, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
 
@@ -22,7 +20,7 @@ _BUILD, _NEW, _POP, _MEMOIZE = b"b", b")\x81", b"0", b"\x94"
 
 
 class _Names:
-    """The globals that every entry needs, memoized once at the start; ``_prelude`` and these indices belong together."""
+    """The globals that every entry needs, memoized once at the start: ``_prelude`` and these indices go together."""
 
     names = (
         (_METADATA, "Metadata"),
@@ -41,9 +39,11 @@ class _Names:
 
 def dcp_metadata(entries: Mapping[str, Entry], marker: Marker) -> Iterator[bytes]:
     """The file, in many small pieces."""
-    dtypes = {name: b"h%c" % (_Names.first_dtype + index) for index, name in enumerate(DTYPES)}
+    # Only those in use: a version of torch that lacks one of the others reads the file too.
+    names = sorted({entry.dtype for entry in entries.values() if isinstance(entry, TensorEntry)})
+    dtypes = {name: b"h%c" % (_Names.first_dtype + index) for index, name in enumerate(names)}
     yield b"\x80\x04"
-    yield _prelude()
+    yield _prelude(names)
     yield _Names.metadata + _NEW + b"}(" + p.text("state_dict_metadata") + b"}("
     for fqn, entry in entries.items():
         if isinstance(entry, TensorEntry):
@@ -65,15 +65,12 @@ def dcp_metadata(entries: Mapping[str, Entry], marker: Marker) -> Iterator[bytes
     yield marker_attribute(marker)
 
 
-def _prelude() -> bytes:
+def _prelude(dtypes: Iterable[str]) -> bytes:
     globals_ = [p.global_(module, name) for module, name in _Names.names]
     globals_.append(p.call(p.global_("torch.serialization", "_get_layout"), p.text("torch.strided")))
     globals_.append(p.call(p.global_(_METADATA, "_MEM_FORMAT_ENCODING"), p.integer(0)))
-    globals_.extend(p.global_("torch", dtype) for dtype in DTYPES_IN_ORDER)
+    globals_.extend(p.global_("torch", dtype) for dtype in dtypes)
     return b"".join(pickled + _MEMOIZE + _POP for pickled in globals_)
-
-
-DTYPES_IN_ORDER = tuple(DTYPES)
 
 
 def _size(sizes: tuple[int, ...]) -> bytes:

@@ -50,7 +50,7 @@ def node_of(value: object, item_bytes: int, read_payload: Callable[[StoredTensor
 
 class _Translator:
     def __init__(self, item_bytes: int, read_payload: Callable[[StoredTensor], bytes]) -> None:
-        self._nodes_left = item_bytes + (1 << 18)
+        self._nodes_left = item_bytes + (1 << 16)
         self._bytes_left = 4 * item_bytes + (1 << 20)
         self._read_payload = read_payload
 
@@ -91,6 +91,8 @@ class _Translator:
             return self._ndarray(call)
         if name == "collections.OrderedDict":
             return self._ordered_dict(call)
+        if name == "numpy.dtype":
+            raise UnsafeObject("the value holds a numpy.dtype itself, which is not read as data")
         if call.state is not None or call.items is not None:
             raise _nonsense(f"{name} with a state")
         if name in _SCALAR:
@@ -114,8 +116,6 @@ class _Translator:
                 return {"device": kind}
             case "torch.device", (str(kind), int(index)) if _DEVICE.fullmatch(kind) and 0 <= index < 1 << 16:
                 return {"device": f"{kind}:{index}"}
-            case "numpy.dtype", _:
-                raise UnsafeObject("the value holds a numpy.dtype, which is not read as data")
         raise _nonsense(f"{name} with arguments that it does not take")
 
     def _long(self, value: int) -> Node:

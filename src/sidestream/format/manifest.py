@@ -1,4 +1,4 @@
-"""The manifest: JSON lines, one for the checkpoint and one for each entry. No pickle; ``docs/format.md`` has the fields."""
+"""The manifest: JSON lines, one for the checkpoint and one for each entry. ``docs/format.md`` has the fields."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def parse_manifest(raw: bytes) -> Manifest:
         head = json.loads(lines[0])
         if head["sidestream"] != _VERSION or head["block_bytes"] != BLOCK_BYTES:
             raise UnsupportedCheckpoint(
-                f"this checkpoint has manifest version {head['sidestream']}, this sidestream reads {_VERSION}: upgrade it"
+                f"the manifest has version {head['sidestream']}, this sidestream reads {_VERSION}: upgrade it"
             )
         entries = dict(_parse_entry(json.loads(line)) for line in lines[1:])
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from dataclasses import asdict, dataclass
 
 from ..errors import Corrupt
@@ -25,7 +24,7 @@ _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """One save: its id, and length and CRC-32 of its manifest ``manifest-<save_id>``; ``step`` if it belongs to a run."""
+    """One save: its id, and length and CRC-32 of ``manifest-<save_id>``; ``step`` if it belongs to a run."""
 
     save_id: str
     manifest_bytes: int
@@ -55,7 +54,7 @@ def find_marker(tail: bytes) -> Marker | None:
     if at < 0:
         return None
     start = at + len(name) + 5
-    (length,) = struct.unpack_from("<I", tail, start - 4)
+    length = int.from_bytes(tail[start - 4 : start], "little")
     if start + length + len(_END) != len(tail) or not tail.endswith(_END):
         raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME)
     return _parse(tail[start : start + length])

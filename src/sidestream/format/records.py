@@ -21,7 +21,7 @@ __all__ = [
 BLOCK_BYTES = 1 << 20
 """Payloads carry one CRC-32 for each block of this many bytes (the last one may be shorter)."""
 
-Node: TypeAlias = "None | bool | int | float | str | dict[str, Node] | list[Node]"
+Node: TypeAlias = "bool | int | float | str | dict[str, Node] | list[Node] | None"
 """A plain Python value as JSON-ready data: scalars stand for themselves, everything else is a one-entry dict
 ``{kind: content}``; ``values.py`` lists the kinds."""
 

@@ -23,7 +23,7 @@ _MAX_NAME_BYTES = 255
 _MAX_SIZE = (1 << 63) - 1
 _HOLES_LISTED = 100
 
-_Range = tuple[int, int, str]
+_Range = tuple[int, int, str, object]
 
 
 def validate(manifest: Manifest) -> None:
@@ -43,9 +43,9 @@ def validate(manifest: Manifest) -> None:
     holes: list[str] = []
     for fqn, entry in manifest.entries.items():
         _check_names(fqn, entry)
-        for file, start, length in _items(entry):
+        for file, start, length, content in _items(entry):
             _check_item(manifest.files, fqn, file, start, length)
-            ranges.setdefault(file, []).append((start, start + length, fqn))
+            ranges.setdefault(file, []).append((start, start + length, fqn, content if manifest.own else fqn))
         if isinstance(entry, TensorEntry):
             missing = _check_tensor(manifest.files, fqn, entry)
             if missing:
@@ -89,12 +89,14 @@ def _check_names(fqn: str, entry: Entry) -> None:
         raise Corrupt(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
 
 
-def _items(entry: Entry) -> Iterator[tuple[str, int, int]]:
+def _items(entry: Entry) -> Iterator[tuple[str, int, int, object]]:
+    """File, offset and length of each item, and what it has to be for another entry to share it (a tied tensor)."""
     if isinstance(entry, TensorEntry):
         for chunk in entry.chunks:
-            yield chunk.file, chunk.item_offset, chunk.item_bytes
+            content = (entry.dtype, entry.shape, chunk)
+            yield chunk.file, chunk.item_offset, chunk.item_bytes, content
     elif isinstance(entry, ValueEntry):
-        yield entry.file, entry.item_offset, entry.item_bytes
+        yield entry.file, entry.item_offset, entry.item_bytes, None
 
 
 def _check_item(files: dict[str, int], fqn: str, file: str, start: int, length: int) -> None:
@@ -108,11 +110,11 @@ def _check_item(files: dict[str, int], fqn: str, file: str, start: int, length: 
 
 def _check_apart(file: str, items: list[_Range]) -> None:
     """Raise where two items share bytes without being the very same range."""
-    items.sort()
-    reached = (0, 0, "")
+    items.sort(key=lambda item: item[:2])
+    reached: _Range = (0, 0, "", None)
     for item in items:
-        start, end, fqn = item
-        if start == end or (start, end) == reached[:2]:
+        start, end, fqn, content = item
+        if start == end or ((start, end) == reached[:2] and content is not None and content == reached[3]):
             continue
         if start < reached[1]:
             raise Corrupt(f"{fqn!r} and {reached[2]!r} overlap in {file!r}", file=file, fqn=fqn, offset=start)
@@ -125,7 +127,8 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry) -> int:
         raise UnsupportedCheckpoint(f"{fqn!r} has dtype {entry.dtype[:64]!r}, which this version does not read")
     rank = len(entry.shape)
     numel = math.prod(entry.shape)
-    if rank > MAX_RANK or any(dim < 0 for dim in entry.shape) or numel * itemsize(entry.dtype) > _MAX_SIZE:
+    extent = math.prod(max(dim, 1) for dim in entry.shape) * itemsize(entry.dtype)
+    if rank > MAX_RANK or any(dim < 0 for dim in entry.shape) or extent > _MAX_SIZE:
         raise Corrupt(f"{fqn!r} has an impossible shape", fqn=fqn)
     for chunk in entry.chunks:
         _check_chunk(fqn, entry, chunk)

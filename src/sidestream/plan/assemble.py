@@ -16,7 +16,7 @@ class _ListParts(dict[int, Any]):
 
 
 def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> dict[Any, Any]:
-    """The state dict whose leaves these are. Raises ``Corrupt`` where paths contradict each other or a list has holes."""
+    """The state dict with these leaves. Raises ``Corrupt`` where paths contradict each other or a list has holes."""
     root: dict[Any, Any] = {}
     for path, value in leaves:
         holder: dict[Any, Any] = root

@@ -40,6 +40,8 @@ class StatefulRoot:
 
     number: int
     instance: Stateful
+    versions: Any = None
+    """The ``_metadata`` of a module's state dict: which version of its layout it expects."""
 
 
 class _Walk:
@@ -64,10 +66,11 @@ class _Walk:
                 f"{fqn[:200]}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself"
             )
         if _is_stateful(value):
+            own = value.state_dict()
             if owner is None:
                 owner, self.stateful = self.stateful, self.stateful + 1
-                yield Leaf(fqn, path, StatefulRoot(owner, value), holder, slot)
-            value = value.state_dict()
+                yield Leaf(fqn, path, StatefulRoot(owner, value, getattr(own, "_metadata", None)), holder, slot)
+            value = own
         if isinstance(value, Mapping) and value:
             yield from self.mapping(value, fqn, path, owner)
         elif isinstance(value, list) and not _is_value(value):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class StatefulLoad:
 
     instance: Stateful
     fqn: str
+    versions: Any
     depth: int
     entries: Mapping[str, Entry]
     integer_keys: frozenset[PlainPath]
@@ -89,6 +90,8 @@ def match(state: Mapping[str, Any], manifest: Manifest, url: str) -> LoadPlan:
         elif leaf.owner is None:
             _match_value(leaf, entry, manifest.own, values, findings)
     below = _claimed(manifest, roots, leaves)
+    for number, root in roots.items():
+        _match_stateful(root, [leaf for leaf in leaves if leaf.owner == number], below[number], manifest, findings)
     asked = {leaf.fqn for leaf in leaves} | {fqn for entries in below.values() for fqn in entries}
     top = {str(key) for key in state}
     rest = [fqn for fqn in manifest.entries if fqn not in asked]
@@ -97,7 +100,14 @@ def match(state: Mapping[str, Any], manifest: Manifest, url: str) -> LoadPlan:
             findings.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the target")
     findings.raise_if_any(url)
     statefuls = tuple(
-        StatefulLoad(root.value.instance, root.fqn, len(root.path), below[number], _integer_keys(leaves, number))
+        StatefulLoad(
+            root.value.instance,
+            root.fqn,
+            root.value.versions,
+            len(root.path),
+            below[number],
+            _integer_keys(leaves, number),
+        )
         for number, root in roots.items()
     )
     new = [fqn for entries in below.values() for fqn, entry in entries.items() if isinstance(entry, TensorEntry)]
@@ -118,9 +128,29 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
             DtypeMismatch,
             f"{leaf.fqn}: dtype {dtype_name(tensor.dtype)} in the target, {entry.dtype} saved (never cast)",
         )
+    elif any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        findings.add(Mismatch, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it")
     else:
         return True
     return False
+
+
+def _match_stateful(
+    root: Leaf, leaves: list[Leaf], below: dict[str, Entry], manifest: Manifest, findings: _Findings
+) -> None:
+    """What must hold before an object is handed what is ``below`` it; the values it misses are its own affair."""
+    empty = [leaf for leaf in leaves if type(leaf.value) is dict and not leaf.value]
+    if not manifest.own:  # stock DCP has no entries for empty dicts; the object wants to see them all the same
+        saved = {plain_path(entry.path)[:depth] for entry in below.values() for depth in range(len(entry.path) + 1)}
+        below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
+    if not below:
+        findings.add(MissingKeys, f"{root.fqn}: in the target, nothing of it in the checkpoint")
+    instance = root.value.instance
+    if isinstance(instance, torch.nn.Module) and type(instance).load_state_dict is torch.nn.Module.load_state_dict:
+        known = {leaf.fqn for leaf in leaves}
+        for fqn in below:
+            if fqn not in known:
+                findings.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the module")
 
 
 def _match_value(
@@ -128,14 +158,18 @@ def _match_value(
 ) -> None:
     """What a ``Stateful`` finds among its values is its own affair; only plain leaves come here."""
     empty = type(leaf.value) is dict and not leaf.value
-    if isinstance(entry, ValueEntry) and not empty:
-        values.append((leaf, entry))
-    elif entry is None and (own or not empty):  # stock DCP has no entry for an empty dict
-        findings.add(MissingKeys, f"{leaf.fqn}: in the target, not in the checkpoint")
-    elif entry is not None and isinstance(entry, EmptyEntry) != empty:
-        kind = "a tensor" if isinstance(entry, TensorEntry) else "an empty dict" if not empty else "a plain value"
+    if entry is None:
+        if own or not empty:  # stock DCP has no entry for an empty dict
+            findings.add(MissingKeys, f"{leaf.fqn}: in the target, not in the checkpoint")
+    elif isinstance(entry, ValueEntry) and not empty:
+        if isinstance(leaf.holder, MutableMapping | list):
+            values.append((leaf, entry))
+        else:
+            findings.add(Mismatch, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed")
+    elif not (isinstance(entry, EmptyEntry) and empty):
+        kinds = {TensorEntry: "a tensor", ValueEntry: "a plain value", EmptyEntry: "an empty dict"}
         here = "an empty dict" if empty else f"a {type(leaf.value).__name__}"
-        findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {kind} in the checkpoint")
+        findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {kinds[type(entry)]} in the checkpoint")
 
 
 def _claimed(manifest: Manifest, roots: Mapping[int, Leaf], leaves: list[Leaf]) -> dict[int, dict[str, Entry]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,10 @@ class SavePlan:
     images: tuple[ImageLayout, ...]
     values: bytes
     outline: Mapping[str, _Tensor | ValueEntry | EmptyEntry]
+
+    def without_sources(self) -> SavePlan:
+        """The plan without the tensors that it was made from."""
+        return replace(self, images=())
 
     @property
     def nbytes(self) -> int:

@@ -107,7 +107,7 @@ def decode_value(node: Node, fqn: str) -> Any:
     """The value again, equal and of the same type, newly made. Raises ``Corrupt`` for a node that is not one."""
     try:
         return _decode(node)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, ImportError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ImportError) as error:
         if isinstance(error, Corrupt):
             raise Corrupt(f"{fqn}: {error}", fqn=fqn) from None
         raise Corrupt(
@@ -162,9 +162,9 @@ def _decode_tensor(content: Any) -> torch.Tensor:
 
 
 def _decode_numpy(dtype: str, shape: list[int], data: str) -> Any:
-    import numpy  # an optional dependency: only a checkpoint that holds arrays needs it
+    import numpy as np  # an optional dependency: only a checkpoint that holds arrays needs it
 
-    kind = numpy.dtype(dtype)
+    kind = np.dtype(dtype)
     if kind.kind not in _NUMPY_KINDS:
         raise Corrupt(f"a numpy array of the kind {dtype!r}")
-    return numpy.frombuffer(node_bytes(data), dtype=kind).reshape(shape).copy()
+    return np.frombuffer(node_bytes(data), dtype=kind).reshape(shape).copy()

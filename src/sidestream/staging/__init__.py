@@ -5,7 +5,7 @@ from __future__ import annotations
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Lease
 from .engine import Engine, HostEngine
 from .image import Copy, ImageLayout, StagedImage
-from .stager import AsyncStager, StageMode, StagingFuture
+from .stager import AsyncStager, StageMode, Staging, StagingFuture
 from .tree import StagedState
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "StageMode",
     "StagedImage",
     "StagedState",
+    "Staging",
     "StagingFuture",
 ]

@@ -15,19 +15,17 @@ import queue
 import threading
 import weakref
 from bisect import insort
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._threads import Deadline, Stop
-from ..errors import ArenaExhausted, Closed, InvalidOption
+from ..errors import ArenaExhausted, Closed
 
 __all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Lease"]
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
-_TOUCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class _Segment:
 
 
 class Lease:
-    """``nbytes`` of page-aligned host memory. Its holder must ``release()`` it; what is still referenced stays valid."""
+    """``nbytes`` of page-aligned host memory. Its holder has to ``release()`` it; what is referenced stays valid."""
 
     __slots__ = ("__weakref__", "_array", "nbytes")
 
@@ -86,8 +84,6 @@ class Arena:
     """Leases out of at most ``budget_bytes`` of mapped memory. All methods may be called from any thread."""
 
     def __init__(self, budget_bytes: int, *, segment_bytes: int = 8 << 20) -> None:
-        if budget_bytes <= 0:
-            raise InvalidOption(f"budget_bytes={budget_bytes} has to be positive")
         self.budget_bytes = budget_bytes
         self._segment_bytes = segment_bytes
         self._segments: list[_Segment] = []
@@ -116,10 +112,6 @@ class Arena:
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
         weakref.finalize(array, self._give_back, self._returned, self._pid, segment, start, start + size).atexit = False
         return Lease(array, nbytes)
-
-    def reserve(self, nbytes: int) -> None:
-        """Map and touch memory ahead of time, so that a lease of ``nbytes`` finds it warm. Blocks: not for the loop."""
-        self.lease(nbytes, deadline=Deadline.after(600.0), stop=Stop()).release()
 
     def wake(self) -> None:
         """Make waiting threads look at their stop flag."""
@@ -194,8 +186,9 @@ class Arena:
     def _grow(self, size: int) -> tuple[_Segment, int] | None:
         wanted = max(self._segment_bytes, -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
         wanted = min(wanted, max(size, self.budget_bytes - self._reserved))
-        if self._reserved + wanted > self.budget_bytes:
-            self._drop_idle_segments(self._reserved + wanted - self.budget_bytes)
+        excess = self._reserved + wanted - self.budget_bytes
+        if excess > 0 and excess <= sum(segment.nbytes for segment in self._segments if segment.idle()):
+            self._drop_idle_segments(excess)
         if self._reserved + wanted > self.budget_bytes:
             return None
         segment = _Segment(_map(wanted), wanted)
@@ -249,17 +242,13 @@ class Arena:
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    """Shared memory without a name: another process can be handed it, and it is gone with the last one that maps it."""
-    if not hasattr(os, "memfd_create"):
-        return mmap.mmap(-1, nbytes)
-    descriptor = os.memfd_create("sidestream-arena", os.MFD_CLOEXEC)
+    """Private to this process: a forked child keeps the bytes that it saw, whatever is staged here later."""
     try:
-        os.ftruncate(descriptor, nbytes)
-        memory = mmap.mmap(descriptor, nbytes)
+        if not hasattr(mmap, "MAP_ANONYMOUS"):
+            return mmap.mmap(-1, nbytes)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise ArenaExhausted(f"the system granted no {nbytes} bytes of shared memory: {error}") from error
-    finally:
-        os.close(descriptor)  # the mapping holds a duplicate
+        raise ArenaExhausted(f"the system granted no {nbytes} bytes of memory: {error}") from error
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -269,6 +258,12 @@ def _touch(memory: mmap.mmap, nbytes: int) -> None:
     """Fault all pages in, in a few threads; ``memset`` through ctypes holds no GIL."""
     anchor = ctypes.c_char.from_buffer(memory)
     base = ctypes.addressof(anchor)
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="sidestream-touch") as pool:
-        for start in range(0, nbytes, _TOUCH_BYTES):
-            pool.submit(ctypes.memset, base + start, 0, min(_TOUCH_BYTES, nbytes - start))
+    share = -(-nbytes // min(4, os.cpu_count() or 1))
+    threads = [
+        threading.Thread(target=ctypes.memset, args=(base + start, 0, min(share, nbytes - start)), daemon=True)
+        for start in range(0, nbytes, share)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

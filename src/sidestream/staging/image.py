@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,8 @@ class StagedImage:
         self._lease: Lease | None = None
         self._filled = -1
         self._error: BaseException | None = None
+        self.begun: Future[None] = Future()
+        """Resolved once the image has its memory, or never will: from then on ``wait`` takes no longer than a copy."""
         self._filling = False
         self._released = False
 
@@ -60,6 +63,7 @@ class StagedImage:
             self._filling = True
             self._filled = 0
             self._changed.notify_all()
+        self.begun.set_result(None)
 
     def finish(self) -> None:
         """The stager writes no more: memory that the reader has given up meanwhile goes back now."""
@@ -82,6 +86,8 @@ class StagedImage:
         with self._changed:
             self._error = error
             self._changed.notify_all()
+        if not self.begun.done():
+            self.begun.set_result(None)
 
     # --- the reader's side ---
 

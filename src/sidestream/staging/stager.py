@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from .._threads import Deadline, Stop, Threads
-from ..errors import Closed, DeadlineExceeded, ForkedProcess, InvalidOption
+from .._tasks import finish
+from .._threads import Deadline, Stop, Threads, io_threads
+from ..errors import Closed, DeadlineExceeded, ForkedProcess, InvalidOption, SidestreamError
+from ..options import check_count, check_timeout
 from .arena import Arena, ArenaStatistics
 from .engine import Engine, HostEngine
 from .image import ImageLayout, StagedImage
-from .tree import StagedState, plan_stage
+from .tree import StagedState, Template, plan_stage
 
-__all__ = ["AsyncStager", "StageMode", "StagingFuture"]
+__all__ = ["AsyncStager", "StageMode", "Staging", "StagingFuture"]
 
 T = TypeVar("T")
 StageMode = Literal["lazy", "snapshot"]
@@ -34,20 +39,37 @@ class StagingFuture(Future[T], Generic[T]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.retrieved = False
+        self.heard = False
+        """Whether somebody has been given the result or the error."""
         self.set_running_or_notify_cancel()
 
     def __await__(self) -> Generator[Any, None, T]:
-        self.retrieved = True
-        return asyncio.shield(asyncio.wrap_future(self)).__await__()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        def resolved(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop was closed, and whoever waited on it is gone
+                loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(resolved)
+        yield from waiter.__await__()
+        return self.result(0)
 
     def result(self, timeout: float | None = None) -> T:
-        self.retrieved = True
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            self.heard = self.heard or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self.retrieved = True
-        return super().exception(timeout)
+        try:
+            return super().exception(timeout)
+        finally:
+            self.heard = self.heard or self.done()
 
 
 class _Copied:
@@ -57,8 +79,34 @@ class _Copied:
         self._stages = stages
 
     def __await__(self) -> Generator[Any, None, None]:
+        failed: Exception | None = None
         for stage in self._stages:
-            yield from stage.__await__()
+            try:
+                yield from stage.__await__()
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+
+class Staging:
+    """Images on their way into memory, for one reader. Whoever holds it has to ``release()`` it.
+
+    ``copied`` resolves when the sources may change; ``images`` are filled one after the other.
+    """
+
+    def __init__(self, layouts: Sequence[ImageLayout], deadline: Deadline) -> None:
+        self.images = tuple(StagedImage(layout.nbytes) for layout in layouts)
+        self.copied: StagingFuture[None] = StagingFuture()
+        self.deadline = deadline
+        self.stop = Stop()
+
+    def release(self) -> None:
+        """Stop what is still being copied, and give the memory back once nothing writes into it. Idempotent."""
+        self.copied.heard = True
+        self.stop.set()
+        for image in self.images:
+            image.release()
 
 
 class AsyncStager:
@@ -86,15 +134,18 @@ class AsyncStager:
     ) -> None:
         if mode not in ("lazy", "snapshot"):
             raise InvalidOption(f'mode={mode!r} has to be "lazy" or "snapshot"')
+        check_timeout(timeout_s)
+        if budget_bytes is not None:
+            check_count("budget_bytes", budget_bytes)
         self._mode = mode
         self._timeout_s = timeout_s
         self._engine = engine or HostEngine()
         self._arena = Arena(_half_of_memory() if budget_bytes is None else budget_bytes)
         self._threads = Threads("sidestream-stage", 1)
-        self._stop = Stop()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._stages: list[StagingFuture[Any]] = []  # in flight, or failed and not yet heard of
+        self._futures: list[StagingFuture[Any]] = []
+        self._stagings: list[Staging] = []
         self._closed = False
 
     # --- what users call ---
@@ -106,9 +157,14 @@ class AsyncStager:
         ``UnsupportedTensor`` before anything is copied and ``Closed``; the future raises ``ArenaExhausted`` when the
         budget does not suffice. Cancelling an awaiter leaves the copy going.
         """
-        template = plan_stage(state_dict)
-        (image,), future = self._launch((template.layout,), lambda images: template.build(images[0].lease()))
-        future.add_done_callback(lambda _: image.release())
+        self._check_usable()
+        template, layout = plan_stage(state_dict)
+        staging = Staging((layout,), Deadline.after(self._timeout_s))
+        future: StagingFuture[StagedState] = StagingFuture()
+        self._track(future)
+        self._launch((layout,), staging, partial(_build, template, staging, future))
+        if self._mode == "snapshot":
+            wait([future])
         return future
 
     def synchronize_staging(self) -> Awaitable[None]:
@@ -123,8 +179,9 @@ class AsyncStager:
         _, unfinished = wait(stages, limit)
         if unfinished:
             raise DeadlineExceeded(f"{len(unfinished)} stages were not copied within timeout_s={limit:g}")
-        for stage in stages:
-            stage.result()
+        failed = [error for stage in stages if (error := stage.exception()) is not None]
+        if failed:
+            raise failed[0]
 
     def guard(self, optimizer: torch.optim.Optimizer) -> Any:
         """Call ``fence()`` before each ``optimizer.step()``. Returns torch's handle; its ``remove()`` ends that."""
@@ -137,20 +194,28 @@ class AsyncStager:
     def prewarm(self, nbytes: int) -> StagingFuture[None]:
         """Map and touch ``nbytes`` in the stager's thread, so that the first stage is as fast as the later ones."""
         self._check_usable()
-        future: StagingFuture[None] = StagingFuture()
-        self._track(future)
-        self._threads.submit(self._settle, future, lambda: self._arena.reserve(nbytes))
-        return future
+        warmed: StagingFuture[None] = StagingFuture()
+        deadline = Deadline.after(self._timeout_s)
+        self._track(warmed)
+        self._threads.submit(
+            _settle, warmed, lambda: self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
+        )
+        return warmed
 
     # --- what sidestream.save calls ---
 
-    def stage_images(self, layouts: Sequence[ImageLayout]) -> tuple[tuple[StagedImage, ...], StagingFuture[None]]:
-        """Launch the filling of one image per layout, in order. The caller has to ``release()`` every image.
+    def stage_images(self, layouts: Sequence[ImageLayout], deadline: Deadline) -> Staging:
+        """Launch the filling of one image per layout, in order.
 
         Memory is leased image by image, so that a state larger than the budget passes through if earlier images are
         released as they are read.
         """
-        return self._launch(layouts, lambda _: None)
+        self._check_usable()
+        staging = Staging(layouts, deadline)
+        self._launch(layouts, staging, lambda: None)
+        if self._mode == "snapshot":
+            wait([staging.copied])
+        return staging
 
     # --- DCP's AsyncStager protocol ---
 
@@ -159,25 +224,33 @@ class AsyncStager:
         return self._synchronize_after_execute
 
     def close(self) -> None:
-        """Take no more stages, let those in flight end, and give the memory back when the last reference is gone."""
+        """Take no more stages, let those in flight end, and give the memory back when the last reference is gone.
+        Blocks; what is not copied within ``timeout_s`` fails with ``Closed``."""
         self._closed = True
-        wait(self._stages, self._timeout_s)
-        self._stop.set()
-        self._threads.close()
-        self._arena.close()
+        wait(self._outstanding(), self._timeout_s)
+        self._shut_down()
 
     # --- closing ---
 
     async def aclose(self) -> None:
-        """As ``close()``, without blocking the loop. Raises the error of a stage that nobody has awaited."""
+        """As ``close()``, without blocking the loop. Raises the first error of a stage that nobody has awaited.
+        Cancelling it stops the stages in flight: their futures raise ``Closed``."""
         self._closed = True
         try:
-            for stage in self._outstanding():
-                await stage
+            await _Copied(self._outstanding())
         finally:
-            self._stop.set()
-            self._threads.close()
-            self._arena.close()
+            await finish(self._shut_down_off_loop)
+
+    async def _shut_down_off_loop(self) -> None:
+        await io_threads().run(self._shut_down)  # unmapping gigabytes takes its time
+
+    def _shut_down(self) -> None:
+        with self._lock:
+            stagings, self._stagings = self._stagings, []
+        for staging in stagings:
+            staging.stop.set()
+        self._threads.close()
+        self._arena.close()
 
     async def __aenter__(self) -> AsyncStager:
         return self
@@ -189,65 +262,55 @@ class AsyncStager:
 
     # --- inside ---
 
-    def _launch(
-        self, layouts: Sequence[ImageLayout], finish: Callable[[tuple[StagedImage, ...]], T]
-    ) -> tuple[tuple[StagedImage, ...], StagingFuture[T]]:
-        self._check_usable()
-        images = tuple(StagedImage(layout.nbytes) for layout in layouts)
-        future: StagingFuture[T] = StagingFuture()
+    def _launch(self, layouts: Sequence[ImageLayout], staging: Staging, then: Callable[[], None]) -> None:
+        """Fill the images and resolve ``staging.copied``, then call ``then``, all in the stager's thread."""
+        fill = partial(self._fill, tuple(layouts), staging)
+        self._track(staging.copied)
+        with self._lock:
+            self._stagings = [one for one in self._stagings if not one.copied.done()] + [staging]
 
-        def work() -> T:
-            self._fill(layouts, images)
-            return finish(images)
+        def work() -> None:
+            _settle(staging.copied, fill)
+            then()
 
-        self._track(future)
-        self._threads.submit(self._settle, future, work)
-        if self._mode == "snapshot":
-            wait([future])
-        return images, future
+        self._threads.submit(work)
 
-    def _fill(self, layouts: Sequence[ImageLayout], images: Sequence[StagedImage]) -> None:
-        deadline = Deadline.after(self._timeout_s)
-        for index, (layout, image) in enumerate(zip(layouts, images, strict=True)):
+    def _fill(self, layouts: Sequence[ImageLayout], staging: Staging) -> None:
+        """In the stager's thread."""
+        for index, (layout, image) in enumerate(zip(layouts, staging.images, strict=True)):
             try:
-                if not image.released:
-                    image.begin(self._arena.lease(layout.nbytes, deadline=deadline, stop=self._stop))
-                    self._fill_image(layout, image)
+                staging.stop.check()
+                image.begin(self._arena.lease(layout.nbytes, deadline=staging.deadline, stop=staging.stop))
+                self._fill_image(layout, image, staging.stop)
             except BaseException as error:
-                for unfilled in images[index:]:
+                for unfilled in staging.images[index:]:
                     unfilled.fail(error)
                 raise
             finally:
                 image.finish()
 
-    def _fill_image(self, layout: ImageLayout, image: StagedImage) -> None:
+    def _fill_image(self, layout: ImageLayout, image: StagedImage, stop: Stop) -> None:
         base = image.lease().address
         for copy in layout.copies:
-            if image.released:
-                return
             advance = partial(image.advance_from, copy.offset)
-            self._engine.copy(copy, base + copy.offset, stop=self._stop, copied=advance)
+            self._engine.copy(copy, base + copy.offset, stop=stop, copied=advance)
         image.advance(layout.nbytes)
-
-    def _settle(self, future: StagingFuture[T], work: Callable[[], T]) -> None:
-        """The edge of the stager's thread: whatever happens ends in the future."""
-        try:
-            result = work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            with self._lock:
-                self._stages.remove(future)
-            future.set_result(result)
 
     def _track(self, future: StagingFuture[Any]) -> None:
         with self._lock:
-            self._stages = [stage for stage in self._stages if not (stage.done() and stage.retrieved)]
-            self._stages.append(future)
+            self._futures = [one for one in self._futures if not one.heard] + [future]
+        future.add_done_callback(self._forget)
+
+    def _forget(self, future: Future[Any]) -> None:
+        """Only failures are kept, until somebody has heard of them: a result would keep its memory."""
+        if Future.exception(future) is None:
+            with self._lock:
+                self._futures = [one for one in self._futures if one is not future]
 
     def _outstanding(self) -> list[StagingFuture[Any]]:
+        """In flight, or failed and not heard of yet."""
         with self._lock:
-            return [stage for stage in self._stages if not (stage.done() and stage.retrieved)]
+            return [one for one in self._futures if not one.heard]
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -256,5 +319,35 @@ class AsyncStager:
             raise Closed("this stager is closed; make a new one")
 
 
+def _build(template: Template, staging: Staging, future: StagingFuture[StagedState]) -> None:
+    """In the stager's thread, which has just filled the one image of ``staging``: the state dict over it."""
+    (image,) = staging.images
+
+    def state() -> StagedState:
+        staging.copied.result()
+        return template.build(image.lease())
+
+    _settle(future, state)
+    image.release()
+
+
+def _settle(future: StagingFuture[T], work: Callable[[], T]) -> None:
+    """The edge of the stager's thread: whatever happens ends in the future."""
+    try:
+        result = work()
+    except BaseException as error:
+        if not isinstance(error, SidestreamError):
+            error.add_note("in the stager's thread:\n" + "".join(traceback.format_tb(error.__traceback__)))
+        # The frames behind the traceback would keep the sources alive for as long as somebody keeps the error.
+        future.set_exception(error.with_traceback(None))
+    else:
+        future.set_result(result)
+
+
 def _half_of_memory() -> int:
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2
+    """Of the machine's, or of what a control group allows this process."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    return min(limits) // 2

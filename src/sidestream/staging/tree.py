@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from .._torch import Stateful, check_tensor
-from ..errors import InvalidOption
+from ..errors import InvalidOption, UnsafeObject
 from .arena import Lease
 from .image import Copy, ImageLayout
 
 __all__ = ["StagedState", "Template", "plan_stage"]
 
 _ALIGN_BYTES = 64
+_ELEMENT_BYTES = 16
 _MAX_DEPTH = 64
 
 
@@ -49,10 +50,9 @@ class Template:
 
     root: Any
     views: tuple[_View, ...]
-    layout: ImageLayout
 
     def build(self, lease: Lease) -> StagedState:
-        """The state dict over ``lease``, which has been filled according to ``layout``."""
+        """The state dict over ``lease``, which has been filled according to its layout."""
         slots: dict[int, torch.Tensor] = {}
         tensors = [_tensor(view, lease, slots) for view in self.views]
         return StagedState(_fill(self.root, tensors))
@@ -62,7 +62,7 @@ class _Leaf(int):
     """The index of a tensor's view, standing where the tensor stood."""
 
 
-def plan_stage(state_dict: Mapping[str, Any]) -> Template:
+def plan_stage(state_dict: Mapping[str, Any]) -> tuple[Template, ImageLayout]:
     """Walk ``state_dict`` (``Stateful`` objects give theirs) and lay out one image for its tensors.
 
     Tensors that share a storage share it in the copy too, and bytes that no tensor refers to are not copied. Raises
@@ -76,7 +76,7 @@ def plan_stage(state_dict: Mapping[str, Any]) -> Template:
     root = _walk(state_dict, "", found, 0)
     tensors = [tensor for tensor, _ in found.values()]
     views, layout = _place(tensors)
-    return Template(root, tuple(views), layout)
+    return Template(root, tuple(views)), layout
 
 
 def _walk(value: Any, path: str, found: dict[int, tuple[torch.Tensor, _Leaf]], depth: int) -> Any:
@@ -97,7 +97,10 @@ def _walk(value: Any, path: str, found: dict[int, tuple[torch.Tensor, _Leaf]], d
         return tuple(_walk(item, f"{path}.{index}", found, depth + 1) for index, item in enumerate(value))
     if isinstance(value, Stateful) and not isinstance(value, type):
         return _walk(value.state_dict(), path, found, depth + 1)
-    return copy.deepcopy(value)
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise UnsafeObject(f"{path}: a {type(value).__qualname__} cannot be copied: {error}") from error
 
 
 def _fill(node: Any, tensors: list[torch.Tensor]) -> Any:
@@ -127,8 +130,7 @@ def _place(tensors: list[torch.Tensor]) -> tuple[list[_View], ImageLayout]:
     copies: list[Copy] = []
     position = 0
     for run in _runs(tensors):
-        # The run keeps its residue, so that every dtype in it is as aligned as it was in its storage.
-        position = -(-position // _ALIGN_BYTES) * _ALIGN_BYTES + run.start % _ALIGN_BYTES
+        position = -(-position // _ALIGN_BYTES) * _ALIGN_BYTES
         nbytes = run.end - run.start
         copies.append(Copy(run.source, position, nbytes, storage_start=run.start))
         for index in run.members:
@@ -158,7 +160,8 @@ def _runs(tensors: list[torch.Tensor]) -> Iterable[_Run]:
         start = int(tensor.storage_offset()) * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         extents = storages.setdefault(tensor.untyped_storage().data_ptr(), [])
-        extents.append((start, start + (last + 1) * tensor.itemsize, index))
+        # From a multiple of the largest element on, so that each dtype in the run can address it.
+        extents.append((start // _ELEMENT_BYTES * _ELEMENT_BYTES, start + (last + 1) * tensor.itemsize, index))
     for extents in storages.values():
         current: _Run | None = None
         for start, end, index in sorted(extents):

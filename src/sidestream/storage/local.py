@@ -16,9 +16,10 @@ import aiofiles
 
 from .._threads import Deadline, Stop, io_threads
 from ..errors import Conflict, Corrupt, NotDurable, SidestreamError, from_os_error
-from .store import Body, Durability, ReadRange
+from ..options import Durability
+from .store import Body, ReadRange
 
-__all__ = ["LocalStore", "occupied"]
+__all__ = ["LocalStore"]
 
 _MAX_TRANSFER_BYTES = 0x7FFFF000  # what one Linux write or read moves at most
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
@@ -55,10 +56,13 @@ class LocalStore:
 
     async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
         path = str(self.root / name)
+        threads = io_threads()  # not the loop's default executor, which the program may keep busy
         try:
-            async with asyncio.timeout(deadline.remaining_s()), aiofiles.open(path, "rb", opener=_open_regular) as file:
-                size = await file.seek(0, os.SEEK_END)
-                await file.seek(max(0, size - nbytes))
+            async with (
+                asyncio.timeout(deadline.remaining_s()),
+                aiofiles.open(path, "rb", opener=_open_regular, executor=threads) as file,
+            ):
+                await file.seek(max(0, await file.seek(0, os.SEEK_END) - nbytes))
                 return await file.read(nbytes)
         except TimeoutError as error:
             raise deadline.exceeded(f"reading {path}") from error
@@ -80,6 +84,7 @@ class LocalStore:
 
 def _create(root: Path, attempt: Path, durability: Durability) -> int:
     """Returns the mode that the umask gives a directory; until it is published nobody else looks into the attempt."""
+    missing: list[Path] = []
     try:
         missing = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(parents=True, exist_ok=True)
@@ -90,7 +95,10 @@ def _create(root: Path, attempt: Path, durability: Durability) -> int:
             for path in missing:
                 _sync_directory(path.parent)
     except OSError as error:
-        raise _translated(error, "creating a checkpoint directory", str(attempt)) from error
+        with suppress(OSError):
+            for path in (attempt, *missing):
+                path.rmdir()
+        raise from_os_error(error, "creating a checkpoint directory", str(attempt)) from error
     return mode
 
 
@@ -112,7 +120,9 @@ def _write(path: Path, body: Body, durability: Durability, stop: Stop, deadline:
     except FileExistsError as error:
         raise Conflict(f"{path} exists already: two saves share one attempt's name") from error
     except OSError as error:
-        raise _translated(error, "writing", str(path)) from error
+        if isinstance(error, SidestreamError):  # of the staging: some are also an OSError
+            raise
+        raise from_os_error(error, "writing", str(path)) from error
 
 
 def _open_new(path: Path, *, direct: bool) -> tuple[int, bool]:
@@ -168,8 +178,10 @@ def _publish(attempt: Path, target: Path, mode: int, durability: Durability) -> 
         os.rename(attempt, target)
     except OSError as error:
         if error.errno in _OCCUPIED:
-            raise occupied(target) from error
-        raise _translated(error, "publishing", str(target)) from error
+            raise Conflict(
+                f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step"
+            ) from error
+        raise from_os_error(error, "publishing", str(target)) from error
     if durability == "fsync":
         try:
             _sync_directory(target.parent)
@@ -179,20 +191,16 @@ def _publish(attempt: Path, target: Path, mode: int, durability: Durability) -> 
             ) from error
 
 
-def occupied(target: Path) -> Conflict:
-    return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
-
-
 def _is_vacant(target: Path) -> bool:
     try:
+        if not stat.S_ISDIR(target.lstat().st_mode):
+            return False
         with os.scandir(target) as entries:
             return next(entries, None) is None
     except FileNotFoundError:
         return True
-    except NotADirectoryError:
-        return False
     except OSError as error:
-        raise _translated(error, "looking at", str(target)) from error
+        raise from_os_error(error, "looking at", str(target)) from error
 
 
 def _sync_directory(path: Path) -> None:

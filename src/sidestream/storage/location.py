@@ -40,7 +40,11 @@ def locate_run(url: str | os.PathLike[str]) -> tuple[Store, str]:
 
 
 def _local_path(url: str | os.PathLike[str]) -> Path:
-    if not isinstance(url, (str, os.PathLike)) or not (text := str(os.fspath(url))) or "\0" in text:
+    try:
+        text = os.fspath(url)
+    except TypeError:
+        text = ""
+    if type(text) is not str or not text or "\0" in text:
         raise InvalidOption(f"{url!r} is not a path or URL")
     protocol = get_protocol(text)
     if protocol not in ("file", "local"):

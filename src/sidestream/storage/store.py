@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from .._threads import Deadline, Stop
+from ..options import Durability
 
-__all__ = ["Body", "Durability", "ReadRange", "Store"]
-
-Durability = Literal["fsync", "flush"]
-"""``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: it survives the death of the process only."""
+__all__ = ["Body", "ReadRange", "Store"]
 
 
 class Body(Protocol):

@@ -1,0 +1,404 @@
+"""Every file operation of a save and of a load fails, with real errors where the machine lets us have them."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _faults import Intercept, Operation, attempts_in, blank_state, descriptors, look, make_state, same, seed_of
+from _mounts import mounted
+from _trials import Trials
+
+import sidestream
+from sidestream import errors
+
+
+def _fail(operation: Operation, number: int) -> None:
+    if operation.name == "close":
+        operation.call()  # what close() reports it reports of a descriptor that is gone
+    raise OSError(number, os.strerror(number), operation.path)
+
+
+def once(at: int, number: int) -> Callable[[Operation], Any]:
+    """Operation ``at`` alone fails."""
+
+    def hook(operation: Operation) -> Any:
+        if operation.index == at:
+            _fail(operation, number)
+        return operation.call()
+
+    return hook
+
+
+def sticky(at: int, number: int) -> Callable[[Operation], Any]:
+    """From ``at`` on nothing can be written; reading and removing work."""
+
+    def hook(operation: Operation) -> Any:
+        if operation.index == at or (operation.index > at and operation.changes):
+            _fail(operation, number)
+        return operation.call()
+
+    return hook
+
+
+def dead(at: int, number: int) -> Callable[[Operation], Any]:
+    """From ``at`` on nothing works at all."""
+
+    def hook(operation: Operation) -> Any:
+        if operation.index >= at:
+            _fail(operation, number)
+        return operation.call()
+
+    return hook
+
+
+class Bench:
+    """One run with step 1, and trials of saving step 2 with a hook in place."""
+
+    def __init__(self, folder: Path, stager: sidestream.AsyncStager) -> None:
+        self.folder = folder
+        self.stager = stager
+        self.run = folder / "trial" / "run"
+        self.leased_before = 0
+
+    async def prepare(self) -> None:
+        async with sidestream.Checkpointer(self.folder / "base", stager=self.stager) as checkpoints:
+            await (await checkpoints.save(make_state(11), step=1))
+
+    async def save(self, hook: Callable[[Operation], Any]) -> tuple[BaseException | None, str | None, Intercept]:
+        """The error, the outcome (None: no save was started), and what was called."""
+        shutil.rmtree(self.folder / "trial", ignore_errors=True)
+        shutil.copytree(self.folder / "base", self.run)
+        self.leased_before = self.stager.statistics().leased_bytes
+        intercept = Intercept(self.run, hook)
+        pending = None
+        try:
+            with intercept.installed():
+                async with sidestream.Checkpointer(self.run, stager=self.stager) as checkpoints:
+                    pending = await checkpoints.save(make_state(12), step=2)
+                    await pending
+        except BaseException as error:
+            return error, pending.outcome if pending else None, intercept
+        return None, pending.outcome, intercept
+
+    async def judge(self, error: BaseException | None, outcome: str | None, *, removable: bool = True) -> list[str]:
+        """What is wrong after a trial that ended like that."""
+        if error is not None:
+            error.with_traceback(None)  # its frames may hold the memory that they worked with
+        found = await look(self.run)
+        wrong = list(found.violations)
+        if error is None:
+            wrong += [] if outcome == "committed" else [f"succeeded, but its outcome is {outcome}"]
+        elif not isinstance(error, errors.SidestreamError):
+            wrong.append(f"an untyped error: {type(error).__name__}: {error}")
+        elif (outcome == "committed") != isinstance(error, errors.NotDurable):
+            wrong.append(f"{type(error).__name__} with outcome {outcome}")
+        elif (outcome == "unknown") != isinstance(error, errors.OutcomeUnknown):
+            wrong.append(f"{type(error).__name__} with outcome {outcome}")
+        seeds = {"step-1": 11, "step-2": 12} if outcome == "committed" else {"step-1": 11}
+        if found.seeds != seeds and outcome != "unknown":
+            wrong.append(f"outcome {outcome}, but visible are {found.seeds}")
+        if found.attempts and removable:
+            wrong.append(f"left behind: {found.attempts}")
+        if found.attempts and outcome == "absent" and not any("removed" in note for note in notes(error)):
+            wrong.append("what was left behind is not told")
+        gc.collect()
+        leased = self.stager.statistics().leased_bytes - self.leased_before
+        if leased > 0:
+            wrong.append(f"{leased} bytes are still leased")
+        async with sidestream.Checkpointer(self.run, stager=self.stager, durability="flush") as checkpoints:
+            info = await (await checkpoints.save(make_state(22), step=2))
+        if await seed_of(Path(info.url)) != 22:
+            wrong.append("the next save did not work")
+        return wrong
+
+
+def notes(error: BaseException | None) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> Any:
+    async with sidestream.AsyncStager(budget_bytes=64 << 20) as stager:
+        bench = Bench(tmp_path, stager)
+        await bench.prepare()
+        yield bench
+
+
+MODES = {
+    "EIO once": (once, errno.EIO),
+    "ENOSPC once": (once, errno.ENOSPC),
+    "EACCES once": (once, errno.EACCES),
+    "ENOENT once": (once, errno.ENOENT),
+    "ESTALE once": (once, errno.ESTALE),
+    "EIO from then on": (sticky, errno.EIO),
+    "ENOSPC from then on": (sticky, errno.ENOSPC),
+    "EROFS from then on": (sticky, errno.EROFS),
+    "a disk that is gone": (dead, errno.EIO),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_save_with_a_fault_at_every_operation(mode: str, bench: Bench) -> None:
+    make_hook, number = MODES[mode]
+    error, outcome, whole = await bench.save(lambda operation: operation.call())
+    assert (error, outcome) == (None, "committed")
+    operations = [operation.name for operation in whole.log]
+    assert {"open", "pwrite", "fsync", "rename", "mkdir", "chmod"} <= set(operations)
+
+    results: Counter[str] = Counter()
+    violations = []
+    for at, name in enumerate(operations, 1):
+        error, outcome, intercept = await bench.save(make_hook(at, number))
+        assert len(intercept.log) >= at
+        wrong = await bench.judge(error, outcome, removable=make_hook is not dead)
+        if error is None and intercept.log[at - 1].changes:
+            wrong.append("a fault that nobody was told of")
+        violations += [(at, name, one) for one in wrong]
+        results[f"{type(error).__name__ if error else 'ok'}/{outcome}"] += 1
+    print(f"{mode}: {len(operations)} trials, {len(violations)} violations, {dict(results)}")
+    assert violations == []
+    assert descriptors(bench.folder) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EIO, errors.StorageError),
+        (errno.ENOSPC, errors.NoSpace),
+        (errno.EDQUOT, errors.NoSpace),
+        (errno.EACCES, errors.AccessDenied),
+        (errno.EROFS, errors.AccessDenied),
+    ],
+)
+@pytest.mark.parametrize("name", ["mkdir", "posix_fallocate", "pwrite", "fsync", "rename"])
+async def test_a_fault_is_told_as_what_it_is(name: str, number: int, kind: type[Exception], bench: Bench) -> None:
+    done = []
+
+    def hook(operation: Operation) -> Any:
+        if operation.name == name and not done and operation.path != str(bench.run):
+            done.append(operation)
+            _fail(operation, number)
+        return operation.call()
+
+    error, outcome, _ = await bench.save(hook)
+    assert done
+    assert type(error) is kind
+    assert isinstance(error, OSError)
+    assert error.errno == number
+    assert "step-2" in str(error)
+    assert outcome == "absent"
+    assert await bench.judge(error, outcome) == []
+
+
+async def test_a_failed_rename_is_absent(bench: Bench) -> None:
+    def hook(operation: Operation) -> Any:
+        return _fail(operation, errno.EIO) if operation.name == "rename" else operation.call()
+
+    error, outcome, _ = await bench.save(hook)
+    assert isinstance(error, errors.StorageError)
+    assert outcome == "absent"
+    assert await bench.judge(error, outcome) == []
+
+
+async def test_a_rename_that_took_place_and_failed_is_committed(bench: Bench) -> None:
+    """As NFS does when the answer to the first try was lost."""
+
+    def hook(operation: Operation) -> Any:
+        result = operation.call()
+        return _fail(operation, errno.EIO) if operation.name == "rename" else result
+
+    error, outcome, _ = await bench.save(hook)
+    assert isinstance(error, errors.NotDurable)
+    assert outcome == "committed"
+    assert await bench.judge(error, outcome) == []
+
+
+@pytest.mark.parametrize("name", ["open", "fsync", "close"])
+async def test_a_failed_sync_after_the_rename_is_not_durable_and_committed(name: str, bench: Bench) -> None:
+    renamed = []
+
+    def hook(operation: Operation) -> Any:
+        if operation.name == "rename":
+            renamed.append(operation)
+        elif renamed and operation.name == name and operation.path == str(bench.run):
+            _fail(operation, errno.EIO)
+        return operation.call()
+
+    error, outcome, _ = await bench.save(hook)
+    assert isinstance(error, errors.NotDurable)
+    assert error.errno == errno.EIO
+    assert outcome == "committed"
+    assert await bench.judge(error, outcome) == []
+
+
+async def test_short_writes_are_completed(bench: Bench) -> None:
+    def hook(operation: Operation) -> Any:
+        if operation.name != "pwrite":
+            return operation.call()
+        descriptor, buffer, position = operation.args
+        return operation.real(descriptor, buffer[: max(1, len(buffer) // 2)], position)
+
+    error, outcome, intercept = await bench.save(hook)
+    assert (error, outcome) == (None, "committed")
+    assert sum(operation.name == "pwrite" for operation in intercept.log) > 20
+    assert await bench.judge(error, outcome) == []
+
+
+async def test_a_retry_where_the_error_is_caught_finds_the_memory_free(tmp_path: Path) -> None:
+    state = {"weight": make_state(1)["model"]["weight"]}
+
+    def hook(operation: Operation) -> Any:
+        return _fail(operation, errno.EIO) if operation.name == "pwrite" else operation.call()
+
+    async with sidestream.AsyncStager(budget_bytes=state["weight"].nbytes + (8 << 10), timeout_s=1.0) as stager:
+        try:
+            with Intercept(tmp_path, hook).installed():
+                await sidestream.save(state, tmp_path / "target", stager=stager)
+        except errors.StorageError:
+            await sidestream.save(state, tmp_path / "target", stager=stager, timeout_s=1.0)
+    assert same(await (await sidestream.open_checkpoint(tmp_path / "target")).state_dict(), state)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ENOENT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "in place"])
+async def test_a_load_with_a_fault_at_every_operation(atomic: bool, number: int, bench: Bench) -> None:
+    url = bench.folder / "base" / "step-1"
+    with Intercept(url, lambda operation: operation.call()).installed() as whole:
+        await sidestream.load(blank_state(), url, atomic=atomic)
+    assert len(whole.log) >= 8
+    violations = []
+    for at, operation in enumerate(whole.log, 1):
+        state = blank_state()
+        with Intercept(url, once(at, number)).installed():
+            try:
+                await sidestream.load(state, url, atomic=atomic)
+            except errors.SidestreamError as error:
+                if not error.written and not same(state, blank_state()):
+                    violations.append((at, operation.name, "the target was changed, and the error does not say so"))
+                if atomic and error.written:
+                    violations.append((at, operation.name, f"atomic, but {error.written} were written"))
+            except Exception as error:
+                violations.append((at, operation.name, f"untyped: {type(error).__name__}: {error}"))
+            else:
+                if not same(state, make_state(11)):
+                    violations.append((at, operation.name, "a silent failure"))
+    assert violations == []
+    assert descriptors(bench.folder) == []
+
+
+async def test_short_reads_are_completed(bench: Bench) -> None:
+    def hook(operation: Operation) -> Any:
+        if operation.name != "preadv":
+            return operation.call()
+        descriptor, (buffer,), offset = operation.args
+        return operation.real(descriptor, [buffer[: max(1, len(buffer) // 2)]], offset)
+
+    state = blank_state()
+    with Intercept(bench.folder, hook).installed():
+        await sidestream.load(state, bench.folder / "base" / "step-1")
+    assert same(state, make_state(11))
+
+
+async def test_a_run_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    async with sidestream.Checkpointer(tmp_path / "file") as checkpoints:
+        for attempt in (checkpoints.steps, checkpoints.latest, lambda: checkpoints.restore(blank_state())):
+            with pytest.raises(errors.SidestreamError):
+                await attempt()
+        with pytest.raises(errors.SidestreamError):
+            await (await checkpoints.save(make_state(1), step=1))
+    for url in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
+        with pytest.raises(errors.SidestreamError):
+            await sidestream.save(make_state(1), url)
+        with pytest.raises(errors.SidestreamError):
+            await sidestream.load(blank_state(), url)
+    assert (tmp_path / "file").read_text() == "not a directory"
+
+
+async def test_the_directory_is_taken_away_during_a_save(bench: Bench) -> None:
+    def hook(operation: Operation) -> Any:
+        if operation.name == "fsync":
+            shutil.rmtree(bench.run)
+        return operation.call()
+
+    error, outcome, _ = await bench.save(hook)
+    assert isinstance(error, errors.SidestreamError), repr(error)
+    assert outcome == "absent"
+    assert attempts_in(bench.folder) == []
+
+
+# --- what the machine itself refuses ----------------------------------------------------------------------------------
+
+
+async def test_a_full_disk(tmp_path: Path) -> None:
+    """Every size of a disk from nothing to more than enough; then room is made, and the same save works."""
+    kinds: Counter[str] = Counter()
+    for pages in range(3, 90, 6):
+        with mounted(tmp_path / f"disk-{pages}", "-t", "tmpfs", "-o", f"size={pages * 4096}", "tmpfs") as disk:
+            try:
+                await sidestream.save(make_state(1), disk / "target")
+            except errors.NoSpace as error:
+                kinds["full"] += 1
+                assert error.errno == errno.ENOSPC
+                assert str(disk) in str(error)
+                assert os.listdir(disk) == []
+                subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
+                await sidestream.save(make_state(1), disk / "target")
+            else:
+                kinds["saved"] += 1
+            assert await seed_of(disk / "target") == 1
+    assert kinds["full"] >= 5, kinds
+    assert kinds["saved"] >= 2, kinds
+
+
+async def test_a_read_only_file_system(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as disk:
+        await sidestream.save(make_state(1), disk / "step-1")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(errors.AccessDenied) as caught:
+            await sidestream.save(make_state(2), disk / "step-2")
+        assert caught.value.errno == errno.EROFS
+        assert str(disk) in str(caught.value)
+        assert await seed_of(disk / "step-1") == 1
+
+
+@pytest.mark.parametrize("limit", [4096, 20_000, 90_000])
+async def test_a_file_size_limit(limit: int, tmp_path: Path, children: Trials) -> None:
+    told = children.run(root=tmp_path, run=tmp_path, work="limited", limit=limit)
+    assert told.exit == 0
+    assert told.error is not None
+    assert (told.error["error"], told.error["number"]) == ("NoSpace", errno.EFBIG)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+async def test_a_directory_of_somebody_else(children: Trials) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        await sidestream.save(make_state(1), folder / "run" / "step-1")
+        for run in (folder / "run", folder / "new"):
+            told = children.run(root=folder, run=run, saves=[(2, 12)], uid=65534)
+            assert told.exit == 0
+            assert told.error is not None
+            assert told.error["error"] == "AccessDenied"
+            assert str(run) in told.error["message"]
+            assert told.acked == {}
+        assert os.listdir(folder) == ["run"]
+        assert os.listdir(folder / "run") == ["step-1"]
+        assert stat.S_IMODE((folder / "run" / "step-1").stat().st_mode) & 0o700 == 0o700
+        assert await seed_of(folder / "run" / "step-1") == 1

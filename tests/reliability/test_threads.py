@@ -1,0 +1,317 @@
+"""``Threads.run`` never leaves its thread behind, whoever cancels and however."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+from _trials import Trials
+
+from sidestream import _threads, errors
+from sidestream._threads import Deadline, Stop, Threads, io_threads
+
+
+class Work:
+    """Something that stays in its thread until ``let_go()``."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.released = threading.Event()
+        self.inside = False
+
+    def __call__(self) -> str:
+        self.inside = True
+        self.entered.set()
+        try:
+            assert self.released.wait(30)
+        finally:
+            self.inside = False
+        return "done"
+
+    __name__ = "work"
+
+    async def begun(self) -> None:
+        while not self.entered.is_set():
+            await asyncio.sleep(0)
+
+    async def let_go(self) -> None:
+        """Give a cancel every chance to get past the thread first."""
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert self.inside
+        self.released.set()
+
+
+@pytest.fixture
+def threads() -> Any:
+    threads = Threads("test-threads", 2)
+    yield threads
+    threads.close()
+
+
+async def test_returns_what_the_function_returns(threads: Threads) -> None:
+    assert await threads.run(divmod, 7, 2) == (3, 1)
+
+
+async def test_raises_what_the_function_raises(threads: Threads) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(divmod, 7, 0, deadline=Deadline.after(30))
+
+
+@pytest.mark.parametrize("deadline", [None, 30.0])
+@pytest.mark.parametrize("cancels", [1, 3])
+async def test_task_cancel_waits_for_the_thread(threads: Threads, cancels: int, deadline: float | None) -> None:
+    work, stop = Work(), Stop()
+    limit = None if deadline is None else Deadline.after(deadline)
+    task = asyncio.create_task(threads.run(work, stop=stop, deadline=limit))
+    await work.begun()
+    assert not stop.is_set()
+    for _ in range(cancels):
+        task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+    assert stop.is_set()
+    assert not task.done()
+    await work.let_go()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not work.inside
+
+
+async def test_asyncio_timeout_waits_for_the_thread(threads: Threads) -> None:
+    work, stop = Work(), Stop()
+    timeout = asyncio.timeout(None)
+
+    async def bounded() -> None:
+        async with timeout:
+            await threads.run(work, stop=stop)
+
+    task = asyncio.create_task(bounded())
+    await work.begun()
+    timeout.reschedule(0)
+    await work.let_go()
+    with pytest.raises(TimeoutError):
+        await task
+    assert not work.inside
+    assert stop.is_set()
+
+
+async def test_an_anyio_scope_waits_for_the_thread_and_then_cancels(threads: Threads) -> None:
+    work = Work()
+    after = []
+    scope = anyio.move_on_after(600)
+
+    async def scoped() -> None:
+        with scope:
+            await threads.run(work)
+            await asyncio.sleep(0)
+            after.append("still going")
+
+    task = asyncio.create_task(scoped())
+    await work.begun()
+    scope.cancel()
+    await work.let_go()
+    await task
+    assert scope.cancelled_caught
+    assert after == []
+    assert not work.inside
+
+
+async def test_a_task_group_that_fails_waits_for_the_thread(threads: Threads) -> None:
+    work = Work()
+
+    async def failing() -> None:
+        await work.begun()
+        raise RuntimeError("the other one")
+
+    async def run_both() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(threads.run(work))
+            group.create_task(failing())
+
+    task = asyncio.create_task(run_both())
+    await work.begun()
+    await work.let_go()
+    with pytest.raises(ExceptionGroup) as caught:
+        await task
+    assert [type(error) for error in caught.value.exceptions] == [RuntimeError]
+    assert not work.inside
+
+
+async def test_cancelled_before_a_thread_is_free(threads: Threads) -> None:
+    """Work that waits for a thread must not begin after its caller has been told that it was cancelled."""
+    blocking = [Work(), Work()]
+    others = [asyncio.create_task(threads.run(work)) for work in blocking]
+    for work in blocking:
+        await work.begun()
+    calls: list[int] = []
+    task = asyncio.create_task(threads.run(calls.append, 1))
+    await asyncio.sleep(0)
+    task.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    told = task.done()
+    for work in blocking:
+        work.released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.gather(*others)
+    before = list(calls)
+    await threads.run(int)
+    await threads.run(int)
+    assert calls == before
+    assert not told or calls == []
+
+
+async def test_the_deadline_sets_the_stop_flag(threads: Threads) -> None:
+    stop = Stop()
+
+    def watching() -> None:
+        while not stop.is_set():
+            os.sched_yield()
+        stop.check()
+
+    with pytest.raises((errors.Closed, errors.DeadlineExceeded)):
+        await threads.run(watching, stop=stop, deadline=Deadline.after(0.01))
+
+
+async def test_a_waker_is_called_by_the_stop_flag(threads: Threads) -> None:
+    stop, condition, entered = Stop(), threading.Condition(), threading.Event()
+
+    def wake() -> None:
+        with condition:
+            condition.notify_all()
+
+    def sleeping() -> None:
+        with stop.waking(wake), condition:
+            entered.set()
+            while not stop.is_set():
+                assert condition.wait(30)
+
+    task = asyncio.create_task(threads.run(sleeping, stop=stop))
+    while not entered.is_set():
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+async def test_a_stuck_thread_is_left_behind_after_the_deadline(
+    threads: Threads, cancel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
+    work, stop = Work(), Stop()
+    task = asyncio.create_task(threads.run(work, stop=stop, deadline=Deadline.after(0.01)))
+    await work.begun()
+    if cancel:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError if cancel else errors.DeadlineExceeded) as caught:
+        await task
+    if not cancel:
+        assert isinstance(caught.value, TimeoutError)
+        assert "0.01" in str(caught.value)
+    assert stop.is_set()
+    assert work.inside
+    work.released.set()
+    assert await threads.run(int) == 0
+
+
+async def test_what_a_stuck_thread_raises_later_is_nobodys(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
+    entered, released = threading.Event(), threading.Event()
+
+    def failing() -> None:
+        entered.set()
+        assert released.wait(30)
+        raise OSError("too late")
+
+    with pytest.raises(errors.DeadlineExceeded):
+        await threads.run(failing, deadline=Deadline.after(0.01))
+    released.set()
+    await threads.run(int)
+    await threads.run(int)
+    assert caplog.records == []
+
+
+async def test_a_closed_loop_is_no_trouble_for_a_thread_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
+    threads, work = Threads("test-threads", 1), Work()
+
+    async def main() -> None:
+        await threads.run(work, deadline=Deadline.after(0.01))
+
+    def run_it() -> BaseException | None:
+        try:
+            asyncio.run(main())
+        except errors.DeadlineExceeded as error:
+            return error
+        return None
+
+    assert isinstance(await asyncio.get_running_loop().run_in_executor(None, run_it), errors.DeadlineExceeded)
+    work.released.set()
+    assert await threads.run(int) == 0
+    threads.close()
+
+
+def test_a_deadline() -> None:
+    deadline = Deadline.after(600)
+    assert 0 < deadline.remaining_s() <= 600
+    deadline.check("waiting")
+    over = Deadline(time.monotonic() - 1, 7)
+    assert over.remaining_s() == 0
+    with pytest.raises(errors.DeadlineExceeded, match=r"waiting.*timeout_s=7"):
+        over.check("waiting")
+
+
+# --- fork -------------------------------------------------------------------------------------------------------------
+
+
+def test_handles_refuse_a_forked_child_and_its_own_pool_works(children: Trials) -> None:
+    told = children.run(root="/nonexistent", run="/nonexistent", work="forked")
+    assert told.exit == 0
+    assert told.error is None
+    assert told.get("refused") == ["ForkedProcess", "ForkedProcess", "ForkedProcess", "ForkedProcess"]
+    assert told.get("worked") == [5, True]
+
+
+async def test_many_at_once_all_end() -> None:
+    async def one(number: int) -> int:
+        return await io_threads().run(pow, number, 2)
+
+    assert await asyncio.gather(*map(one, range(200))) == [number**2 for number in range(200)]
+
+
+async def test_cancelled_at_once_many_times(threads: Threads) -> None:
+    """Each is cancelled after another number of turns of the loop; every call that began has ended with its task."""
+    running, wrong = [0], []
+    lock = threading.Lock()
+
+    def tracked() -> None:
+        with lock:
+            running[0] += 1
+        os.sched_yield()
+        with lock:
+            running[0] -= 1
+
+    async def turns(number: int, then: Callable[[], Any]) -> None:
+        for _ in range(number):
+            await asyncio.sleep(0)
+        then()
+
+    for number in range(60):
+        task = asyncio.create_task(threads.run(tracked))
+        await turns(number % 12, task.cancel)
+        await asyncio.wait([task])
+        with lock:
+            if running[0]:
+                wrong.append(number)
+    assert wrong == []
