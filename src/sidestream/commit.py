@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ._tasks import finish
-from ._threads import Deadline, Stop, io_threads
+from ._threads import Deadline, Stop, io_threads, politely
 from ._torch import TORCH_VERSION
 from .catalog import read_marker
 from .errors import Conflict, NotDurable, OutcomeUnknown, SidestreamError
@@ -65,9 +65,11 @@ async def commit(
     sent, an error or a cancel leads to a read-back, shielded, so that ``verdict`` tells the truth whatever is raised:
     the cancel; ``Conflict`` (absent); ``NotDurable`` (committed, but a sync failed or timed out); ``OutcomeUnknown``.
     """
-    raw = await io_threads().run(lambda: b"".join(write_manifest(manifest, TORCH_VERSION)), deadline=deadline)
+    raw = await io_threads().run(lambda: b"".join(politely(write_manifest(manifest, TORCH_VERSION))), deadline=deadline)
     marker = Marker(manifest.save_id, len(raw), crc32(raw), manifest.step, manifest.generation)
-    pickled = await io_threads().run(lambda: b"".join(dcp_metadata(manifest.entries, marker)), deadline=deadline)
+    pickled = await io_threads().run(
+        lambda: b"".join(politely(dcp_metadata(manifest.entries, marker))), deadline=deadline
+    )
     for name, content in ((manifest_name(manifest.save_id), raw), (METADATA_NAME, pickled)):
         await store.put(f"{attempt}/{name}", BytesBody(content), durability=durability, deadline=deadline)
     verdict.outcome = "unknown"

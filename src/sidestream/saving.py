@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from ._tasks import finish, running_loop
-from ._threads import Deadline, Stop, io_threads
+from ._threads import Deadline, Stop, io_threads, politely
 from ._torch import Stateful
 from .catalog import attempt_name
 from .commit import BytesBody, Verdict, clean_up, commit
@@ -247,7 +247,7 @@ class _SaveJob:
             image.release()
             crcs.append(body.crcs)
         self._mark("written")
-        entries = await io_threads().run(plan.entries, crcs, deadline=self.deadline)
+        entries = await io_threads().run(lambda: dict(politely(plan.entries(crcs))), deadline=self.deadline)
         manifest = Manifest(plan.save_id, entries, plan.files, self.step, self.generation)
         await commit(store, attempt, target, manifest, self.verdict, durability=self.durability, deadline=self.deadline)
         self._mark("committed")
@@ -286,5 +286,6 @@ class _ShardBody:
         for start in range(0, self.nbytes, _WRITE_BYTES):
             end = min(start + _WRITE_BYTES, self.nbytes)
             view = self._image.wait(end, deadline=deadline, stop=stop)
-            self._sealer.seal(view, end)
+            for _ in politely(self._sealer.seal(view, end)):
+                stop.check()
             yield view[start:end]

@@ -48,8 +48,18 @@ def test_sound_manifests() -> None:
     validate(manifest(value, EmptyEntry(("b",)), tensor((2,), chunk((0,), (2,)))))
 
 
-def test_tied_tensors_share_a_range() -> None:
-    validate(manifest(tensor((2,), chunk((0,), (2,))), tensor((2,), chunk((0,), (2,)))))
+def test_tied_tensors_share_a_range_if_they_are_the_same() -> None:
+    first = tensor((2,), chunk((0,), (2,)))
+    validate(replace(manifest(first, tensor((2,), chunk((0,), (2,)))), save_id="0" * 32))
+    with pytest.raises(Corrupt, match="overlap in"):  # 500 views of one item are a bomb, not tied weights
+        validate(replace(manifest(first, tensor((1,), chunk((0,), (1,)))), save_id="0" * 32))
+    with pytest.raises(Corrupt, match="overlap in"):  # stock DCP shares nothing
+        validate(manifest(first, tensor((2,), chunk((0,), (2,)))))
+
+
+def test_shapes_that_no_memory_has() -> None:
+    with pytest.raises(Corrupt, match="impossible shape"):
+        validate(manifest(tensor((0, 1 << 62, 1 << 40))))
 
 
 @pytest.mark.parametrize(("second_at", "second_length"), [(999, 1000), (0, 999), (1, 1000), (100, 10), (0, 1001)])
@@ -126,7 +136,7 @@ def test_overlapping_chunks(shape: tuple[int, ...], parts: list[tuple[tuple[int,
 def test_holes_are_listed_together() -> None:
     holed = tensor((4,), chunk((0,), (3,)))
     with pytest.raises(NotCovered) as caught:
-        validate(manifest(holed, tensor((2,), chunk((0,), (2,))), tensor((4, 4)), tensor(())))
+        validate(manifest(holed, tensor((2,), chunk((0,), (2,), 5000)), tensor((4, 4)), tensor(())))
     assert [line.split(":")[0] for line in caught.value.offenders] == ["e0", "e2", "e3"]
     assert "16 of 16" in caught.value.offenders[1]
 

@@ -93,8 +93,7 @@ class Bench:
 
     async def judge(self, error: BaseException | None, outcome: str | None, *, removable: bool = True) -> list[str]:
         """What is wrong after a trial that ended like that."""
-        if error is not None:
-            error.with_traceback(None)  # its frames may hold the memory that they worked with
+        forget_frames(error)
         found = await look(self.run)
         wrong = list(found.violations)
         if error is None:
@@ -121,6 +120,13 @@ class Bench:
         if await seed_of(Path(info.url)) != 22:
             wrong.append("the next save did not work")
         return wrong
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """The frames of a traceback hold what they worked with, those of ``Intercept`` too."""
+    while error is not None:
+        error.with_traceback(None)
+        error = error.__cause__ or error.__context__
 
 
 def notes(error: BaseException | None) -> list[str]:
@@ -259,7 +265,8 @@ async def test_a_retry_where_the_error_is_caught_finds_the_memory_free(tmp_path:
     state = {"weight": make_state(1)["model"]["weight"]}
 
     def hook(operation: Operation) -> Any:
-        return _fail(operation, errno.EIO) if operation.name == "pwrite" else operation.call()
+        failing = operation.name == "fsync" and operation.path.endswith(".distcp")
+        return _fail(operation, errno.EIO) if failing else operation.call()
 
     async with sidestream.AsyncStager(budget_bytes=state["weight"].nbytes + (8 << 10), timeout_s=1.0) as stager:
         try:

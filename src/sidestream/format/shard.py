@@ -80,13 +80,17 @@ class Sealer:
         self.crcs: list[bytes] = []
         """For each sealed item the CRCs of its blocks, packed."""
 
-    def seal(self, image: memoryview, end: int) -> None:
-        """Finish everything that begins below ``end``, given that payload bytes below ``end`` are in place."""
+    def seal(self, image: memoryview, end: int) -> Iterator[None]:
+        """Finish everything that begins below ``end``, given that payload bytes below ``end`` are in place.
+
+        Iterating does the work, item by item.
+        """
         items = self._layout.items
         while self._framed < len(items) and items[self._framed].item_offset < end:
             self._frame(image, items[self._framed])
             self._framed += 1
             self._checksum(image, end)
+            yield
         self._checksum(image, end)
         if end == self._layout.nbytes:
             image[self._written : end] = bytes(end - self._written)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,12 +75,10 @@ class SavePlan:
     def values_file(self) -> str:
         return _VALUES_FILE
 
-    def entries(self, crcs: Sequence[Sequence[bytes]]) -> dict[str, Entry]:
-        """The manifest's entries, given for each shard the packed block CRCs of its items."""
-        return {
-            fqn: self._tensor_entry(planned, crcs) if isinstance(planned, _Tensor) else planned
-            for fqn, planned in self.outline.items()
-        }
+    def entries(self, crcs: Sequence[Sequence[bytes]]) -> Iterator[tuple[str, Entry]]:
+        """The manifest's entries by FQN, given for each shard the packed block CRCs of its items."""
+        for fqn, planned in self.outline.items():
+            yield fqn, self._tensor_entry(planned, crcs) if isinstance(planned, _Tensor) else planned
 
     def _tensor_entry(self, planned: _Tensor, crcs: Sequence[Sequence[bytes]]) -> TensorEntry:
         placed = self.shards[planned.shard].items[planned.item]

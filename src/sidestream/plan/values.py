@@ -134,7 +134,8 @@ def _decode(node: Node) -> Any:
         case "float":
             return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
         case "complex":
-            return complex(*(_decode(part) for part in content))
+            real, imaginary = content
+            return complex(_decode(real), _decode(imaginary))
         case "bytes":
             return node_bytes(content)
         case "bytearray":

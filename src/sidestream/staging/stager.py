@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from .._tasks import finish
-from .._threads import Deadline, Stop, Threads, io_threads
+from .._threads import Deadline, Stop, Threads, io_threads, politely
 from ..errors import Closed, DeadlineExceeded, ForkedProcess, InvalidOption, SidestreamError
 from ..options import check_count, check_timeout
 from .arena import Arena, ArenaStatistics
@@ -291,7 +291,7 @@ class AsyncStager:
 
     def _fill_image(self, layout: ImageLayout, image: StagedImage, stop: Stop) -> None:
         base = image.lease().address
-        for copy in layout.copies:
+        for copy in politely(layout.copies, every=64):
             advance = partial(image.advance_from, copy.offset)
             self._engine.copy(copy, base + copy.offset, stop=stop, copied=advance)
         image.advance(layout.nbytes)

@@ -1,0 +1,197 @@
+"""What we write, held against the readers of others: zipfile, torch.load, pickle, zlib."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from states import assert_same, filled, raw_bytes
+
+from sidestream.errors import Corrupt, UnsupportedCheckpoint
+from sidestream.format import checksum
+from sidestream.format.dcp_write import dcp_metadata
+from sidestream.format.dtypes import DTYPES
+from sidestream.format.frame import frame_tensor, frame_value
+from sidestream.format.manifest import parse_manifest, write_manifest
+from sidestream.format.marker import TAIL_BYTES, Marker, find_marker
+from sidestream.format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Manifest, TensorEntry, ValueEntry
+from sidestream.format.shard import PAGE_BYTES, Sealer, lay_out
+from sidestream.format.values import pickle_node
+from sidestream.plan.values import decode_value, encode_value
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning"),
+]
+SHAPES = [(3, 4), (), (0,), (2, 0, 3), (70_000,), (1, 2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_framed_tensor_is_what_torch_load_and_zipfile_expect(name: str, shape: tuple[int, ...]) -> None:
+    tensor = filled(shape, getattr(torch, name))
+    payload = bytes(raw_bytes(tensor))
+    frame = frame_tensor(name, shape)
+    assert frame.payload_bytes == len(payload) == math.prod(shape) * DTYPES[name][0]
+    item = frame.header + payload + frame.trailer(zlib.crc32(payload))
+    assert len(item) == frame.item_bytes
+    assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
+    for weights_only in (True, False):
+        assert_same(tensor, torch.load(io.BytesIO(item), weights_only=weights_only))
+
+
+def test_a_wrong_checksum_is_seen_by_zipfile() -> None:
+    frame = frame_tensor("uint8", (4,))
+    item = frame.header + b"abcd" + frame.trailer(zlib.crc32(b"abcx"))
+    assert zipfile.ZipFile(io.BytesIO(item)).testzip() == "archive/data/0"
+
+
+@pytest.mark.parametrize("nbytes", [(1 << 32) - 2, (1 << 32) - 1, 1 << 32, 5 << 30])
+def test_more_than_four_gibibytes(nbytes: int, tmp_path: Path) -> None:
+    frame = frame_tensor("uint8", (nbytes,))
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(frame.header)
+        file.seek(len(frame.header) + nbytes)
+        file.write(frame.trailer(1))
+    (record,) = (info for info in zipfile.ZipFile(path).infolist() if info.filename == "archive/data/0")
+    assert (record.file_size, record.CRC) == (nbytes, 1)
+    assert torch.load(path, mmap=True, weights_only=True).shape == (nbytes,)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [7, 1 << 200, "x", None, (1, [2.5]), {"a": {1: b"\xff"}}, torch.Size([1]), {1}, (torch.arange(3),)],
+    ids=str,
+)
+def test_values_are_what_torch_load_expects(value: object) -> None:
+    node = json.loads(json.dumps(encode_value(value, "v")))
+    item = frame_value(*pickle_node(node))
+    assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
+    assert_same(value, torch.load(io.BytesIO(item), weights_only=False))
+    assert_same(value, decode_value(node, "v"))
+
+
+@pytest.mark.parametrize(
+    "node", [{"complex": [1]}, {"size": ["x"]}, {"dtype": "nope"}, {"device": "!"}, {"bytes": "*"}, {"who": 1}, [1], {}]
+)
+def test_damaged_values(node: object) -> None:
+    with pytest.raises(Corrupt, match="^v: "):
+        decode_value(node, "v")  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 300_000), min_size=1, max_size=20), st.randoms(use_true_random=False))
+def test_layout_and_sealing(sizes: list[int], random) -> None:  # type: ignore[no-untyped-def]
+    """Items in order, aligned, apart; sealed in any steps the image is the same, and no old byte is left in it."""
+    frames = [frame_tensor("uint8", (size,)) for size in sizes]
+    for shard in lay_out(frames, shard_bytes=1 << 20):
+        assert shard.nbytes % PAGE_BYTES == 0
+        end = 0
+        for placed in shard.items:
+            assert placed.item_offset >= end
+            align = PAGE_BYTES if placed.frame.payload_bytes >= 65_536 else 64
+            assert placed.payload_offset % align == 0
+            end = placed.item_offset + placed.frame.item_bytes
+        assert end <= shard.nbytes
+        images = []
+        for old, steps in ((b"\xaa", []), (b"\x55", sorted(random.randrange(shard.nbytes) for _ in range(5)))):
+            image = bytearray(old * shard.nbytes)
+            for placed in shard.items:
+                image[placed.payload_offset : placed.trailer_offset] = bytes(placed.frame.payload_bytes)
+            sealer = Sealer(shard)
+            for step in (*steps, shard.nbytes):
+                list(sealer.seal(memoryview(image), step))
+            assert len(sealer.crcs) == len(shard.items)
+            images.append(image)
+        assert images[0] == images[1]
+        for placed in shard.items:
+            item = bytes(images[0][placed.item_offset : placed.item_offset + placed.frame.item_bytes])
+            assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
+
+
+@given(st.binary(max_size=2000), st.binary(max_size=2000))
+def test_checksums_combine(first: bytes, second: bytes) -> None:
+    joined = checksum.combine(zlib.crc32(first), zlib.crc32(second), len(second))
+    assert joined == zlib.crc32(first + second) == checksum.crc32(first + second)
+
+
+def test_checksums_of_blocks_join() -> None:
+    raw = bytes(range(256)) * (BLOCK_BYTES * 3 // 256) + b"tail"
+    blocks = [zlib.crc32(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES)]
+    assert len(blocks) == checksum.block_count(len(raw)) == 4
+    assert checksum.join_blocks(blocks, len(raw)) == zlib.crc32(raw)
+    assert checksum.unpack_crcs(checksum.pack_crcs(blocks)) == tuple(blocks)
+
+
+def example() -> Manifest:
+    chunk = Chunk((0, 0), (2, 3), "__0_1.distcp", 0, 700, 320, b"abcd")
+    return Manifest(
+        save_id="ab" * 16,
+        entries={
+            "a.0": TensorEntry(("a", 0), "bfloat16", (2, 3), (chunk,)),
+            "a.tied": TensorEntry(("a", "tied"), "bfloat16", (2, 3), (chunk,)),
+            "7.x": ValueEntry((DictKey(7), "x"), "__0_0.distcp", 0, 500, {"tuple": [1, None]}),
+            "e": EmptyEntry(("e",)),
+        },
+        files={"__0_0.distcp": 500, "__0_1.distcp": 4096},
+        step=3,
+        generation=2,
+    )
+
+
+def test_manifest_round_trip_and_damage() -> None:
+    raw = b"".join(write_manifest(example(), "2.13.0"))
+    assert parse_manifest(raw) == example()
+    for at in range(len(raw)):
+        with pytest.raises(Corrupt):
+            parse_manifest(raw[:at])
+    with pytest.raises(UnsupportedCheckpoint, match="upgrade"):
+        parse_manifest(raw.replace(b'"sidestream":1', b'"sidestream":2'))
+
+
+@given(st.integers(0, 600), st.integers(0, 255))
+def test_an_altered_manifest_parses_or_is_corrupt(at: int, byte: int) -> None:
+    raw = bytearray(b"".join(write_manifest(example(), "2.13.0")))
+    raw[at % len(raw)] = byte
+    try:
+        parse_manifest(bytes(raw))
+    except (Corrupt, UnsupportedCheckpoint):
+        pass
+
+
+def test_metadata_is_what_dcp_unpickles_and_the_marker_stands_in_its_tail() -> None:
+    manifest = example()
+    marker = Marker(manifest.save_id, 123, 456, 3, 2)
+    raw = b"".join(dcp_metadata(manifest.entries, marker))
+    metadata = pickle.loads(raw)
+    assert set(metadata.state_dict_metadata) == {"a.0", "a.tied", "7.x"}
+    tensor = metadata.state_dict_metadata["a.0"]
+    assert (tensor.properties.dtype, tensor.size) == (torch.bfloat16, torch.Size([2, 3]))
+    assert metadata.planner_data == {"a.0": ("a", 0), "a.tied": ("a", "tied"), "7.x": ("7", "x")}
+    places = {
+        index.fqn: (info.relative_path, info.offset, info.length) for index, info in metadata.storage_data.items()
+    }
+    assert places["a.0"] == places["a.tied"] == ("__0_1.distcp", 0, 700)
+    assert b"float8" not in raw, "only the dtypes in use: older versions of torch lack some"
+    assert find_marker(raw[-TAIL_BYTES:]) == find_marker(raw) == marker
+    assert find_marker(pickle.dumps({"stock": 1}, protocol=4)) is None
+
+
+@given(st.integers(1, 250), st.integers(0, 255))
+def test_a_damaged_marker_is_never_another_one(back: int, byte: int) -> None:
+    marker = Marker("ab" * 16, 123, 456, 3, 2)
+    raw = bytearray(b"".join(dcp_metadata({}, marker)))
+    raw[-min(back, len(raw))] = byte
+    try:
+        found = find_marker(bytes(raw[-TAIL_BYTES:]))
+    except Corrupt:
+        return
+    assert found is None or found == marker or found.save_id != "" and isinstance(found.manifest_crc, int)
