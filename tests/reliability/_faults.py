@@ -68,8 +68,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Found:
-    """What a reader finds in a run: ``seeds`` by directory (each complete and bit-exact), the ``steps`` that are listed
-    and the seed that each restores to, attempts that are left, and what must not be."""
+    """What a reader finds in a run: ``seeds`` by directory (each complete and bit-exact), the ``steps`` that are
+    listed and the seed that each restores to, attempts that are left, and what must not be."""
 
     seeds: dict[str, int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
@@ -179,6 +179,7 @@ class Called:
     name: str
     path: str
     changes: bool
+    target: str = ""
 
 
 class Intercept:
@@ -212,7 +213,8 @@ class Intercept:
                 return real(*args, **options)
             with self._lock:
                 operation = Operation(len(self.log) + 1, name, path, real, args, options)
-                self.log.append(Called(name, path, operation.changes))
+                target = _path(args[1], options.get("dst_dir_fd")) if name == "rename" else ""
+                self.log.append(Called(name, path, operation.changes, target))
                 self.running += 1
             try:
                 return self._hook(operation)

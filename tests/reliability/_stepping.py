@@ -38,7 +38,7 @@ class _Stepped(Coroutine[Any, Any, T]):
 
 
 class Steps:
-    """Counts the suspensions of all tasks that are made while it is installed, and calls ``fire`` at the ones in ``at``.
+    """Counts the suspensions of all tasks that are made while it is installed, and calls ``fire`` at those in ``at``.
 
     ``fire`` None: a ``CancelledError`` is thrown into the coroutine that suspends.
     """

@@ -256,6 +256,7 @@ async def test_cancelled_while_a_thread_is_in_every_system_call(name: str, bench
         bench.begin()
         delivered = threading.Event()
         reached: list[str] = []
+        running: list[asyncio.Task[Any]] = []
 
         async def cancel_and_wait(task: asyncio.Task[Any], delivered: threading.Event = delivered) -> None:
             task.cancel()
@@ -264,7 +265,11 @@ async def test_cancelled_while_a_thread_is_in_every_system_call(name: str, bench
             delivered.set()
 
         def hook(
-            operation: Operation, at: int = at, reached: list[str] = reached, delivered: threading.Event = delivered
+            operation: Operation,
+            at: int = at,
+            reached: list[str] = reached,
+            delivered: threading.Event = delivered,
+            running: list[asyncio.Task[Any]] = running,
         ) -> Any:
             if operation.index == at:
                 reached.append(operation.name)
@@ -274,7 +279,7 @@ async def test_cancelled_while_a_thread_is_in_every_system_call(name: str, bench
 
         intercept = Intercept(bench.run, hook)
         with intercept.installed():
-            running = [asyncio.create_task(work(bench))]
+            running.append(asyncio.create_task(work(bench)))
             await asyncio.wait(running)
             going_on = intercept.running
             error = _error(running[0])
@@ -388,7 +393,7 @@ def test_a_loop_that_ends_while_a_thread_writes(at: int, tmp_path: Path) -> None
 
 
 async def test_a_load_that_was_cancelled_can_be_repeated(bench: Bench) -> None:
-    task, steps = await stepped(load(bench), {9}, lambda task: task.cancel())
+    task, _ = await stepped(load(bench), {9}, lambda task: task.cancel())
     assert task.cancelled()
     await load(bench)
     assert same(bench.state, make_state(1))

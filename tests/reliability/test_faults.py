@@ -9,8 +9,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from _mounts import mounted
 from _trials import Trials
 
 import sidestream
-from sidestream import errors
+from sidestream import _threads, errors
 
 
 def _fail(operation: Operation, number: int) -> None:
@@ -100,9 +101,10 @@ class Bench:
             wrong += [] if outcome == "committed" else [f"succeeded, but its outcome is {outcome}"]
         elif not isinstance(error, errors.SidestreamError):
             wrong.append(f"an untyped error: {type(error).__name__}: {error}")
-        elif (outcome == "committed") != isinstance(error, errors.NotDurable):
-            wrong.append(f"{type(error).__name__} with outcome {outcome}")
-        elif (outcome == "unknown") != isinstance(error, errors.OutcomeUnknown):
+        elif (outcome == "committed", outcome == "unknown") != (
+            isinstance(error, errors.NotDurable),
+            isinstance(error, errors.OutcomeUnknown),
+        ):
             wrong.append(f"{type(error).__name__} with outcome {outcome}")
         seeds = {"step-1": 11, "step-2": 12} if outcome == "committed" else {"step-1": 11}
         if found.seeds != seeds and outcome != "unknown":
@@ -248,6 +250,36 @@ async def test_a_failed_sync_after_the_rename_is_not_durable_and_committed(name:
     assert await bench.judge(error, outcome) == []
 
 
+async def test_a_rename_that_hangs_is_unknown_and_nothing_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that hangs may still publish the attempt at any later time."""
+    monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
+    released, ended = threading.Event(), threading.Event()
+
+    def hook(operation: Operation) -> Any:
+        if operation.name != "rename":
+            return operation.call()
+        assert released.wait(30)
+        try:
+            return operation.call()
+        finally:
+            ended.set()
+
+    with Intercept(tmp_path, hook).installed():
+        try:
+            pending = sidestream.async_save(make_state(1), tmp_path / "target", timeout_s=3)
+            with pytest.raises(errors.OutcomeUnknown):
+                await pending
+            assert pending.outcome == "unknown"
+            assert len(attempts_in(tmp_path)) == 1
+        finally:
+            released.set()
+        assert ended.wait(30)
+    assert attempts_in(tmp_path) == []
+    assert await seed_of(tmp_path / "target") == 1
+
+
 async def test_short_writes_are_completed(bench: Bench) -> None:
     def hook(operation: Operation) -> Any:
         if operation.name != "pwrite":
@@ -351,15 +383,23 @@ async def test_the_directory_is_taken_away_during_a_save(bench: Bench) -> None:
 # --- what the machine itself refuses ----------------------------------------------------------------------------------
 
 
+async def failure(work: Coroutine[Any, Any, Any]) -> Exception | None:
+    try:
+        await work
+    except Exception as error:
+        return error
+    return None
+
+
 async def test_a_full_disk(tmp_path: Path) -> None:
     """Every size of a disk from nothing to more than enough; then room is made, and the same save works."""
     kinds: Counter[str] = Counter()
     for pages in range(3, 90, 6):
         with mounted(tmp_path / f"disk-{pages}", "-t", "tmpfs", "-o", f"size={pages * 4096}", "tmpfs") as disk:
-            try:
-                await sidestream.save(make_state(1), disk / "target")
-            except errors.NoSpace as error:
+            error = await failure(sidestream.save(make_state(1), disk / "target"))
+            if error is not None:
                 kinds["full"] += 1
+                assert type(error) is errors.NoSpace
                 assert error.errno == errno.ENOSPC
                 assert str(disk) in str(error)
                 assert os.listdir(disk) == []

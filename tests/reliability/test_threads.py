@@ -6,8 +6,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -18,9 +18,12 @@ from sidestream._threads import Deadline, Stop, Threads, io_threads
 
 
 class Work:
-    """Something that stays in its thread until ``let_go()``."""
+    """Something that stays in its thread until ``let_go()``, at the latest until the test has ended."""
+
+    made: ClassVar[list[Work]] = []
 
     def __init__(self) -> None:
+        self.made.append(self)
         self.entered = threading.Event()
         self.released = threading.Event()
         self.inside = False
@@ -46,6 +49,13 @@ class Work:
             await asyncio.sleep(0)
         assert self.inside
         self.released.set()
+
+
+@pytest.fixture(autouse=True)
+async def _all_let_go() -> AsyncIterator[None]:
+    yield
+    while Work.made:
+        Work.made.pop().released.set()
 
 
 @pytest.fixture

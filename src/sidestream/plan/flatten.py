@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,13 +72,13 @@ class _Walk:
                 owner, self.stateful = self.stateful, self.stateful + 1
                 yield Leaf(fqn, path, StatefulRoot(owner, value, getattr(own, "_metadata", None)), holder, slot)
             value = own
-        if isinstance(value, Mapping) and value:
+        if _is_mapping(value) and value:
             yield from self.mapping(value, fqn, path, owner)
         elif isinstance(value, list) and not _is_value(value):
             for index, item in enumerate(value):
                 yield from self.item(item, f"{fqn}.{index}", (*path, index), value, index, owner)
         else:
-            yield Leaf(fqn, path, {} if isinstance(value, Mapping) else value, holder, slot, owner)
+            yield Leaf(fqn, path, {} if _is_mapping(value) else value, holder, slot, owner)
 
 
 def flatten(state: Mapping[str, Any]) -> list[Leaf]:
@@ -107,18 +108,24 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
     return leaves
 
 
+# Asked first, because the questions "is it a Mapping, is it Stateful?" cost a microsecond or more each.
+_PLAIN = frozenset({bool, int, float, str, bytes, complex, tuple, list, dict, OrderedDict, set, type, type(None)})
+
+
 def _is_stateful(value: Any) -> bool:
-    return (
-        not isinstance(value, (dict, list, tuple, str, int, float, type))
-        and value is not None
-        and isinstance(value, Stateful)
-    )
+    return type(value) not in _PLAIN and not isinstance(value, type) and isinstance(value, Stateful)
+
+
+def _is_mapping(value: Any) -> bool:
+    kind = type(value)
+    return kind is dict or kind is OrderedDict or (kind not in _PLAIN and isinstance(value, Mapping))
 
 
 def _is_value(items: list[Any]) -> bool:
     """A list is one value unless something in it has to be descended into."""
     return not any(
-        isinstance(item, (torch.Tensor, Mapping))
+        isinstance(item, torch.Tensor)
+        or _is_mapping(item)
         or (isinstance(item, list) and not _is_value(item))
         or _is_stateful(item)
         for item in items
