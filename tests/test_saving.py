@@ -1,0 +1,220 @@
+"""async_save under pressure: budgets, deadlines, references, failures that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from leases import all_returned
+from states import assert_same
+from torch import nn
+
+import sidestream
+from sidestream.errors import Aborted, Conflict, DeadlineExceeded, InvalidOption, UnsupportedTensor
+from sidestream.plan import save as save_plan
+
+
+async def test_many_saves_share_a_small_budget_and_a_load_goes_on_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More saves than there are threads, none of which has room for two: each gets its turn, and nobody starves."""
+    monkeypatch.setattr(save_plan.plan_save, "__kwdefaults__", {"shard_bytes": 1 << 20})
+    state = {f"t{index}": torch.full((1 << 18,), float(index)) for index in range(3)}
+    await sidestream.save({"n": 1}, tmp_path / "small")
+    async with sidestream.AsyncStager(budget_bytes=3 << 20) as stager:
+        saves = [sidestream.async_save(state, tmp_path / f"c{number}", stager=stager) for number in range(40)]
+        target = {"n": 0}
+        await sidestream.load(target, tmp_path / "small")
+        await asyncio.gather(*saves)
+        await all_returned(stager)
+    assert target["n"] == 1
+    back = await (await sidestream.open_checkpoint(tmp_path / "c39")).state_dict()
+    assert_same(state, back)
+
+
+async def test_deadline_and_cancel_while_waiting_for_memory(tmp_path: Path) -> None:
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        staged = await stager.stage({"t": torch.zeros(200_000)})
+        with pytest.raises(DeadlineExceeded):
+            await sidestream.save({"t": torch.ones(200_000)}, tmp_path / "a", stager=stager, timeout_s=0.2)
+        pending = sidestream.async_save({"t": torch.ones(200_000)}, tmp_path / "b", stager=stager)
+        while stager.statistics().waiters == 0:
+            await asyncio.sleep(0)
+        assert pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        await pending.ended()
+        assert pending.outcome == "absent"
+        assert list(tmp_path.iterdir()) == []
+        staged.release()
+        await sidestream.save({"t": torch.ones(200_000)}, tmp_path / "c", stager=stager)
+
+
+async def test_sources_are_let_go_though_the_pending_save_is_kept(tmp_path: Path) -> None:
+    tensor = torch.zeros(1000)
+    gone = weakref.ref(tensor)
+    pending = sidestream.async_save({"t": tensor}, tmp_path / "c")
+    del tensor
+    await pending.staged
+    await pending
+    gc.collect()
+    assert gone() is None
+    assert pending.done()
+
+
+async def test_a_timed_out_wait_is_not_hearing(tmp_path: Path) -> None:
+    (tmp_path / "step-1").write_text("in the way")
+    with pytest.raises(Conflict):
+        async with sidestream.Checkpointer(tmp_path) as checkpoints:
+            pending = await checkpoints.save({"n": 1}, step=1)
+            waiter = asyncio.ensure_future(_await(pending))
+            await asyncio.sleep(0)
+            waiter.cancel()
+            await asyncio.wait([waiter])
+            await pending.ended()
+
+
+async def _await(pending: sidestream.PendingSave) -> sidestream.SaveInfo:
+    return await pending
+
+
+def test_a_loop_that_closes_at_once(tmp_path: Path) -> None:
+    """Neither a step of the save has run, nor will one."""
+    kept: list[Any] = []
+
+    async def main() -> None:
+        kept.append(sidestream.AsyncStager(budget_bytes=1 << 20))
+        kept.append(sidestream.async_save({"t": torch.ones(1000)}, tmp_path / "c", stager=kept[0]))
+
+    asyncio.run(main())
+    stager, pending = kept
+    assert isinstance(pending.unheard, Aborted)
+    assert list(tmp_path.iterdir()) == []
+    asyncio.run(all_returned(stager))
+    pending.hear()
+    stager.close()
+
+
+async def test_cancelled_before_its_first_step(tmp_path: Path, stager: sidestream.AsyncStager) -> None:
+    pending = sidestream.async_save({"t": torch.ones(1000)}, tmp_path / "c", stager=stager)
+    assert pending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+    await pending.staged
+    await pending.ended()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_freed_storage_is_refused(tmp_path: Path, stager: sidestream.AsyncStager) -> None:
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedTensor, match="w: .*freed or shrunk"):
+        sidestream.async_save({"w": tensor}, tmp_path / "c", stager=stager)
+    with pytest.raises(UnsupportedTensor, match="w: .*freed or shrunk"):
+        stager.stage({"w": tensor})
+
+
+class Versioned(nn.Module):
+    """Its weights were transposed in version 1."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+async def test_a_module_is_told_the_version_of_its_layout(tmp_path: Path) -> None:
+    module, fresh = Versioned(), Versioned()
+    await sidestream.save({"m": module}, tmp_path / "c")
+    await sidestream.load({"m": fresh}, tmp_path / "c")
+    assert torch.equal(module.weight, fresh.weight)
+
+
+async def test_foreign_stagers_that_are_none(tmp_path: Path) -> None:
+    class Coroutine:
+        async def stage(self, state: Any) -> Any:
+            return state
+
+    class Never:
+        def stage(self, state: Any) -> Any:
+            from concurrent.futures import Future
+
+            return Future()
+
+    with pytest.raises(InvalidOption, match="no plain method stage"):
+        sidestream.async_save({"n": 1}, tmp_path / "c", stager=Coroutine())
+    with pytest.raises(InvalidOption, match="state is a mapping"):
+        sidestream.async_save([1], tmp_path / "c", stager=Never())  # type: ignore[arg-type]
+    with pytest.raises(DeadlineExceeded, match="the stager that was passed in"):
+        await sidestream.save({"n": 1}, tmp_path / "c", stager=Never(), timeout_s=0.1)
+
+
+async def test_a_foreign_stager_that_uses_its_memory_again(tmp_path: Path) -> None:
+    """As torch's DefaultStager does: each stage overwrites what the one before it returned."""
+
+    class Reusing:
+        memory: dict[str, torch.Tensor] | None = None
+
+        def stage(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+            if self.memory is None:
+                self.memory = {"t": torch.empty(1 << 20)}
+            self.memory["t"].copy_(state["t"])
+            return self.memory
+
+    tensor = torch.zeros(1 << 20)
+    async with sidestream.Checkpointer(tmp_path, stager=Reusing()) as checkpoints:
+        for step in range(4):
+            tensor.fill_(step)
+            pending = await checkpoints.save({"t": tensor}, step=step)
+            await pending.staged
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        for step in range(4):
+            await checkpoints.restore({"t": tensor}, step=step)
+            assert (tensor == step).all()
+
+
+async def test_a_forked_child_keeps_what_it_saw(stager: sidestream.AsyncStager) -> None:
+    staged = await stager.stage({"t": torch.ones(1000)})
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(read, 1)
+        os._exit(0 if (staged["t"] == 1).all() else 3)
+    staged["t"].fill_(7)
+    os.write(write, b"x")
+    _, status = os.waitpid(child, 0)
+    os.close(read)
+    os.close(write)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+views = st.tuples(
+    st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64]), st.integers(0, 60), st.integers(1, 60)
+)
+
+
+@given(st.lists(views, min_size=1, max_size=6))
+async def test_overlapping_views_of_any_dtypes(parts: list[tuple[torch.dtype, int, int]]) -> None:
+    raw = torch.arange(1024, dtype=torch.int32).to(torch.uint8)
+    tensors = []
+    for dtype, first, count in parts:
+        start = first * dtype.itemsize
+        tensors.append(raw[start : start + count * dtype.itemsize].view(dtype))
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        staged = await stager.stage({"views": tensors})
+        assert_same(tensors, staged["views"])
+        del staged
