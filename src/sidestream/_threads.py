@@ -15,8 +15,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import ParamSpec, TypeVar, TypeVarTuple
 
 import anyio
@@ -24,6 +25,9 @@ import anyio
 from .errors import Closed, DeadlineExceeded, ForkedProcess
 
 __all__ = ["Deadline", "Stop", "Threads", "io_threads", "politely"]
+
+with suppress(ImportError):
+    import_module("anyio._backends._asyncio")  # or the first cancel scope imports it, for 100 ms, on the running loop
 
 P = ParamSpec("P")
 T = TypeVar("T")

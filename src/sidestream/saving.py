@@ -140,7 +140,9 @@ class _Staged:
     async def release(self) -> None:
         """Give all memory back; no copy reads a source or writes into memory any more when this returns."""
         self._staging.release()
-        await asyncio.wait([asyncio.wrap_future(self._staging.copied)])
+        copied = asyncio.wrap_future(self._staging.copied)
+        copied.add_done_callback(lambda done: done.cancelled() or done.exception())  # told by other means
+        await asyncio.wait([copied])
         if self._own_stager is not None:
             await self._own_stager.aclose()
 

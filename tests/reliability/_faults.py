@@ -21,7 +21,7 @@ import sidestream
 
 
 def make_state(seed: int) -> dict[str, Any]:
-    """A small state with tensors above and below a page, several dtypes, and plain values. Every part tells the seed."""
+    """A small state with tensors above and below a page, several dtypes, plain values. Every part tells the seed."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(96, 257, generator=generator)
     return {

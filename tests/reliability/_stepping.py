@@ -87,7 +87,7 @@ async def stepped(
 
 
 def busy_threads() -> list[str]:
-    """Functions of sidestream or aiofiles that a thread of a pool is in right now."""
+    """Functions of sidestream that a thread of a pool is in right now."""
     busy = []
     for number, frame in sys._current_frames().items():
         names = []

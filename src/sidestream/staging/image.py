@@ -100,7 +100,7 @@ class StagedImage:
             while self._filled < end:
                 stop.check()
                 if self._error is not None:
-                    raise self._error
+                    raise self._error.with_traceback(None)
                 if not self._changed.wait(deadline.remaining_s()):
                     raise deadline.exceeded(f"staging of {self.nbytes} bytes")
             if self._lease is None or self._released:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import os
@@ -11,8 +10,6 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-
-import aiofiles
 
 from .._threads import Deadline, Stop, io_threads
 from ..errors import Conflict, Corrupt, NotDurable, SidestreamError, from_os_error
@@ -55,19 +52,7 @@ class LocalStore:
         await io_threads().run(_read, self.root / name, ranges, stop, stop=stop, deadline=deadline)
 
     async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
-        path = str(self.root / name)
-        threads = io_threads()  # not the loop's default executor, which the program may keep busy
-        try:
-            async with (
-                asyncio.timeout(deadline.remaining_s()),
-                aiofiles.open(path, "rb", opener=_open_regular, executor=threads) as file,
-            ):
-                await file.seek(max(0, await file.seek(0, os.SEEK_END) - nbytes))
-                return await file.read(nbytes)
-        except TimeoutError as error:
-            raise deadline.exceeded(f"reading {path}") from error
-        except OSError as error:
-            raise _translated(error, "reading", path) from error
+        return await io_threads().run(_read_tail, self.root / name, nbytes, deadline=deadline)
 
     async def is_vacant(self, name: str, *, deadline: Deadline) -> bool:
         return await io_threads().run(_is_vacant, self.root / name, deadline=deadline)
@@ -84,25 +69,31 @@ class LocalStore:
 
 def _create(root: Path, attempt: Path, durability: Durability) -> int:
     """Returns the mode that the umask gives a directory; until it is published nobody else looks into the attempt."""
-    missing: list[Path] = []
+    made: list[Path] = []
     try:
-        missing = [path for path in (root, *root.parents) if not path.exists()]
-        root.mkdir(parents=True, exist_ok=True)
-        attempt.mkdir()
+        ancestors = (root, *root.parents)
+        missing = [path for path in ancestors if not path.exists()]
+        if durability == "fsync" and len(missing) < len(ancestors) - 1:
+            # The last one that is there may have been made by a save that was killed before it could sync it.
+            with suppress(PermissionError):
+                _sync_directory(ancestors[len(missing)].parent)
+        for path in (*reversed(missing), attempt):
+            path.mkdir(exist_ok=path != attempt)
+            made.append(path)
+            if durability == "fsync" and path != attempt:
+                _sync_directory(path.parent)
         mode = stat.S_IMODE(attempt.stat().st_mode)
         attempt.chmod(mode & ~0o077)
-        if durability == "fsync":
-            for path in missing:
-                _sync_directory(path.parent)
     except OSError as error:
-        with suppress(OSError):
-            for path in (attempt, *missing):
+        with suppress(OSError):  # not empty: another save has moved in meanwhile
+            for path in reversed(made):
                 path.rmdir()
         raise from_os_error(error, "creating a checkpoint directory", str(attempt)) from error
     return mode
 
 
 def _write(path: Path, body: Body, durability: Durability, stop: Stop, deadline: Deadline) -> None:
+    buffer: memoryview | None = None
     try:
         descriptor, direct = _open_new(path, direct=body.aligned)
         try:
@@ -116,6 +107,7 @@ def _write(path: Path, body: Body, durability: Durability, stop: Stop, deadline:
             if durability == "fsync":
                 os.fsync(descriptor)
         finally:
+            buffer = None  # whoever keeps the error in order to retry shall not keep the memory with it
             os.close(descriptor)  # an error that NFS kept for close() is one of this write
     except FileExistsError as error:
         raise Conflict(f"{path} exists already: two saves share one attempt's name") from error
@@ -159,6 +151,7 @@ def _write_buffer(descriptor: int, buffer: memoryview, position: int, direct: bo
             done += os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)
         except OSError as error:
             if not direct or error.errno not in _NO_DIRECT_IO:
+                del buffer  # as in _write
                 raise
             direct = _leave_direct_io(descriptor)
     return direct
@@ -223,9 +216,12 @@ def _discard(attempt: Path) -> None:
 def _open_regular(path: str, flags: int) -> int:
     """Follows no link, and does not wait for the other end of a pipe."""
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Corrupt(f"{path} is not a regular file", file=os.path.basename(path))
+    except BaseException:
         os.close(descriptor)
-        raise Corrupt(f"{path} is not a regular file", file=os.path.basename(path))
+        raise
     return descriptor
 
 
@@ -238,6 +234,15 @@ def _read(path: Path, ranges: Sequence[ReadRange], stop: Stop) -> None:
                 _read_range(descriptor, one, path)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        raise _translated(error, "reading", str(path)) from error
+
+
+def _read_tail(path: Path, nbytes: int) -> bytes:
+    try:
+        with open(path, "rb", opener=_open_regular) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
+            return file.read(nbytes)
     except OSError as error:
         raise _translated(error, "reading", str(path)) from error
 
@@ -270,7 +275,7 @@ def _directories(root: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise _translated(error, "listing", str(root)) from error
+        raise from_os_error(error, "listing", str(root)) from error
 
 
 def _translated(error: OSError, doing: str, path: str) -> Exception:
