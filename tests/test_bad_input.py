@@ -302,7 +302,7 @@ async def test_an_altered_payload_is_found_and_told(tmp_path: Path) -> None:
         file.seek(offset)
         file.write(b"\x01")
     target = {"a": torch.ones(1 << 19), "b": torch.ones(1 << 19), "n": 0}
-    with pytest.raises(errors.Corrupt, match="b: its bytes in __0_1.distcp") as raised:
+    with pytest.raises(errors.Corrupt, match=r"b: its bytes in __0_1\.distcp") as raised:
         await sidestream.load(target, tmp_path / "c")
     error = raised.value
     assert (error.fqn, error.file) == ("b", "__0_1.distcp")

@@ -116,9 +116,9 @@ async def test_cancelled_before_its_first_step(tmp_path: Path, stager: sidestrea
 async def test_a_freed_storage_is_refused(tmp_path: Path, stager: sidestream.AsyncStager) -> None:
     tensor = torch.ones(1000)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(UnsupportedTensor, match="w: .*freed or shrunk"):
+    with pytest.raises(UnsupportedTensor, match=r"w: .*freed or shrunk"):
         sidestream.async_save({"w": tensor}, tmp_path / "c", stager=stager)
-    with pytest.raises(UnsupportedTensor, match="w: .*freed or shrunk"):
+    with pytest.raises(UnsupportedTensor, match=r"w: .*freed or shrunk"):
         stager.stage({"w": tensor})
 
 

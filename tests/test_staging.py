@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import pairwise
 
 import pytest
 import torch
@@ -256,7 +257,7 @@ def test_arena_hands_out_disjoint_memory_and_joins_it_again() -> None:
     arena = Arena(1 << 20, segment_bytes=1 << 20)
     leases = [arena.lease(4096 * pages, deadline=soon(), stop=Stop()) for pages in (1, 7, 3, 50, 2)]
     spans = sorted((lease.address, lease.address + lease.nbytes) for lease in leases)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert all(start % 4096 == 0 for start, _ in spans)
     while leases:
         leases.pop(len(leases) // 2).release()

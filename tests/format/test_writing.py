@@ -8,6 +8,7 @@ import math
 import pickle
 import zipfile
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_values_are_what_torch_load_expects(value: object) -> None:
     "node", [{"complex": [1]}, {"size": ["x"]}, {"dtype": "nope"}, {"device": "!"}, {"bytes": "*"}, {"who": 1}, [1], {}]
 )
 def test_damaged_values(node: object) -> None:
-    with pytest.raises(Corrupt, match="^v: "):
+    with pytest.raises(Corrupt, match=r"^v: "):
         decode_value(node, "v")  # type: ignore[arg-type]
 
 
@@ -161,10 +162,8 @@ def test_manifest_round_trip_and_damage() -> None:
 def test_an_altered_manifest_parses_or_is_corrupt(at: int, byte: int) -> None:
     raw = bytearray(b"".join(write_manifest(example(), "2.13.0")))
     raw[at % len(raw)] = byte
-    try:
+    with suppress(Corrupt, UnsupportedCheckpoint):
         parse_manifest(bytes(raw))
-    except (Corrupt, UnsupportedCheckpoint):
-        pass
 
 
 def test_metadata_is_what_dcp_unpickles_and_the_marker_stands_in_its_tail() -> None:
@@ -194,4 +193,4 @@ def test_a_damaged_marker_is_never_another_one(back: int, byte: int) -> None:
         found = find_marker(bytes(raw[-TAIL_BYTES:]))
     except Corrupt:
         return
-    assert found is None or found == marker or found.save_id != "" and isinstance(found.manifest_crc, int)
+    assert found is None or found.save_id == marker.save_id or found.manifest_bytes == marker.manifest_bytes

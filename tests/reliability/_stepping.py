@@ -95,8 +95,9 @@ def busy_threads() -> list[str]:
         while walk is not None:
             names.append((walk.f_code.co_filename, walk.f_code.co_name))
             walk = walk.f_back
-        pooled = any(file.endswith("concurrent/futures/thread.py") and name == "_worker" for file, name in names)
+        pooled = any(file.endswith("/sidestream/_threads.py") for file, _ in names)
         inside = [f"{file}:{name}" for file, name in names if "/sidestream/" in file or "_faults.py" in file]
+        inside = [place for place in inside if "/sidestream/_threads.py" not in place]  # not the pool's own frames
         if pooled and inside:
             busy.append(f"{number}: {inside}")
     return busy
