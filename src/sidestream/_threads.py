@@ -115,14 +115,17 @@ class Threads(Executor):
         self._size = size
         self._lock = threading.Lock()
         self._count = 0
+        self._closed = False
         self._idle = threading.Semaphore(0)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run ``fn`` in a thread. Raises ``ForkedProcess`` in a child of the process that made the pool."""
+        """Run ``fn`` in a thread. Raises ``Closed``, and ``ForkedProcess`` in a child of the process that made it."""
         if os.getpid() != self._pid:
             raise ForkedProcess("this handle was made before os.fork(); make a new one in the child")
+        if self._closed:
+            raise Closed("these threads take no more work: their owner was closed")
         future: Future[T] = Future()
 
         def work() -> None:
@@ -187,6 +190,7 @@ class Threads(Executor):
 
     def close(self) -> None:
         """Take no more work; threads end when what was submitted has ended. Does not wait for them."""
+        self._closed = True
         self._work.put(None)
 
 
