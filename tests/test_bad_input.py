@@ -95,9 +95,16 @@ async def test_tied_in_the_target_but_saved_with_different_values(tmp_path: Path
     tied = torch.full((5,), 7.0)
     await sidestream.load({"a": tied, "b": tied}, tmp_path / "c")
     assert (tied == 1).all()
-    with pytest.raises(errors.Mismatch, match="c shares its memory with another tensor") as raised:
-        await sidestream.load({"a": tied, "c": tied}, tmp_path / "c")
-    assert raised.value.written == ("a", "c")
+    base = torch.zeros(10)
+    for atomic in (False, True):
+        with pytest.raises(errors.Mismatch, match="c: shares its memory with a") as raised:
+            await sidestream.load({"a": tied, "c": tied}, tmp_path / "c", atomic=atomic)
+        assert raised.value.written == ()
+        assert (tied == 1).all()
+        with pytest.raises(errors.Mismatch, match="overlaps with"):
+            await sidestream.load({"a": base[:5], "c": base[4:9]}, tmp_path / "c", atomic=atomic)
+    await sidestream.load({"a": base[::2], "c": base[1::2]}, tmp_path / "c")
+    assert base.tolist() == [1.0, 0.0] * 5
 
 
 async def test_inference_tensors_and_modules(tmp_path: Path) -> None:

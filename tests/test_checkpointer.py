@@ -6,10 +6,12 @@ import asyncio
 import gc
 import logging
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from states import assert_same, model_and_optimizer
 
 import sidestream
@@ -71,14 +73,44 @@ async def test_a_damaged_newest_step_is_told_not_skipped(tmp_path: Path) -> None
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2):
             await (await checkpoints.save({"t": torch.ones(10)}, step=step))
-        for file in ("__0_1.distcp", ".metadata"):
-            (tmp_path / "step-2" / file).write_bytes(b"")
+        newest = tmp_path / "step-2"
+        raw = (newest / ".metadata").read_bytes()
+        shard = (newest / "__0_1.distcp").read_bytes()
+        for damaged in (
+            b"",
+            raw[:-5],
+            raw.replace(b'"step":2', b'"step":3'),
+            raw.replace(b"sidestream", b"sidestraem"),
+        ):
+            (newest / ".metadata").write_bytes(damaged)
             with pytest.raises(Corrupt, match="step-2"):
                 await checkpoints.restore({"t": torch.zeros(10)})
+        (newest / ".metadata").unlink()
+        with pytest.raises(Corrupt, match="step-2"):
+            await checkpoints.restore({"t": torch.zeros(10)})
+        (newest / ".metadata").write_bytes(raw)
+        (newest / "__0_1.distcp").write_bytes(b"")
+        with pytest.raises(Corrupt, match="step-2"):
+            await checkpoints.restore({"t": torch.zeros(10)})
+        (newest / "__0_1.distcp").write_bytes(shard)
+        assert await checkpoints.restore({"t": torch.zeros(10)}) == 2
+        (newest / ".metadata").write_bytes(b"")
         assert await checkpoints.steps() == [1]
         assert (await (await checkpoints.save({"t": torch.ones(10)}, step=2))).generation == 2
         assert await checkpoints.steps() == [1, 2]
         assert await checkpoints.restore({"t": torch.zeros(10)}, step=1) == 1
+
+
+async def test_a_step_that_stock_dcp_wrote(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await (await checkpoints.save({"t": torch.ones(10)}, step=1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"t": torch.full((10,), 2.0)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
+        target = {"t": torch.zeros(10)}
+        assert await checkpoints.restore(target) == 2
+        assert target["t"].tolist() == [2.0] * 10
+        assert (await (await checkpoints.save({"t": torch.ones(10)}, step=2))).generation == 2
 
 
 async def test_values_are_those_at_the_call_while_saves_overlap(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import GatedEngine
 from hypothesis import given
 from hypothesis import strategies as st
 from leases import all_returned
@@ -120,6 +121,38 @@ async def test_a_freed_storage_is_refused(tmp_path: Path, stager: sidestream.Asy
         sidestream.async_save({"w": tensor}, tmp_path / "c", stager=stager)
     with pytest.raises(UnsupportedTensor, match=r"w: .*freed or shrunk"):
         stager.stage({"w": tensor})
+
+
+async def test_rebinding_and_freeing_while_a_stage_is_under_way(tmp_path: Path) -> None:
+    engine = GatedEngine()
+    async with sidestream.AsyncStager(budget_bytes=1 << 24, engine=engine) as stager:
+        parameter, freed = nn.Parameter(torch.ones(1 << 16)), torch.ones(1 << 16)
+        first = sidestream.async_save({"w": parameter}, tmp_path / "a", stager=stager)
+        second = sidestream.async_save({"w": freed}, tmp_path / "b", stager=stager)
+        staged = stager.stage({"w": parameter})
+        parameter.data = torch.zeros(1)
+        freed.untyped_storage().resize_(0)
+        engine.gate.set()
+        await first
+        with pytest.raises(UnsupportedTensor, match="freed or shrunk while it was staged"):
+            await second
+        assert ((await staged)["w"] == 1).all()
+        (await staged).release()
+    assert (await (await sidestream.open_checkpoint(tmp_path / "a")).tensor("w") == 1).all()
+
+
+async def test_a_save_that_queues_behind_another_stage_keeps_its_deadline(tmp_path: Path) -> None:
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        staged = await stager.stage({"t": torch.zeros(200_000)})
+        waiting = stager.stage({"t": torch.ones(200_000)})
+        while stager.statistics().waiters == 0:
+            await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceeded):
+            await sidestream.save({"t": torch.ones(10)}, tmp_path / "c", stager=stager, timeout_s=0.2)
+        assert not waiting.done()
+        staged.release()
+        (await waiting).release()
+    assert list(tmp_path.iterdir()) == []
 
 
 class Versioned(nn.Module):

@@ -6,38 +6,24 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import pairwise
 
 import pytest
 import torch
+from engines import GatedEngine
 from leases import all_returned
 from states import assert_same, model_and_optimizer
 
 import sidestream
 from sidestream._threads import Deadline, Stop
 from sidestream.errors import ArenaExhausted, Closed, DeadlineExceeded, InvalidOption, UnsupportedTensor
-from sidestream.staging import AsyncStager, Copy, HostEngine
+from sidestream.staging import AsyncStager
 from sidestream.staging.arena import Arena
 
 
 def soon() -> Deadline:
     return Deadline.after(60.0)
-
-
-class GatedEngine(HostEngine):
-    """The host engine, but no copy begins before the test opens the gate; ``fail`` makes it raise instead."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.fail: Exception | None = None
-
-    def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
-        assert self.gate.wait(60)
-        if self.fail is not None:
-            raise self.fail
-        super().copy(copy, address, stop=stop, copied=copied)
 
 
 async def test_the_copy_has_values_structure_strides_and_sharing(stager: AsyncStager) -> None:

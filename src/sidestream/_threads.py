@@ -124,8 +124,6 @@ class Threads(Executor):
         """Run ``fn`` in a thread. Raises ``Closed``, and ``ForkedProcess`` in a child of the process that made it."""
         if os.getpid() != self._pid:
             raise ForkedProcess("this handle was made before os.fork(); make a new one in the child")
-        if self._closed:
-            raise Closed("these threads take no more work: their owner was closed")
         future: Future[T] = Future()
 
         def work() -> None:
@@ -138,13 +136,23 @@ class Threads(Executor):
             else:
                 future.set_result(result)
 
-        self._work.put(work)
         with self._lock:
+            if self._closed:
+                raise Closed("these threads take no more work: their owner was closed")
+            self._work.put(work)
             if not self._idle.acquire(blocking=False) and self._count < self._size:
-                self._count += 1
-                arguments = (self._work, self._idle)
-                threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True).start()
+                self._start_thread(future)
         return future
+
+    def _start_thread(self, future: Future[T]) -> None:
+        arguments = (self._work, self._idle)
+        try:
+            threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True).start()
+            self._count += 1
+        except RuntimeError:  # the system grants no more threads
+            if self._count == 0:
+                future.cancel()
+                raise
 
     async def run(
         self,
@@ -179,6 +187,8 @@ class Threads(Executor):
                 if done or deadline is None:
                     continue
                 if expired:
+                    with self._lock:
+                        self._count -= 1  # another one may take the place of the thread that hangs
                     raise _left_behind(cancelled or deadline.exceeded(f"a system call of {fn.__name__.strip('_')}()"))
                 expired = True
                 _stop_work(future, stop)
@@ -190,8 +200,9 @@ class Threads(Executor):
 
     def close(self) -> None:
         """Take no more work; threads end when what was submitted has ended. Does not wait for them."""
-        self._closed = True
-        self._work.put(None)
+        with self._lock:
+            self._closed = True
+            self._work.put(None)
 
 
 def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ._threads import Deadline, io_threads
 from .errors import CheckpointNotFound, Corrupt, SidestreamError
@@ -15,6 +16,8 @@ from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, manif
 from .format.records import Entry, Manifest, TensorEntry, ValueEntry
 from .format.validate import validate
 from .storage import ReadRange, Store
+
+E = TypeVar("E", bound=SidestreamError)
 
 __all__ = [
     "Step",
@@ -85,14 +88,26 @@ async def _named_steps(store: Store, deadline: Deadline) -> list[Step]:
 
 
 async def _committed(store: Store, found: Step, deadline: Deadline) -> Step | None:
-    """``found`` if its marker says so too: a name alone proves nothing. None for what is not ours or not committed."""
+    """``found`` if it is a committed checkpoint, ours or one that stock DCP wrote under such a name; with ``damage`` if
+    it was one of ours once. None for what never was: attempts are hidden siblings, so no directory of that name has a
+    manifest before it is published."""
     try:
         marker = await read_marker(store, found.name, deadline)
     except FileNotFoundError:
-        return None
+        marker = None
+        missing = True
     except Corrupt as damage:
-        return replace(found, damage=damage)
-    return found if marker is not None and (marker.step, marker.generation) == (found.step, found.generation) else None
+        return replace(found, damage=_told(damage, found.name))
+    else:
+        missing = False
+    if marker is None:
+        ours = any(name.startswith("manifest-") for name in await store.sizes(found.name, deadline=deadline))
+        if ours:
+            return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
+        return None if missing else found
+    if (marker.step, marker.generation) != (found.step, found.generation):
+        return replace(found, damage=Corrupt(f"{found.name}: its marker says step {marker.step}; was it renamed?"))
+    return found
 
 
 async def read_manifest(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest:
@@ -163,7 +178,7 @@ async def _read_file(store: Store, name: str, nbytes: int, deadline: Deadline) -
     return raw
 
 
-def _told(error: SidestreamError, url: str) -> SidestreamError:
+def _told(error: E, url: str) -> E:
     """The same error, saying which checkpoint it is about."""
     error.args = (f"{url}: {error.args[0]}", *error.args[1:])
     return error

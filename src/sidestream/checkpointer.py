@@ -12,7 +12,7 @@ from ._tasks import finish, running_loop
 from ._threads import Deadline
 from .catalog import list_steps, newest_step, next_generation, step_name
 from .errors import CheckpointNotFound, Closed, ForkedProcess, SidestreamError, WrongLoop
-from .loading import LoadReport, load_from
+from .loading import load_from
 from .options import Durability, Verify, check_choice, check_count, check_step, check_timeout
 from .pending import PendingSave
 from .saving import Stager, start_save
@@ -103,11 +103,6 @@ class Checkpointer:
         As ``load``, in place. Raises ``CheckpointNotFound`` for a ``step`` that is not there, ``Corrupt`` for one that
         is damaged: no older step is taken silently in its place.
         """
-        report = await self.restore_report(state, step)
-        return None if report is None else report.step
-
-    async def restore_report(self, state: Mapping[str, Any], step: int | None = None) -> LoadReport | None:
-        """``restore`` with the whole ``LoadReport``."""
         self._check_usable()
         if step is None:
             found = await newest_step(self._store, self._deadline())
@@ -118,8 +113,11 @@ class Checkpointer:
             if step not in steps:
                 raise CheckpointNotFound(f"{self.url} has no committed step {step}; it has {sorted(steps) or 'none'}")
             found = steps[step]
+        if found.damage is not None:
+            raise found.damage
         location = Location(self._store, found.name, f"{self.url}/{found.name}")
-        return await load_from(location, state, verify=self._verify, atomic=False, timeout_s=self._timeout_s)
+        await load_from(location, state, verify=self._verify, atomic=False, timeout_s=self._timeout_s)
+        return found.step
 
     async def steps(self) -> list[int]:
         """The committed steps, in order. What is being written, or was left by a crash, is not among them, nor is a
@@ -137,6 +135,7 @@ class Checkpointer:
         Cancelling it cancels those saves, and waits until they have cleaned up.
         """
         if self._closed:
+            await self._all_ended()
             return
         self._closed = True
         try:

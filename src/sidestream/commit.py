@@ -127,3 +127,5 @@ async def clean_up(store: Store, attempt: str, verdict: Verdict, error: BaseExce
             error.add_note(f"what it had written could not be removed: {failure}")
 
     await finish(discard)
+    if getattr(error, "left_behind", False):
+        error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")

@@ -128,15 +128,16 @@ class _Load:
         places = await io_threads().run(self._places, deadline=deadline)
         wanted, again = await io_threads().run(self._wanted, places, fresh, deadline=deadline)
         await self.reader.read([*wanted, *again], own=self.manifest.own)
-        await io_threads().run(_check_ties, again, {**places, **fresh}, deadline=deadline)
-        # From here on the target changes as a whole: a cancel waits until it has.
+        await io_threads().run(self._check_ties, again, places, deadline=deadline)
+        # From here on the target changes as a whole: a cancel is raised when it has.
         self.handing_over = True
-        if self.atomic:
-            await finish(lambda: self._copy_over(places))
+        cancelled = await self._copy_over(places) if self.atomic else None
         for tensor in plan.tensors.values():
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
         self._hand_over(values, {**fresh, **plan.tensors})
+        if cancelled is not None:
+            raise cancelled
         return LoadReport(
             url=self.location.url,
             save_id=self.manifest.save_id,
@@ -157,27 +158,41 @@ class _Load:
         touched = {self.plan.tensors[fqn].data_ptr() for fqn in self.reader.touched if fqn in self.plan.tensors}
         return tuple(fqn for fqn, tensor in self.plan.tensors.items() if tensor.data_ptr() in touched)
 
-    def _places(self) -> Mapping[str, torch.Tensor]:
-        """Where the tensors of the target are read to."""
+    def _places(self) -> dict[str, torch.Tensor]:
+        """Where the tensors of the target are read to, by leader."""
+        leaders = {leader: self.plan.tensors[leader] for leader in self.plan.leaders.values()}
         if not self.atomic:
-            return self.plan.tensors
-        return {fqn: torch.empty(tensor.shape, dtype=tensor.dtype) for fqn, tensor in self.plan.tensors.items()}
+            return leaders
+        return {fqn: torch.empty(tensor.shape, dtype=tensor.dtype) for fqn, tensor in leaders.items()}
 
     def _wanted(
         self, places: Mapping[str, torch.Tensor], fresh: Mapping[str, torch.Tensor]
     ) -> tuple[list[Wanted], list[Wanted]]:
-        """One read for each piece of memory, and those of tensors that are tied in the target and were not when they
-        were saved: these are read aside, to be compared."""
-        first: dict[object, Wanted] = {}
-        again: list[Wanted] = []
-        for fqn, tensor in (*places.items(), *fresh.items()):
-            entry = self.manifest.entries[fqn]
-            assert isinstance(entry, TensorEntry)
-            identity = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else fqn
-            known = first.setdefault(identity, Wanted(fqn, entry, whole(entry), tensor))
-            if known.fqn != fqn and known.entry.chunks != entry.chunks:
-                again.append(Wanted(fqn, entry, whole(entry), torch.empty(tensor.shape, dtype=tensor.dtype)))
-        return list(first.values()), again
+        """One read for each piece of memory, and those of tensors that are tied in the target and were saved one by
+        one, as stock DCP does: these are read aside, to be compared."""
+        distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed((*places.items(), *fresh.items()))}
+        first = [self._want(fqn, tensor) for fqn, tensor in reversed(distinct.values())]
+        again = [
+            self._want(fqn, torch.empty(self.plan.tensors[fqn].shape, dtype=self.plan.tensors[fqn].dtype))
+            for fqn, leader in self.plan.leaders.items()
+            if fqn != leader and not self.manifest.own
+        ]
+        return first, again
+
+    def _want(self, fqn: str, tensor: torch.Tensor) -> Wanted:
+        entry = self.manifest.entries[fqn]
+        assert isinstance(entry, TensorEntry)
+        return Wanted(fqn, entry, whole(entry), tensor)
+
+    def _check_ties(self, again: Iterable[Wanted], places: Mapping[str, torch.Tensor]) -> None:
+        for one in again:
+            leader = self.plan.leaders[one.fqn]
+            if not torch.equal(_bits(one.target), _bits(places[leader])):
+                raise Mismatch(
+                    f"{one.fqn} shares its memory with {leader}, but they were saved with different values: "
+                    "untie them, or load only one",
+                    [one.fqn],
+                )
 
     def _value_entries(self) -> dict[str, ValueEntry]:
         found = {leaf.fqn: entry for leaf, entry in self.plan.values}
@@ -185,8 +200,17 @@ class _Load:
             found.update((fqn, entry) for fqn, entry in stateful.entries.items() if isinstance(entry, ValueEntry))
         return found
 
-    async def _copy_over(self, places: Mapping[str, torch.Tensor]) -> None:
-        await io_threads().run(_copy_all, places, self.plan.tensors)
+    async def _copy_over(self, places: Mapping[str, torch.Tensor]) -> asyncio.CancelledError | None:
+        """All of it, whatever comes; returns the cancel that came meanwhile."""
+
+        async def copy() -> None:
+            await io_threads().run(_copy_all, places, self.plan.tensors)
+
+        try:
+            await finish(copy)
+        except asyncio.CancelledError as cancelled:
+            return cancelled
+        return None
 
     def _hand_over(self, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         for leaf, _ in self.plan.values:
@@ -217,25 +241,16 @@ def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
         ) from error
 
 
-def _check_ties(again: Iterable[Wanted], tensors: Mapping[str, torch.Tensor]) -> None:
-    for one in again:
-        if not torch.equal(_bits(one.target), _bits(tensors[one.fqn])):
-            raise Mismatch(
-                f"{one.fqn} shares its memory with another tensor of the target, but they were saved with different "
-                "values: untie them, or load only one",
-                [one.fqn],
-            )
-
-
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8) if plain.numel() else plain
 
 
 def _copy_all(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-    for fqn, target in targets.items():
+    for fqn, source in sources.items():
+        target = targets[fqn]
         with torch.inference_mode(target.is_inference()), torch.no_grad():
-            target.copy_(sources[fqn])
+            target.copy_(source)
 
 
 def _with_integer_keys(path: tuple[Key, ...], stateful: StatefulLoad) -> tuple[Key, ...]:

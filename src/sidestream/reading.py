@@ -118,7 +118,7 @@ def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) 
 
 
 def _buffers(batch: Batch, targets: Mapping[str, Wanted]) -> list[memoryview]:
-    """Where the bytes of each range are read to. Targets are kept alive by whoever asked for the read."""
+    """Where the bytes of each range are read to."""
     return [_buffer(one, targets[one.fqn].target) for one in batch.ranges]
 
 
@@ -130,7 +130,9 @@ def _buffer(one: Range, target: torch.Tensor) -> memoryview:
 
 
 def _memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)).cast("B")
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)
+    array.owner = tensor  # type: ignore[attr-defined]  # a thread that hangs in a read keeps its target alive
+    return memoryview(array).cast("B")
 
 
 def _verified(one: Range, buffer: memoryview) -> bool:

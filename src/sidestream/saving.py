@@ -179,7 +179,7 @@ class _ForeignStage:
         self._deadline = deadline
 
     async def staging(self) -> _Staged:
-        result = self._result
+        result, self._result = self._result, None
         if isinstance(result, Future):
             try:
                 async with asyncio.timeout(self._deadline.remaining_s()):

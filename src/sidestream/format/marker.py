@@ -1,7 +1,7 @@
 """The commit marker: what the tail of ``.metadata`` says about the save that wrote it.
 
-It is the last attribute of DCP's ``Metadata`` object, a string of JSON. Its place is fixed, so a reader needs the last
-``TAIL_BYTES`` of the file only, and never decodes the pickle before it.
+It is the last attribute of DCP's ``Metadata`` object, a string: a CRC-32 in hexadecimal, and JSON. Its place is fixed,
+so a reader needs the last ``TAIL_BYTES`` of the file only, and never decodes the pickle before it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass
+from zlib import crc32
 
 from ..errors import Corrupt
 from . import pickles as p
@@ -39,7 +40,8 @@ def manifest_name(save_id: str) -> str:
 
 def marker_attribute(marker: Marker) -> bytes:
     """Name and value of the attribute, and the end of the pickle."""
-    return p.text(ATTRIBUTE) + p.text(json.dumps(asdict(marker), separators=(",", ":"))) + _END
+    content = json.dumps(asdict(marker), separators=(",", ":"))
+    return p.text(ATTRIBUTE) + p.text(f"{crc32(content.encode()):08x}{content}") + _END
 
 
 def find_marker(tail: bytes) -> Marker | None:
@@ -62,8 +64,9 @@ def find_marker(tail: bytes) -> Marker | None:
 
 def _parse(raw: bytes) -> Marker:
     try:
-        fields = json.loads(raw)
-        marker = Marker(**fields)
+        if int(raw[:8], 16) != crc32(raw[8:]):
+            raise ValueError
+        marker = Marker(**json.loads(raw[8:]))
     except (ValueError, TypeError, RecursionError):
         raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
     numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation]

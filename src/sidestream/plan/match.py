@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,10 +37,12 @@ class StatefulLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """``tensors``: FQN to the tensor that is overwritten in place. ``new``: FQNs of tensors that have no place yet.
-    ``values``: leaves whose holder gets a new value. ``not_asked_for``: keys of the checkpoint that are not read."""
+    """``tensors``: FQN to the tensor that is overwritten in place, and ``leaders`` the first FQN of the same memory
+    (tied tensors have one leader). ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets
+    a new value. ``not_asked_for``: keys of the checkpoint that are not read."""
 
     tensors: Mapping[str, torch.Tensor]
+    leaders: Mapping[str, str]
     new: tuple[str, ...]
     values: tuple[tuple[Leaf, ValueEntry], ...]
     statefuls: tuple[StatefulLoad, ...]
@@ -98,6 +101,7 @@ def match(state: Mapping[str, Any], manifest: Manifest, url: str) -> LoadPlan:
     for fqn in rest:
         if str(plain_path(manifest.entries[fqn].path)[0]) in top:
             findings.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the target")
+    leaders = _tied(tensors, manifest, findings)
     findings.raise_if_any(url)
     statefuls = tuple(
         StatefulLoad(
@@ -111,7 +115,9 @@ def match(state: Mapping[str, Any], manifest: Manifest, url: str) -> LoadPlan:
         for number, root in roots.items()
     )
     new = [fqn for entries in below.values() for fqn, entry in entries.items() if isinstance(entry, TensorEntry)]
-    return LoadPlan(tensors, tuple(fqn for fqn in new if fqn not in tensors), tuple(values), statefuls, tuple(rest))
+    return LoadPlan(
+        tensors, leaders, tuple(fqn for fqn in new if fqn not in tensors), tuple(values), statefuls, tuple(rest)
+    )
 
 
 def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
@@ -133,6 +139,31 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
     else:
         return True
     return False
+
+
+def _tied(tensors: Mapping[str, torch.Tensor], manifest: Manifest, findings: _Findings) -> dict[str, str]:
+    """The leader of each tensor. Tied ones must have been saved with the same bytes (of other writers that is only
+    known when they are read); row-major ones that overlap otherwise would be read over each other."""
+    first: dict[object, str] = {}
+    leaders: dict[str, str] = {}
+    extents: list[tuple[int, int, str]] = []
+    for fqn, tensor in tensors.items():
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else fqn
+        leaders[fqn] = leader = first.setdefault(view, fqn)
+        if leader != fqn and manifest.own and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
+            findings.add(Mismatch, f"{fqn}: shares its memory with {leader}, but they were saved with different values")
+        if leader == fqn and tensor.numel() and tensor.is_contiguous():
+            extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, fqn))
+    extents.sort()
+    for (_, end, fqn), (start, _, other) in pairwise(extents):
+        if start < end:
+            findings.add(Mismatch, f"{other}: overlaps with {fqn} in the memory of the target; clone() one of them")
+    return leaders
+
+
+def _content(entry: Entry) -> object:
+    assert isinstance(entry, TensorEntry)
+    return [(chunk.offsets, chunk.sizes, chunk.crcs) for chunk in entry.chunks]
 
 
 def _match_stateful(

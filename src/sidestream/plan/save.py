@@ -137,7 +137,7 @@ def _distinct_tensors(leaves: Sequence[Leaf]) -> tuple[dict[str, int], list[torc
         number = known.get(identity) if tensor.numel() else None
         if number is None:
             number = known[identity] = len(sources)
-            sources.append(tensor)
+            sources.append(tensor.detach())  # of the call: param.data may be bound to other memory while it is copied
             frames.append(frame_tensor(dtype, tuple(tensor.shape)))
         numbers[leaf.fqn] = number
     return numbers, sources, frames

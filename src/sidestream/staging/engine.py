@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from .._threads import Stop
+from ..errors import UnsupportedTensor
 from .image import Copy
 
 __all__ = ["Engine", "HostEngine"]
@@ -43,6 +44,11 @@ class HostEngine:
 
     def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
         source = copy.source
+        start = copy.storage_start
+        if start is None:
+            start = int(source.storage_offset()) * source.itemsize
+        if source.untyped_storage().nbytes() < start + (copy.nbytes if source.is_contiguous() else 1):
+            raise UnsupportedTensor("the storage of a tensor was freed or shrunk while it was staged: fence() first")
         if copy.storage_start is not None:
             self._move(source.untyped_storage().data_ptr() + copy.storage_start, address, copy.nbytes, stop, copied)
         elif source.is_contiguous() and not source.is_conj() and not source.is_neg():

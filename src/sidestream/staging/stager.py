@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from .._tasks import finish
-from .._threads import Deadline, Stop, Threads, io_threads, politely
+from .._threads import Deadline, Stop, Threads, politely
 from ..errors import Closed, DeadlineExceeded, ForkedProcess, InvalidOption, SidestreamError
 from ..options import check_count, check_timeout
 from .arena import Arena, ArenaStatistics
@@ -100,11 +100,17 @@ class Staging:
         self.copied: StagingFuture[None] = StagingFuture()
         self.deadline = deadline
         self.stop = Stop()
+        self.work: Future[None] | None = None
 
     def release(self) -> None:
         """Stop what is still being copied, and give the memory back once nothing writes into it. Idempotent."""
         self.copied.heard = True
         self.stop.set()
+        if self.work is not None and self.work.cancel() and not self.copied.done():  # it had not begun, and never will
+            error = Closed("this stage was given up before it began")
+            for image in self.images:
+                image.fail(error)
+            self.copied.set_exception(error)
         for image in self.images:
             image.release()
 
@@ -161,8 +167,8 @@ class AsyncStager:
         template, layout = plan_stage(state_dict)
         staging = Staging((layout,), Deadline.after(self._timeout_s))
         future: StagingFuture[StagedState] = StagingFuture()
-        self._track(future)
         self._launch((layout,), staging, partial(_build, template, staging, future))
+        self._track(future)
         if self._mode == "snapshot":
             wait([future])
         return future
@@ -196,10 +202,10 @@ class AsyncStager:
         self._check_usable()
         warmed: StagingFuture[None] = StagingFuture()
         deadline = Deadline.after(self._timeout_s)
-        self._track(warmed)
         self._threads.submit(
             _settle, warmed, lambda: self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
         )
+        self._track(warmed)
         return warmed
 
     # --- what sidestream.save calls ---
@@ -242,7 +248,8 @@ class AsyncStager:
             await finish(self._shut_down_off_loop)
 
     async def _shut_down_off_loop(self) -> None:
-        await io_threads().run(self._shut_down)  # unmapping gigabytes takes its time
+        """Unmapping gigabytes takes its time; the pool for storage may be full of threads that hang."""
+        await Threads("sidestream-close", 1).run(self._shut_down)
 
     def _shut_down(self) -> None:
         with self._lock:
@@ -265,15 +272,15 @@ class AsyncStager:
     def _launch(self, layouts: Sequence[ImageLayout], staging: Staging, then: Callable[[], None]) -> None:
         """Fill the images and resolve ``staging.copied``, then call ``then``, all in the stager's thread."""
         fill = partial(self._fill, tuple(layouts), staging)
-        self._track(staging.copied)
-        with self._lock:
-            self._stagings = [one for one in self._stagings if not one.copied.done()] + [staging]
 
         def work() -> None:
             _settle(staging.copied, fill)
             then()
 
-        self._threads.submit(work)
+        staging.work = self._threads.submit(work)
+        self._track(staging.copied)
+        with self._lock:
+            self._stagings = [one for one in self._stagings if not one.copied.done()] + [staging]
 
     def _fill(self, layouts: Sequence[ImageLayout], staging: Staging) -> None:
         """In the stager's thread."""

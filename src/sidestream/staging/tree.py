@@ -83,7 +83,8 @@ def _walk(value: Any, path: str, found: dict[int, tuple[torch.Tensor, _Leaf]], d
     if isinstance(value, torch.Tensor):
         if id(value) not in found:
             check_tensor(value, path)
-            found[id(value)] = (value, _Leaf(len(found)))
+            # An alias pins the storage of the call: param.data may be bound to another while it is copied.
+            found[id(value)] = (value.detach(), _Leaf(len(found)))
         return found[id(value)][1]
     if depth > _MAX_DEPTH:
         raise InvalidOption(f"{path}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself")

@@ -1,0 +1,23 @@
+"""An engine that the test holds by the hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from sidestream._threads import Stop
+from sidestream.staging import Copy, HostEngine
+
+
+class GatedEngine(HostEngine):
+    """The host engine, but no copy begins before the test opens the gate; ``fail`` makes it raise instead."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.fail: Exception | None = None
+
+    def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
+        assert self.gate.wait(60)
+        if self.fail is not None:
+            raise self.fail
+        super().copy(copy, address, stop=stop, copied=copied)
