@@ -37,9 +37,12 @@ class StatefulLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """``tensors``: FQN to the tensor that is overwritten in place, and ``leaders`` the first FQN of the same memory
-    (tied tensors have one leader). ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets
-    a new value. ``not_asked_for``: keys of the checkpoint that are not read."""
+    """What to read where.
+
+    ``tensors``: FQN to the tensor that is overwritten in place, and ``leaders`` the first FQN of the same memory (tied
+    tensors have one leader). ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets a
+    new value. ``not_asked_for``: keys of the checkpoint that are not read.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     leaders: Mapping[str, str]
