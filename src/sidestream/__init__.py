@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .loading import LoadReport, load
     from .pending import PendingSave, SaveInfo
     from .saving import async_save, save
-    from .staging.stager import AsyncStager, StagingFuture
+    from .staging.future import StagingFuture
+    from .staging.stager import AsyncStager
     from .staging.tree import StagedState
 
 __all__ = [
@@ -44,7 +45,7 @@ _HOMES = {
     "PendingSave": "pending",
     "SaveInfo": "pending",
     "StagedState": "staging.tree",
-    "StagingFuture": "staging.stager",
+    "StagingFuture": "staging.future",
     "TensorInfo": "checkpoint",
     "async_save": "saving",
     "load": "loading",

@@ -149,9 +149,10 @@ class _Staged:
 
 def _launch(state: Mapping[str, Any], stager: AsyncStager | None, deadline: Deadline) -> _Staged:
     plan = plan_save(state)
-    own = AsyncStager(timeout_s=deadline.timeout_s) if stager is None else None
-    staging = (stager or own or AsyncStager()).stage_images(plan.images, deadline)
-    return _Staged(plan, staging, own)
+    if stager is not None:
+        return _Staged(plan, stager.stage_images(plan.images, deadline), None)
+    own = AsyncStager(timeout_s=deadline.timeout_s)
+    return _Staged(plan, own.stage_images(plan.images, deadline), own)
 
 
 def _pass_on(staged: asyncio.Future[None], copied: asyncio.Future[None]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Lease
 from .engine import Engine, HostEngine
+from .future import StagingFuture
 from .image import Copy, ImageLayout, StagedImage
-from .stager import AsyncStager, StageMode, Staging, StagingFuture
+from .stager import AsyncStager, StageMode, Staging
 from .tree import StagedState
 
 __all__ = [

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -22,71 +21,14 @@ from ..errors import Closed, DeadlineExceeded, ForkedProcess, InvalidOption, Sid
 from ..options import check_count, check_timeout
 from .arena import Arena, ArenaStatistics
 from .engine import Engine, HostEngine
+from .future import Copied, StagingFuture
 from .image import ImageLayout, StagedImage
 from .tree import StagedState, Template, plan_stage
 
-__all__ = ["AsyncStager", "StageMode", "Staging", "StagingFuture"]
+__all__ = ["AsyncStager", "StageMode", "Staging"]
 
 T = TypeVar("T")
 StageMode = Literal["lazy", "snapshot"]
-
-
-class StagingFuture(Future[T], Generic[T]):
-    """A ``concurrent.futures.Future`` that can be awaited too, from any task of any loop, and any number of times.
-
-    It counts as running from the beginning: cancelling one awaiter cancels neither the copy nor the other awaiters.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard = False
-        """Whether somebody has been given the result or the error."""
-        self.set_running_or_notify_cancel()
-
-    def __await__(self) -> Generator[Any, None, T]:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        def resolved(_: Future[T]) -> None:
-            with suppress(RuntimeError):  # the loop was closed, and whoever waited on it is gone
-                loop.call_soon_threadsafe(wake)
-
-        self.add_done_callback(resolved)
-        yield from waiter.__await__()
-        return self.result(0)
-
-    def result(self, timeout: float | None = None) -> T:
-        try:
-            return super().result(timeout)
-        finally:
-            self.heard = self.heard or self.done()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            return super().exception(timeout)
-        finally:
-            self.heard = self.heard or self.done()
-
-
-class _Copied:
-    """Awaitable (and harmless when it is not awaited, as DCP does): all stages launched before have ended."""
-
-    def __init__(self, stages: Sequence[StagingFuture[Any]]) -> None:
-        self._stages = stages
-
-    def __await__(self) -> Generator[Any, None, None]:
-        failed: Exception | None = None
-        for stage in self._stages:
-            try:
-                yield from stage.__await__()
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
 
 
 class Staging:
@@ -175,7 +117,7 @@ class AsyncStager:
 
     def synchronize_staging(self) -> Awaitable[None]:
         """Await it: every stage launched so far has been copied, so the sources may change. Raises what one raised."""
-        return _Copied(self._outstanding())
+        return Copied(self._outstanding())
 
     def fence(self, timeout_s: float | None = None) -> None:
         """Block the calling thread until every stage launched so far has been copied. Raises what one of them raised,
@@ -243,7 +185,7 @@ class AsyncStager:
         Cancelling it stops the stages in flight: their futures raise ``Closed``."""
         self._closed = True
         try:
-            await _Copied(self._outstanding())
+            await Copied(self._outstanding())
         finally:
             await finish(self._shut_down_off_loop)
 
