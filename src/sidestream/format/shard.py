@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .checksum import crc32, join_blocks, pack_crcs
 from .frame import Frame
@@ -16,8 +17,7 @@ _PAGED_PAYLOAD_BYTES = 64 << 10
 _PACKED_ALIGN_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """An item at ``item_offset`` of its shard."""
 
     frame: Frame

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ __all__ = ["Leaf", "flatten"]
 _MAX_DEPTH = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """What stands at ``path``: a tensor, an empty dict, or a value. ``holder[slot]`` is where it can be replaced.
 
     ``owner`` is the outermost ``Stateful`` object whose own state dict the leaf belongs to, by its position among

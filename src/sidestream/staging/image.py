@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +16,7 @@ from .arena import Lease
 __all__ = ["Copy", "ImageLayout", "StagedImage"]
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """Put ``nbytes`` of ``source`` at ``offset`` of the image.
 
     ``storage_start`` is None for the elements of ``source`` in row-major order, whatever its strides; otherwise it is
