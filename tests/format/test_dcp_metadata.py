@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hangs import processor_budget
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as LegacyProperties
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -279,10 +279,8 @@ def test_shared_parts_cannot_make_the_walk_long() -> None:
     bombs.append(Metadata(dict.fromkeys(tensors, huge_size), None, storage))
     for bomb in bombs:
         data = pickled(bomb)
-        started = time.perf_counter()
-        with pytest.raises(Corrupt):
+        with processor_budget(5), pytest.raises(Corrupt):
             read_dcp_metadata(data)
-        assert time.perf_counter() - started < 5
 
 
 def test_truncation_at_every_byte() -> None:

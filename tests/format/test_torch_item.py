@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import struct
-import time
 import tracemalloc
 import warnings
 import zipfile
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hangs import processor_budget
 
 from sidestream.errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
 from sidestream.format.dcp_metadata import read_dcp_metadata
@@ -397,10 +397,8 @@ def test_bombs_end_soon_and_small() -> None:
         crafted(rebuild_v2(0, (1 << 20, 1 << 20), (0, 0), 1), _0=bytes(4)),
     ]
     for bomb in bombs:
-        started = time.perf_counter()
-        with pytest.raises(Corrupt):
+        with processor_budget(3), pytest.raises(Corrupt):
             value_of(bomb)
-        assert time.perf_counter() - started < 3
         assert peak_of(value_of, bomb) < 200 << 20
 
 

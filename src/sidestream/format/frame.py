@@ -36,10 +36,6 @@ class Frame:
     _crc_at: tuple[int, int]
 
     @property
-    def trailer_bytes(self) -> int:
-        return len(self._trailer)
-
-    @property
     def item_bytes(self) -> int:
         return len(self.header) + self.payload_bytes + len(self._trailer)
 

@@ -25,8 +25,6 @@ from .records import Node
 
 __all__ = ["node_bytes", "node_kind", "pickle_node"]
 
-_SEQUENCES = {"tuple": "tuple", "set": "set", "frozenset": "frozenset"}
-
 
 def node_kind(node: Node) -> tuple[str, Any]:
     """``("scalar", node)`` or the kind and content of a tagged node. Raises ``Corrupt`` for anything else."""

@@ -113,10 +113,6 @@ class StagedImage:
             raise Closed("this image has no memory")
         return self._lease
 
-    @property
-    def released(self) -> bool:
-        return self._released
-
     def release(self) -> None:
         """Give the memory back, or as soon as the stager no longer writes into it. Idempotent."""
         with self._changed:
