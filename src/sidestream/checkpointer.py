@@ -15,9 +15,10 @@ from .errors import CheckpointNotFound, Closed, ForkedProcess, SidestreamError, 
 from .loading import load_from
 from .options import Durability, Verify, check_choice, check_count, check_step, check_timeout
 from .pending import PendingSave
-from .saving import Stager, start_save
+from .saving import start_save
 from .staging import AsyncStager
 from .storage import Location, locate_run
+from .writing import Stager
 
 __all__ = ["Checkpointer"]
 

@@ -13,6 +13,7 @@ __all__ = [
     "Aborted",
     "AccessDenied",
     "ArenaExhausted",
+    "CapturingGraph",
     "CheckpointNotFound",
     "Closed",
     "Conflict",
@@ -31,6 +32,7 @@ __all__ = [
     "OutcomeUnknown",
     "ShapeMismatch",
     "SidestreamError",
+    "Skipped",
     "StatefulRefused",
     "StorageError",
     "UnexpectedKeys",
@@ -99,6 +101,14 @@ class Conflict(SidestreamError, FileExistsError):
 
 class ArenaExhausted(SidestreamError, MemoryError):
     """Staging memory within the budget did not suffice, or did not become free in time."""
+
+
+class Skipped(SidestreamError, RuntimeError):
+    """A stage or save gave way, as its ``when_full=`` policy says: no memory was free, or a newer one came."""
+
+
+class CapturingGraph(SidestreamError, RuntimeError):
+    """Staging was asked for while the current stream records a graph. Nothing was enqueued."""
 
 
 class DeadlineExceeded(SidestreamError, TimeoutError):

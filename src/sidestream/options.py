@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from .errors import InvalidOption
 
-__all__ = ["Durability", "Verify", "check_choice", "check_count", "check_step", "check_timeout"]
+__all__ = ["Durability", "Verify", "WhenFull", "check_choice", "check_count", "check_step", "check_timeout"]
 
 Durability = Literal["fsync", "flush"]
 """``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: it survives the death of the process only."""
@@ -16,6 +16,11 @@ _MAX_TIMEOUT_S = 10**9  # some thirty years; the system's own limit for waits is
 Verify = Literal["always", "manifest", "never"]
 """``"always"``: every byte that is used is checked against its checksum. ``"manifest"``: manifest, file sizes and
 layout are checked, the payload is not. ``"never"``: the same, for callers that verify by other means."""
+
+
+WhenFull = Literal["wait", "skip", "latest", "fail"]
+"""What a stage does that finds no memory free. ``"wait"``: wait for some. ``"skip"``: raise ``Skipped``. ``"latest"``:
+wait, but raise ``Skipped`` when a newer stage comes before it has begun. ``"fail"``: raise ``ArenaExhausted``."""
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

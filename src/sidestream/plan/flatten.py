@@ -14,7 +14,7 @@ from .._torch import Stateful
 from ..errors import InvalidOption, KeyCollision, UnsafeObject
 from ..format.records import DictKey, Key
 
-__all__ = ["Leaf", "flatten"]
+__all__ = ["Leaf", "StatefulRoot", "flatten", "leaves_of"]
 
 _MAX_DEPTH = 64
 
@@ -92,11 +92,15 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
             f"state is a mapping from names to tensors, values and objects with state_dict(), not a "
             f'{type(state).__name__}; write {{"model": model}}'
         )
+    return list(leaves_of(state))
+
+
+def leaves_of(state: Mapping[str, Any]) -> Iterator[Leaf]:
+    """``flatten``, one by one, so that a worker thread can let others run in between."""
     seen: dict[str, tuple[Key, ...]] = {}
-    leaves = []
     for leaf in _Walk().mapping(state, "", (), None):
-        leaves.append(leaf)
         if isinstance(leaf.value, StatefulRoot):
+            yield leaf
             continue
         if leaf.fqn in seen:
             raise KeyCollision(
@@ -104,7 +108,7 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
                 "DCP joins keys with dots and turns them into strings; rename one"
             )
         seen[leaf.fqn] = leaf.path
-    return leaves
+        yield leaf
 
 
 # Asked first, because the questions "is it a Mapping, is it Stateful?" cost a microsecond or more each.

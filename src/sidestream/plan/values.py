@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import math
 import sys
 from collections import OrderedDict
@@ -16,12 +17,20 @@ from ..format.dtypes import DTYPES
 from ..format.records import Node
 from ..format.values import check_inline_tensor, node_bytes, node_kind
 
-__all__ = ["decode_value", "encode_value"]
+__all__ = ["copy_value", "decode_value", "encode_value"]
 
 _INLINE_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _JSON_INT = 1 << 63
 _NUMPY_KINDS = "biufc"
+
+
+def copy_value(value: Any) -> Any:
+    """A copy of a value that can be changed in place; what ``encode_value`` would refuse is left for it to refuse."""
+    numpy = sys.modules.get("numpy")
+    if type(value) in (set, frozenset, bytearray) or (numpy is not None and isinstance(value, numpy.ndarray)):
+        return copy.deepcopy(value)
+    return value
 
 
 def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
@@ -76,6 +85,8 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
 def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
     """A tensor inside a tuple or set, which DCP stores as one value: small enough to be copied here and now."""
     check_tensor(tensor, fqn)
+    if not tensor.is_cpu:
+        raise UnsafeObject(f"{fqn}: a tensor on {tensor.device} inside a tuple or set; put it into a dict or a list")
     name = dtype_name(tensor.dtype)
     if name not in DTYPES:
         raise UnsafeObject(f"{fqn}: torch cannot serialize a tensor of dtype {name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,26 +48,33 @@ class StagedImage:
         self._lease: Lease | None = None
         self._filled = -1
         self._error: BaseException | None = None
-        self.begun: Future[None] = Future()
-        """Resolved once the image has its memory, or never will: from then on ``wait`` takes no longer than a copy."""
-        self._filling = False
+        self._writers = 0
         self._released = False
 
     # --- the stager's side ---
 
     def begin(self, lease: Lease) -> None:
-        """Take over ``lease``; the stager may write into it until ``finish()``."""
+        """Take over ``lease``, into which one writer writes from now on until its ``finish()``."""
         with self._changed:
             self._lease = lease
-            self._filling = True
+            self._writers += 1
             self._filled = 0
             self._changed.notify_all()
-        self.begun.set_result(None)
+
+    def join(self) -> None:
+        """One more writer, until its ``finish()``. Only while there is one."""
+        with self._changed:
+            self._writers += 1
 
     def finish(self) -> None:
-        """The stager writes no more: memory that the reader has given up meanwhile goes back now."""
+        """A writer writes no more: after the last one, memory that the reader has given up meanwhile goes back."""
         with self._changed:
-            self._filling = False
+            self._writers -= 1
+            if self._writers:
+                return
+            if self._error is None:
+                self._filled = self.nbytes
+                self._changed.notify_all()
             if self._released and self._lease is not None:
                 self._lease.release()
 
@@ -78,16 +84,10 @@ class StagedImage:
             self._filled = filled
             self._changed.notify_all()
 
-    def advance_from(self, offset: int, copied: int) -> None:
-        """``copied`` bytes of the copy at ``offset`` have arrived, and all copies before it."""
-        self.advance(offset + copied)
-
     def fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = error
             self._changed.notify_all()
-        if not self.begun.done():
-            self.begun.set_result(None)
 
     # --- the reader's side ---
 
@@ -117,7 +117,7 @@ class StagedImage:
         """Give the memory back, or as soon as the stager no longer writes into it. Idempotent."""
         with self._changed:
             self._released = True
-            if self._lease is not None and not self._filling:
+            if self._lease is not None and not self._writers:
                 self._lease.release()
 
     def _wake(self) -> None:
