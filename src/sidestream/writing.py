@@ -30,7 +30,7 @@ from .storage import Location
 __all__ = ["ForeignStage", "SaveOrder", "Stager", "Writing"]
 
 _WRITE_BYTES = 32 << 20
-_ABANDONED_S = 5.0
+_GRACE_S = 5.0
 
 
 class Stager(Protocol):
@@ -87,11 +87,14 @@ class Writing:
         return self._staging.laid.result(0), self._crcs
 
     async def release(self) -> None:
-        """Give all memory back; no copy reads a source or writes into memory any more when this returns."""
+        """Give all memory back; no copy reads a source or writes into memory any more when this returns.
+
+        A device that hangs is not waited for beyond the deadline: its copies keep their memory until they end.
+        """
         self._staging.release()
         copied = asyncio.wrap_future(self._staging.copied)
         copied.add_done_callback(lambda done: done.cancelled() or done.exception())  # told by other means
-        await asyncio.wait([copied])
+        await asyncio.wait([copied], timeout=max(self._order.deadline.remaining_s(), _GRACE_S))
         if self._own is not None:
             await self._own.aclose()
 
@@ -101,7 +104,7 @@ class Writing:
         self._staging.release()
         if self._own is not None:
             self._own.close()
-        wait([self._done], _ABANDONED_S)
+        wait([self._done], _GRACE_S)
         self._order.location.store.discard_here(self._order.attempt)
 
     # --- the thread ---

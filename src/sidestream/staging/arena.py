@@ -141,7 +141,7 @@ class Arena:
         self._returned: queue.SimpleQueue[tuple[_Segment, int, int] | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._reserved = self._leased = self._peak = self._leases = self._waiters = 0
-        self._closed = False
+        self._closed = threading.Event()
 
     def lease(self, nbytes: int, *, deadline: Deadline, stop: Stop) -> Lease:
         """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
@@ -158,7 +158,8 @@ class Arena:
         with stop.waking(self.wake):
             segment, start = self._acquire(size, deadline, stop)
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
-        weakref.finalize(array, self._give_back, self._returned, self._pid, segment, start, start + size).atexit = False
+        back = (segment, start, start + size)
+        weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
         return Lease(array, nbytes)
 
     def pin(self, pinner: Pinner) -> None:
@@ -187,9 +188,10 @@ class Arena:
 
     def close(self) -> None:
         """Forget all segments. Each is unmapped when the last reference into it is gone; no lease is cut off."""
-        self._closed = True
+        self._closed.set()
         self.wake()
         with self._turn:
+            self._drain()
             self._segments.clear()
             self._reserved = 0
 
@@ -211,7 +213,7 @@ class Arena:
         while True:
             self._drain()
             stop.check()
-            if self._closed:
+            if self._closed.is_set():
                 raise Closed("the stager was closed while a stage waited for memory")
             found = self._take(size) or self._grow(size)
             if found is not None:
@@ -276,9 +278,12 @@ class Arena:
             nbytes -= segment.nbytes
 
     @staticmethod
-    def _give_back(returned: queue.SimpleQueue[Any], pid: int, segment: _Segment, start: int, end: int) -> None:
-        if os.getpid() == pid:  # a forked child shares the pages, so its finalizers must not hand them out
-            returned.put((segment, start, end))
+    def _give_back(
+        returned: queue.SimpleQueue[Any], closed: threading.Event, pid: int, back: tuple[_Segment, int, int]
+    ) -> None:
+        # A forked child shares the pages, so its finalizers must not hand them out; a closed arena takes nothing back.
+        if os.getpid() == pid and not closed.is_set():
+            returned.put(back)
 
     def _collect(self) -> None:
         if self._turn.acquire(blocking=False):  # a thread that holds the turn drains the queue itself

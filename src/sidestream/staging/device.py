@@ -281,13 +281,14 @@ class DeviceEngine:
         """Call ``done`` when the copies on the devices have ended, so that the sources of a snapshot may change."""
         events = [(side.device, side.ready) for side in stage.sides.values()]
         if events:
-            self._waiter(events[0][0]).submit(self._readied, events, done)
+            # A thread of its own: the other one may be waiting for the copies to the host of an earlier stage.
+            self._waiter(("snapshots", events[0][0])).submit(self._readied, events, done)
 
-    def _waiter(self, device: Hashable) -> Threads:
+    def _waiter(self, name: Hashable) -> Threads:
         with self._lock:
-            if device not in self._waiters:
-                self._waiters[device] = Threads(f"sidestream-{device}", 1)
-            return self._waiters[device]
+            if name not in self._waiters:
+                self._waiters[name] = Threads(f"sidestream-{name}", 1)
+            return self._waiters[name]
 
     def _readied(self, events: list[tuple[Hashable, Any]], done: Callable[[BaseException | None], None]) -> None:
         error: BaseException | None = None

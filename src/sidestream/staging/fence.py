@@ -8,6 +8,7 @@ from concurrent.futures import wait
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._threads import Deadline
 from .._torch import outside_compile
@@ -65,5 +66,5 @@ def guard(fence: Callable[[], None], optimizer: torch.optim.Optimizer | None) ->
     """Call ``fence`` before each step of ``optimizer``, or of every optimizer; returns torch's handle."""
     hook = outside_compile(fence)
     if optimizer is None:
-        return torch.optim.optimizer.register_optimizer_step_pre_hook(hook)
+        return register_optimizer_step_pre_hook(hook)
     return optimizer.register_step_pre_hook(hook)
