@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -95,11 +96,18 @@ class AsyncStager:
 
     # --- what users call ---
 
-    def stage(self, state_dict: Mapping[str, Any], *, wait_streams: Sequence[Any] = ()) -> StagingFuture[StagedState]:
+    def stage(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        wait_streams: Sequence[Any] = (),
+        convert: Callable[[Any], Any] = copy.deepcopy,
+    ) -> StagingFuture[StagedState]:
         """Launch the copies of every tensor in ``state_dict`` and return at once; other values are copied here.
 
         What is staged is what the tensors hold after everything that the current streams, and ``wait_streams``, have
-        been given so far. The result is a ``StagedState`` in host memory with the same structure, strides and shared
+        been given so far; values that are not tensors, numbers, strings or containers are copied by ``convert``. The
+        result is a ``StagedState`` in host memory with the same structure, strides and shared
         storages. Raises ``Closed``, ``CapturingGraph``, ``InvalidOption`` and ``UnsafeObject`` at once; the future
         raises ``UnsupportedTensor`` for what has no bytes, ``ArenaExhausted`` when the budget does not suffice, and
         ``Skipped``. Cancelling an awaiter leaves the copy going.
@@ -107,7 +115,7 @@ class AsyncStager:
         self._check_usable()
         future: StagingFuture[StagedState] = StagingFuture()
         staging = self._launch(
-            capture(state_dict),
+            capture(state_dict, convert),
             partial(plan_stage, self._plans),
             Deadline.after(self._timeout_s),
             wait_streams,
