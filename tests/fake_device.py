@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import random
 import threading
 from collections import deque
@@ -51,6 +52,7 @@ class FakeDriver:
         self.held: set[str] = set()
         """Names of streams that get nowhere."""
         self._devices: dict[int, Hashable] = {}
+        self._temporaries: list[torch.Tensor] = []
         self._storages: list[torch.UntypedStorage] = []
         self._current: dict[Hashable, Stream] = {}
         self._streams: list[Stream] = []
@@ -176,13 +178,16 @@ class FakeDriver:
 
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         made = torch.empty(source.shape, dtype=source.dtype)
+        self._temporaries.append(made)  # a real allocator gives it to nobody but later work of the same stream
         self._enqueue(self._local.stream, lambda: made.copy_(source))
         return made
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """By address, as a real device: the operation keeps neither memory alive."""
         assert target.nbytes == source.nbytes
         self.copies.append(source.nbytes)
-        self._enqueue(self._local.stream, lambda: target.copy_(source))
+        arguments = (target.data_ptr(), source.data_ptr(), source.nbytes)
+        self._enqueue(self._local.stream, lambda: ctypes.memmove(*arguments))
 
     def gap(self, device: Hashable) -> None:
         self.gaps += 1

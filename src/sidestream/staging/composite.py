@@ -81,13 +81,20 @@ def _dtensor(tensor: Any, path: str) -> Composite:
 
 def _wrapper(tensor: Any, path: str, name: str) -> Composite:
     names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    # From torch 2.13 on a DTensor names its mesh among them.
+    others = {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in inner.items() if name not in others}
     kind, size, stride = type(tensor), tensor.size(), tensor.stride()
+    del tensor, inner
 
     def rebuild(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        made: torch.Tensor = kind.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, size, stride)
+        inner = dict(zip(order, parts, strict=True)) | others
+        made: torch.Tensor = kind.__tensor_unflatten__(inner, context, size, stride)
         return made.detach()
 
-    return Composite(name, tuple(_part(getattr(tensor, one), f"{path}.{one}") for one in names), rebuild)
+    order = tuple(tensors)
+    return Composite(name, tuple(_part(value, f"{path}.{one}") for one, value in tensors.items()), rebuild)
 
 
 def _coordinates(tensor: torch.Tensor, path: str) -> Composite:
