@@ -107,9 +107,9 @@ class AsyncStager:
 
         What is staged is what the tensors hold after everything that the current streams, and ``wait_streams``, have
         been given so far; values that are not tensors, numbers, strings or containers are copied by ``convert``. The
-        result is a ``StagedState`` in host memory with the same structure, strides and shared
-        storages. Raises ``Closed``, ``CapturingGraph``, ``InvalidOption`` and ``UnsafeObject`` at once; the future
-        raises ``UnsupportedTensor`` for what has no bytes, ``ArenaExhausted`` when the budget does not suffice, and
+        result is a ``StagedState`` in host memory with the same structure, strides and shared storages. Raises
+        ``Closed``, ``CapturingGraph``, ``InvalidOption`` and ``UnsafeObject`` at once; the future raises
+        ``UnsupportedTensor`` for what has no bytes, ``ArenaExhausted`` when the budget does not suffice, and
         ``Skipped``. Cancelling an awaiter leaves the copy going.
         """
         self._check_usable()
