@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from sidestream.errors import ArenaExhausted, InvalidOption, Skipped
 from sidestream.plan import save as save_plan
 from sidestream.staging import AsyncStager, Copy, HostEngine
 from sidestream.staging.arena import Arena
+from sidestream.staging.pace import Pace
 
 KIB = 1 << 10
 
@@ -207,7 +209,7 @@ async def test_plans_are_used_again_and_never_for_another_state(stager: AsyncSta
         lambda: state.update(a=state["a"].double()),
         lambda: state.update(c=torch.ones(2)),
         lambda: state.update(c=state["b"]),  # tied
-        lambda: state.update(c=state["b"].clone()),  # and untied again
+        lambda: state.update(c=state["b"] + 1.0),  # and untied again
         lambda: state.pop("c"),
         lambda: setattr(state["a"], "data", torch.randn(3, 3, dtype=torch.float64)),
     ]
@@ -239,6 +241,43 @@ async def test_several_threads_fill_an_image_without_a_hole() -> None:
             staged.release()
             del staged
         await all_returned(stager)
+
+
+class OutOfOrder(HostEngine):
+    """Holds the first unit back until the test opens the gate."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=3)
+        self.gate = threading.Event()
+        self.others = threading.Semaphore(0)
+
+    def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
+        if copy.offset == 0:
+            assert self.gate.wait(60)
+        super().copy(copy, address, stop=stop, copied=copied)
+        self.others.release()
+
+
+def test_a_reader_sees_no_byte_behind_a_hole() -> None:
+    source = torch.arange(20 << 20, dtype=torch.int32)  # 80 MiB: five units
+    target = torch.zeros_like(source)
+    engine, filled, done = OutOfOrder(), [0], Future[None]()
+
+    def fill() -> None:
+        copies = [Copy(source, 0, source.nbytes)]
+        engine.fill(copies, target.data_ptr(), advance=filled.append, pace=Pace(None), stop=Stop())
+        done.set_result(None)
+
+    threading.Thread(target=fill).start()
+    for _ in range(4):
+        assert engine.others.acquire(timeout=60)
+    assert filled == [0], "four units are in place, but not the first one"
+    engine.gate.set()
+    done.result(60)
+    assert filled == sorted(filled)
+    assert filled[-1] == source.nbytes
+    assert torch.equal(source, target)
+    engine.close()
 
 
 class PartlyBroken(HostEngine):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._threads import Deadline, Stop
-from ..errors import Closed
+from ..errors import ArenaExhausted, Closed, SidestreamError
 from .arena import Lease
 
 __all__ = ["Copy", "ImageLayout", "StagedImage"]
@@ -94,7 +94,7 @@ class StagedImage:
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
         """Block until the first ``end`` bytes have been staged and return a view of the whole image.
 
-        Raises what made the stage fail, ``DeadlineExceeded``, or ``Closed`` once ``stop`` is set.
+        Raises what made the stage fail, ``DeadlineExceeded``, ``ArenaExhausted`` if it has no memory yet, or ``Closed`` once ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
             while self._filled < end:
@@ -102,10 +102,18 @@ class StagedImage:
                 if self._error is not None:
                     raise self._error.with_traceback(None)
                 if not self._changed.wait(deadline.remaining_s()):
-                    raise deadline.exceeded(f"staging of {self.nbytes} bytes")
+                    raise self._late(deadline)
             if self._lease is None or self._released:
                 raise Closed("this image was released")
             return self._lease.view
+
+    def _late(self, deadline: Deadline) -> SidestreamError:
+        if self._lease is not None:
+            return deadline.exceeded(f"staging of {self.nbytes} bytes")
+        return ArenaExhausted(
+            f"no {self.nbytes} bytes of staging memory became free within {deadline.timeout_s:g} s: "
+            "release() staged state dicts, or raise budget_bytes="
+        )
 
     def lease(self) -> Lease:
         """The memory itself, for whoever takes it over when the stage has ended."""
