@@ -13,16 +13,18 @@ import torch
 
 from ._threads import Deadline, io_threads
 from .errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
+from .format.checksum import crc32
 from .format.dtypes import itemsize
+from .format.ranks import Replica
 from .format.records import Chunk, Manifest, TensorEntry, ValueEntry
 from .format.torch_item import open_tensor_item, open_value_item
 from .format.transforms import require, unpack
 from .plan.objects import NOTHING_ALLOWED, Allowed
-from .plan.ranges import ForeignPayload
+from .plan.ranges import PIECE_BYTES, ForeignPayload
 from .plan.values import decode_value
 from .storage import ReadRange, Store
 
-__all__ = ["Located", "locate_tensor", "read_item", "read_values", "unpack_chunk"]
+__all__ = ["Located", "agree", "locate_tensor", "read_item", "read_values", "unpack_chunk"]
 
 Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
 """A tensor whose chunks know where their payload begins, and what else the zips say about it."""
@@ -127,6 +129,45 @@ async def read_item(store: Store, directory: str, item: Chunk | ValueEntry, dead
     raw = bytearray(item.item_bytes)
     await store.read(f"{directory}/{item.file}", [ReadRange(item.item_offset, memoryview(raw))], deadline=deadline)
     return raw
+
+
+async def agree(store: Store, directory: str, replica: Replica, deadline: Deadline) -> bool:
+    """Whether two ranks wrote the same. Of tensors the checksums are compared, where the files have some."""
+    first, other = replica.first, replica.other
+    if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
+        return await _same_value(store, directory, replica.fqn, first, other, deadline)
+    if isinstance(first, ValueEntry) or isinstance(other, ValueEntry):
+        return False
+    one = await _digest(store, directory, replica.fqn, *first, deadline)
+    return one == await _digest(store, directory, replica.fqn, *other, deadline)
+
+
+async def _same_value(
+    store: Store, directory: str, fqn: str, first: ValueEntry, other: ValueEntry, deadline: Deadline
+) -> bool:
+    if max(first.item_bytes, other.item_bytes) > _MAX_VALUE_BYTES:
+        raise Corrupt(f"{fqn}: a plain value of {first.item_bytes} bytes", file=first.file, fqn=fqn)
+    items = [await read_item(store, directory, entry, deadline) for entry in (first, other)]
+    return first.transform == other.transform and items[0] == items[1]
+
+
+async def _digest(
+    store: Store, directory: str, fqn: str, entry: TensorEntry, chunk: Chunk, deadline: Deadline
+) -> object:
+    if chunk.transform:
+        require()
+        raw = await read_item(store, directory, chunk, deadline)
+        _, (_, payloads) = await io_threads().run(unpack_chunk, fqn, entry, chunk, raw, deadline=deadline)
+        return next(iter(payloads.values()))
+    if chunk.payload_offset is None:
+        _, payloads = await locate_tensor(store, directory, fqn, replace(entry, chunks=(chunk,)), deadline)
+        return next(iter(payloads.values()))
+    crc = 0
+    for start in range(0, chunk.item_bytes, PIECE_BYTES):
+        nbytes = min(PIECE_BYTES, chunk.item_bytes - start)
+        part = replace(chunk, item_offset=chunk.item_offset + start, item_bytes=nbytes)
+        crc = await io_threads().run(crc32, await read_item(store, directory, part, deadline), crc, deadline=deadline)
+    return crc
 
 
 async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) -> BinaryIO:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
 from .cover import TooIntricateError, find_overlap, volume
@@ -11,7 +11,16 @@ from .dtypes import DTYPES, itemsize
 from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
 from .transforms import MOST_EXPANSION
 
-__all__ = ["MAX_CHUNKS", "MAX_ENTRIES", "MAX_FILES", "MAX_FQN_CHARS", "MAX_PATH_DEPTH", "MAX_RANK", "validate"]
+__all__ = [
+    "MAX_CHUNKS",
+    "MAX_ENTRIES",
+    "MAX_FILES",
+    "MAX_FQN_CHARS",
+    "MAX_PATH_DEPTH",
+    "MAX_RANK",
+    "check_item",
+    "validate",
+]
 
 MAX_ENTRIES = 10_000_000
 MAX_CHUNKS = 50_000_000
@@ -45,7 +54,7 @@ def validate(manifest: Manifest) -> None:
     for fqn, entry in manifest.entries.items():
         _check_names(fqn, entry)
         for file, start, length, content in _items(entry):
-            _check_item(manifest.files, fqn, file, start, length)
+            check_item(manifest.files, fqn, file, start, length)
             ranges.setdefault(file, []).append((start, start + length, fqn, content if manifest.own else fqn))
         if isinstance(entry, TensorEntry):
             missing = _check_tensor(manifest.files, fqn, entry)
@@ -100,7 +109,8 @@ def _items(entry: Entry) -> Iterator[tuple[str, int, int, object]]:
         yield entry.file, entry.item_offset, entry.item_bytes, None
 
 
-def _check_item(files: dict[str, int], fqn: str, file: str, start: int, length: int) -> None:
+def check_item(files: Mapping[str, int], fqn: str, file: str, start: int, length: int) -> None:
+    """Raise ``Corrupt`` unless the file is there, under a plain name, and has those bytes."""
     if file not in files:
         _check_file(file, 0)
         raise Corrupt(f"{fqn!r} lies in {file!r}, which is missing", file=file, fqn=fqn)
