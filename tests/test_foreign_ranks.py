@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,31 @@ async def test_a_rank_is_missing(written: Path, tmp_path: Path) -> None:
     (path / "__0.metadata").unlink()
     with pytest.raises(errors.CheckpointNotFound):
         await sidestream.open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"relative_path": "../secret"},
+        {"relative_path": "/etc/hostname"},
+        {"relative_path": ".hidden"},
+        {"offset": 1 << 40},
+    ],
+    ids=str,
+)
+async def test_what_is_compared_lies_in_the_checkpoint(written: Path, change: dict[str, Any], tmp_path: Path) -> None:
+    path = copied(written, "local", tmp_path)
+    shutil.copy(path / "__1_0.distcp", tmp_path / "secret")
+    for fqn in ("step", "deep.plain"):
+        raw = (written / "local" / "__1.metadata").read_bytes()
+        metadata = pickle.loads(raw)
+        for index, info in metadata.storage_data.items():
+            if index.fqn == fqn:
+                vars(info).update(change)
+        (path / "__1.metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(errors.Corrupt) as raised:
+            await sidestream.open_checkpoint(path)
+        assert raised.value.fqn == fqn or raised.value.file == change["relative_path"]
 
 
 async def test_metadata_of_the_whole_goes_first(written: Path, tmp_path: Path) -> None:
