@@ -64,14 +64,7 @@ class Reader:
         no thread writes into a target any more.
         """
         targets = {one.fqn: one for one in wanted}
-        packed = [
-            (one, chunk)
-            for one in targets.values()
-            for chunk in one.entry.chunks
-            if chunk.transform and overlaps(chunk, one.box)
-        ]
-        if packed:
-            require()
+        packed = [] if own else await io_threads().run(_packed, targets, deadline=self.deadline)
         foreign = None if own else await self._locate(targets)
         planned = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
         queue = iter(planned)
@@ -138,6 +131,19 @@ async def _in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 group.create_task(work())
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
+
+
+def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
+    """The compressed chunks. Raises ``MissingExtra`` where there are some and nothing can decompress them."""
+    found = [
+        (one, chunk)
+        for one in targets.values()
+        for chunk in one.entry.chunks
+        if chunk.transform and overlaps(chunk, one.box)
+    ]
+    if found:
+        require()
+    return found
 
 
 def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) -> list[Batch]:
