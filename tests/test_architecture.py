@@ -23,7 +23,20 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "options", "events", "_torch", "_threads", "_tasks"}),
     frozenset({"staging", "storage", "ranks"}),
     frozenset({"plan", "format"}),
-    frozenset({"saving", "pending", "loading", "reading", "foreign", "commit", "writing", "catalog", "checkpoint"}),
+    frozenset(
+        {
+            "saving",
+            "writing",
+            "pending",
+            "commit",
+            "catalog",
+            "loading",
+            "reading",
+            "foreign",
+            "foreign_manifest",
+            "checkpoint",
+        }
+    ),
     frozenset({"checkpointer", "saver", "weights", "blocking"}),
     frozenset({"dcp", "convert", "cli", "integrations"}),
 )

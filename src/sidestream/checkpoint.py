@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ from ._threads import Deadline, io_threads
 from ._torch import dtype_from_name
 from .catalog import read_manifest
 from .errors import InvalidOption, MissingKeys
-from .foreign import read_nodes
+from .foreign import read_values
 from .format.records import EmptyEntry, Manifest, TensorEntry, ValueEntry
 from .loading import new_tensors
 from .options import Verify, check_choice, check_timeout
 from .plan.assemble import assemble
+from .plan.objects import Allowed, allowed_types
 from .plan.ranges import Box
-from .plan.values import decode_value
 from .reading import Reader, Wanted, whole
 from .storage import Location, locate_directory
 
@@ -37,29 +37,32 @@ class TensorInfo:
 
 
 async def open_checkpoint(
-    url: str | os.PathLike[str], *, verify: Verify = "always", timeout_s: float = 600.0
+    url: str | os.PathLike[str], *, verify: Verify = "always", timeout_s: float = 600.0, allow: Iterable[type] = ()
 ) -> Checkpoint:
     """Read and validate what the checkpoint at ``url`` says about itself, and no payload.
 
-    ``timeout_s`` is for this call and for each one on the result. Raises ``CheckpointNotFound``, ``Corrupt``,
-    ``UnsupportedCheckpoint``. The result holds nothing open and needs no closing.
+    ``timeout_s`` is for this call and for each one on the result, ``allow`` as for ``load``. Raises
+    ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``. The result holds nothing open and needs no closing.
     """
     running_loop("open_checkpoint")
     check_choice("verify", verify, Verify)
     check_timeout(timeout_s)
-    location = locate_directory(url)
+    location, allowed = locate_directory(url), allowed_types(allow)
     manifest = await read_manifest(location.store, location.name, location.url, Deadline.after(timeout_s))
-    return Checkpoint(location, manifest, verify, timeout_s)
+    return Checkpoint(location, manifest, verify, timeout_s, allowed)
 
 
 class Checkpoint(Mapping[str, TensorInfo | None]):
     """What is in a checkpoint, by FQN: a ``TensorInfo`` for a tensor, None for a plain value."""
 
-    def __init__(self, location: Location, manifest: Manifest, verify: Verify, timeout_s: float) -> None:
+    def __init__(
+        self, location: Location, manifest: Manifest, verify: Verify, timeout_s: float, allow: Allowed
+    ) -> None:
         self._location = location
         self._manifest = manifest
         self._verify: Verify = verify
         self._timeout_s = timeout_s
+        self._allow = allow
 
     @property
     def url(self) -> str:
@@ -146,9 +149,9 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         return Reader(self._location.store, self._location.name, self._verify, deadline)
 
     async def _values(self, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
+        store, directory = self._location.store, self._location.name
         deadline = Deadline.after(self._timeout_s)
-        nodes = await read_nodes(self._location.store, self._location.name, self._manifest, entries, deadline)
-        return {fqn: decode_value(node, fqn) for fqn, node in nodes.items()}
+        return await read_values(store, directory, self._manifest, entries, deadline, self._allow)
 
 
 def _rows(fqn: str, shape: tuple[int, ...], rows: slice) -> Box:

@@ -25,6 +25,7 @@ __all__ = [
     "KeyCollision",
     "KindMismatch",
     "Mismatch",
+    "MissingExtra",
     "MissingKeys",
     "NoSpace",
     "NotCovered",
@@ -74,6 +75,14 @@ class KeyCollision(SidestreamError, ValueError):
 
 class UnsupportedCheckpoint(SidestreamError, ValueError):
     """A checkpoint that is not damaged, but written in a way that this version does not read."""
+
+
+class MissingExtra(SidestreamError, ImportError):
+    """Reading this checkpoint needs a package that is not installed. ``extra`` names the extra that brings it."""
+
+    def __init__(self, message: str, *, extra: str):
+        super().__init__(message)
+        self.extra = extra
 
 
 class Closed(SidestreamError, RuntimeError):

@@ -16,12 +16,12 @@ from ._threads import Deadline, io_threads
 from ._torch import dtype_from_name
 from .catalog import read_manifest
 from .errors import Corrupt, Mismatch, SidestreamError, StatefulRefused
-from .foreign import read_nodes
+from .foreign import read_values
 from .format.records import DictKey, EmptyEntry, Entry, Key, Manifest, TensorEntry, ValueEntry
 from .options import Verify, check_choice, check_timeout
 from .plan.assemble import assemble
 from .plan.match import LoadPlan, StatefulLoad, match, plain_path
-from .plan.values import decode_value
+from .plan.objects import NOTHING_ALLOWED, Allowed, allowed_types
 from .reading import Reader, Wanted, whole
 from .storage import Location, locate_directory
 
@@ -50,6 +50,7 @@ async def load(
     verify: Verify = "always",
     atomic: bool = False,
     timeout_s: float = 600.0,
+    allow: Iterable[type] = (),
 ) -> LoadReport:
     """Load the checkpoint at ``url`` into ``state``, in place: ours, or one that stock DCP wrote.
 
@@ -62,13 +63,23 @@ async def load(
     ``CheckpointNotFound``; ``Corrupt``, also for altered bytes (``verify``), which may be found after some tensors were
     written: ``error.written`` lists them. With ``atomic=True`` everything is read into memory of its own first, so
     that a failure leaves ``state`` untouched. The same holds for a cancel, ``StorageError`` and ``DeadlineExceeded``.
+
+    Of other writers' values only plain data is read, and objects of the types in ``allow``: those, and no others, are
+    made again by their own code from what was saved. Anything else raises ``UnsafeObject``.
     """
     running_loop("load")
-    return await load_from(locate_directory(url), state, verify=verify, atomic=atomic, timeout_s=timeout_s)
+    location, allowed = locate_directory(url), allowed_types(allow)
+    return await load_from(location, state, verify=verify, atomic=atomic, timeout_s=timeout_s, allow=allowed)
 
 
 async def load_from(
-    location: Location, state: Mapping[str, Any], *, verify: Verify, atomic: bool, timeout_s: float
+    location: Location,
+    state: Mapping[str, Any],
+    *,
+    verify: Verify,
+    atomic: bool,
+    timeout_s: float,
+    allow: Allowed = NOTHING_ALLOWED,
 ) -> LoadReport:
     """``load`` from a resolved location."""
     check_choice("verify", verify, Verify)
@@ -76,7 +87,7 @@ async def load_from(
     deadline = Deadline.after(timeout_s)
     manifest = await read_manifest(location.store, location.name, location.url, deadline)
     plan = match(state, manifest, location.url)
-    work = _Load(location, manifest, plan, Reader(location.store, location.name, verify, deadline), atomic)
+    work = _Load(location, manifest, plan, Reader(location.store, location.name, verify, deadline), atomic, allow)
     try:
         return await work.run()
     except (Exception, asyncio.CancelledError) as error:
@@ -116,14 +127,14 @@ class _Load:
     plan: LoadPlan
     reader: Reader
     atomic: bool
+    allow: Allowed
     handing_over: bool = False
 
     async def run(self) -> LoadReport:
         plan, entries = self.plan, self.manifest.entries
         deadline = self.reader.deadline
         store, directory = self.location.store, self.location.name
-        nodes = await read_nodes(store, directory, self.manifest, self._value_entries(), deadline)
-        values = {fqn: decode_value(node, fqn) for fqn, node in nodes.items()}
+        values = await read_values(store, directory, self.manifest, self._value_entries(), deadline, self.allow)
         fresh = await io_threads().run(new_tensors, entries, plan.new, deadline=deadline)
         places = await io_threads().run(self._places, deadline=deadline)
         wanted, again = await io_threads().run(self._wanted, places, fresh, deadline=deadline)

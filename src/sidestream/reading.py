@@ -14,11 +14,12 @@ import torch
 from ._threads import Deadline, io_threads
 from ._torch import dtype_from_name
 from .errors import Corrupt, SidestreamError
-from .foreign import Located, locate_tensor
+from .foreign import Located, locate_tensor, read_item, unpack_chunk
 from .format.checksum import crc32, unpack_crcs
-from .format.records import BLOCK_BYTES, TensorEntry
+from .format.records import BLOCK_BYTES, Chunk, TensorEntry
+from .format.transforms import require
 from .options import Verify
-from .plan.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, plan_ranges
+from .plan.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .storage import ReadRange, Store
 
 __all__ = ["Reader", "Wanted", "whole"]
@@ -59,13 +60,17 @@ class Reader:
     async def read(self, wanted: Iterable[Wanted], *, own: bool) -> None:
         """Fill every target. The targets are row-major or not; those that are are read into directly.
 
-        Raises ``Corrupt``, naming file, offset and FQN. When this raises, no thread writes into a target any more.
+        Raises ``Corrupt``, naming file, offset and FQN, and ``MissingExtra`` before anything is read. When this raises,
+        no thread writes into a target any more.
         """
         targets = {one.fqn: one for one in wanted}
+        packed = [] if own else await io_threads().run(_packed, targets, deadline=self.deadline)
         foreign = None if own else await self._locate(targets)
         planned = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
         queue = iter(planned)
         await _in_parallel(lambda: self._work(queue, targets))
+        rest = iter(packed)
+        await _in_parallel(lambda: self._work_packed(rest))
 
     async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted]) -> None:
         for batch in queue:
@@ -75,6 +80,26 @@ class Reader:
             await self.store.read(f"{self.directory}/{batch.file}", reads, deadline=self.deadline)
             await io_threads().run(self._finish, batch, buffers, targets, deadline=self.deadline)
             self.nbytes += batch.nbytes
+
+    async def _work_packed(self, queue: Iterator[tuple[Wanted, Chunk]]) -> None:
+        for one, chunk in queue:
+            raw = await read_item(self.store, self.directory, chunk, self.deadline)
+            await io_threads().run(self._finish_packed, one, chunk, raw, deadline=self.deadline)
+            self.nbytes += len(raw)
+
+    def _finish_packed(self, one: Wanted, chunk: Chunk, raw: bytearray) -> None:
+        """In a thread: a compressed item holds one tensor whole, which is checked and put in place from memory."""
+        content, located = unpack_chunk(one.fqn, one.entry, chunk, raw)
+        with memoryview(content) as view:
+            for piece in _ranges(one, located):
+                buffer = view[piece.offset : piece.offset + piece.nbytes]
+                if self.verify == "always" and crc32(buffer) != piece.crc:
+                    raise _altered(piece, chunk.item_offset)
+                self.touched.add(one.fqn)
+                if isinstance(piece.into, Direct):
+                    _memory(one.target, piece.into.start, piece.nbytes)[:] = buffer
+                else:
+                    _place(piece, buffer, one)
 
     def _finish(self, batch: Batch, buffers: list[memoryview], targets: Mapping[str, Wanted]) -> None:
         """In a thread: check what has arrived, then put in place what was not read there directly."""
@@ -108,13 +133,30 @@ async def _in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         raise _first(errors) from None
 
 
+def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
+    """The compressed chunks. Raises ``MissingExtra`` where there are some and nothing can decompress them."""
+    found = [
+        (one, chunk)
+        for one in targets.values()
+        for chunk in one.entry.chunks
+        if chunk.transform and overlaps(chunk, one.box)
+    ]
+    if found:
+        require()
+    return found
+
+
 def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) -> list[Batch]:
     ranges: list[Range] = []
     for fqn, one in targets.items():
-        entry, payloads = (one.entry, None) if foreign is None else foreign[fqn]
-        row_major = one.target.is_contiguous() and not one.target.is_conj() and not one.target.is_neg()
-        ranges.extend(plan_ranges(fqn, entry, one.box, row_major=row_major, foreign=payloads))
+        ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn]))
     return batches(ranges)
+
+
+def _ranges(one: Wanted, located: Located) -> Iterator[Range]:
+    entry, payloads = located
+    row_major = one.target.is_contiguous() and not one.target.is_conj() and not one.target.is_neg()
+    return plan_ranges(one.fqn, entry, one.box, row_major=row_major, foreign=payloads)
 
 
 def _buffers(batch: Batch, targets: Mapping[str, Wanted]) -> list[memoryview]:

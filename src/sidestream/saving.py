@@ -66,8 +66,8 @@ def async_save(
     """Start what ``save`` does and return at once. Needs a running event loop.
 
     ``await pending.staged`` before the tensors change, ``await pending`` for the ``SaveInfo``. Plain values are copied
-    here and now. Raises what is wrong with ``url`` and options at once; the rest is raised by ``pending``: what is wrong
-    with a tensor or value of ``state`` before anything has been written.
+    here and now. Raises what is wrong with ``url`` and options at once; the rest is raised by ``pending``, what is
+    wrong with a tensor or value of ``state`` before anything has been written.
     """
     return start_save(state, locate_directory(url), stager=stager, durability=durability, timeout_s=timeout_s)
 

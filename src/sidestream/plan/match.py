@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -207,16 +207,19 @@ def _match_value(
 
 
 def _claimed(manifest: Manifest, roots: Mapping[int, Leaf], leaves: list[Leaf]) -> dict[int, dict[str, Entry]]:
-    """For each ``Stateful`` all entries saved below its path, and those of its own leaves."""
+    """For each ``Stateful`` all entries saved below its path, and those of its own leaves; where a writer left the
+    names without paths, these are found where the leaves are."""
     prefixes: dict[PlainPath, int] = {plain_path(root.path): number for number, root in roots.items()}
     lengths = sorted({len(prefix) for prefix in prefixes})
-    owned = {leaf.fqn: leaf.owner for leaf in leaves if leaf.owner is not None}
+    owned = {leaf.fqn: leaf for leaf in leaves if leaf.owner is not None}
     below: dict[int, dict[str, Entry]] = {number: {} for number in roots}
     for fqn, entry in manifest.entries.items():
         path = plain_path(entry.path)
-        number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), owned.get(fqn))
+        number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), None)
         if number is not None:
             below[number][fqn] = entry
+        elif (leaf := owned.get(fqn)) is not None and leaf.owner is not None:
+            below[leaf.owner][fqn] = entry if manifest.own else replace(entry, path=leaf.path)
     return below
 
 

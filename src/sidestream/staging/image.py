@@ -94,7 +94,8 @@ class StagedImage:
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
         """Block until the first ``end`` bytes have been staged and return a view of the whole image.
 
-        Raises what made the stage fail, ``DeadlineExceeded``, ``ArenaExhausted`` if it has no memory yet, or ``Closed`` once ``stop`` is set.
+        Raises what made the stage fail, ``DeadlineExceeded``, ``ArenaExhausted`` if it has no memory by then, or
+        ``Closed`` once ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
             while self._filled < end:
