@@ -138,7 +138,7 @@ class Arena:
         self._turn = threading.Lock()
         # Finalizers run wherever the last reference dies, perhaps in a thread that holds a lock of ours, so they may
         # only touch this queue, whose put() is reentrant.
-        self._returned: queue.SimpleQueue[tuple[_Segment, int, int] | None] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[tuple[_Segment | None, int, int] | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._reserved = self._leased = self._peak = self._leases = self._waiters = 0
         self._closed = threading.Event()
@@ -281,9 +281,9 @@ class Arena:
     def _give_back(
         returned: queue.SimpleQueue[Any], closed: threading.Event, pid: int, back: tuple[_Segment, int, int]
     ) -> None:
-        # A forked child shares the pages, so its finalizers must not hand them out; a closed arena takes nothing back.
-        if os.getpid() == pid and not closed.is_set():
-            returned.put(back)
+        if os.getpid() == pid:  # a forked child shares the pages, so its finalizers must not hand them out
+            segment, start, end = back
+            returned.put((None if closed.is_set() else segment, start, end))  # a closed arena keeps no memory mapped
 
     def _collect(self) -> None:
         if self._turn.acquire(blocking=False):  # a thread that holds the turn drains the queue itself
@@ -301,9 +301,11 @@ class Arena:
             if returned is not None:
                 self._put_back(*returned)
 
-    def _put_back(self, segment: _Segment, start: int, end: int) -> None:
+    def _put_back(self, segment: _Segment | None, start: int, end: int) -> None:
         self._leased -= end - start
         self._leases -= 1
+        if segment is None:
+            return
         insort(segment.free, (start, end))
         merged: list[tuple[int, int]] = []
         for extent in segment.free:
