@@ -50,6 +50,8 @@ class SaveOrder:
     deadline: Deadline
     step: int | None
     generation: int
+    budget_bytes: int | None = None
+    """Of the memory that is mapped for this save alone."""
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -66,9 +68,9 @@ class Writing:
     def __init__(self, order: SaveOrder, captured: Captured, stager: AsyncStager | None) -> None:
         self._order = order
         self._stop = Stop()
-        self._own = AsyncStager(timeout_s=order.deadline.timeout_s) if stager is None else None
-        stager = stager or self._own
-        assert stager is not None
+        self._own: AsyncStager | None = None
+        if stager is None:
+            stager = self._own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=order.deadline.timeout_s)
         lay_out = partial(plan_save, stager.plans, stager.budget_bytes)
         self._staging: Staging[SavePlan] = stager.launch(captured, lay_out, order.deadline)
         self._crcs: list[list[bytes]] = []
