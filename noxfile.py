@@ -95,6 +95,6 @@ def bench(session: nox.Session) -> None:
     scripts = session.posargs or sorted(str(path) for path in Path("benchmarks").glob("[!_]*.py"))
     if not scripts:
         session.skip("benchmarks/ is empty")
-    _install(session, ".[fast]", groups=("bench",))
+    _install(session, ".[fast,bench]")
     for script in scripts:
         session.run("python", script)
