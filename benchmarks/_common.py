@@ -76,7 +76,7 @@ def describe(*packages: str) -> dict[str, Any]:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+            versions[package] = "from its sources" if package == "sidestream" else "not installed"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", *sys.argv]),
