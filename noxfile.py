@@ -92,9 +92,9 @@ def docs(session: nox.Session) -> None:
 @nox.session(python=ONE)
 def bench(session: nox.Session) -> None:
     """Run every script of benchmarks/, or those named after ``--``."""
-    scripts = session.posargs or sorted(str(path) for path in Path("benchmarks").glob("*.py"))
+    scripts = session.posargs or sorted(str(path) for path in Path("benchmarks").glob("[!_]*.py"))
     if not scripts:
         session.skip("benchmarks/ is empty")
-    _install(session, ".[fast]", groups=("bench",))
+    _install(session, ".[fast,bench]")
     for script in scripts:
         session.run("python", script)
