@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from sidestream._torch import storage_key
+
 T = TypeVar("T")
 
 
@@ -64,8 +66,8 @@ class FakeDriver:
 
     def put(self, tensor: torch.Tensor, device: Hashable = 0) -> torch.Tensor:
         """Say that the memory of ``tensor`` is on ``device``."""
-        self._devices[tensor.untyped_storage().data_ptr()] = device
-        self._storages.append(tensor.untyped_storage())  # its address stays its own
+        self._devices[storage_key(tensor)] = device
+        self._storages.append(tensor.untyped_storage())  # its key stays its own
         return tensor
 
     def forget(self) -> None:
@@ -125,7 +127,7 @@ class FakeDriver:
     # --- Driver ---
 
     def device_of(self, tensor: torch.Tensor) -> Hashable | None:
-        return self._devices.get(tensor.untyped_storage().data_ptr())
+        return self._devices.get(storage_key(tensor)) if tensor.layout is torch.strided else None
 
     def capturing(self) -> bool:
         return self.capture
@@ -168,7 +170,10 @@ class FakeDriver:
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         made = torch.empty(sum(source.nbytes for source in sources), dtype=torch.uint8)
-        self._enqueue(self._stream_of(sources[0]), lambda: made.copy_(torch.cat(list(sources))))
+        joined = made.view(sources[0].dtype)
+        self._enqueue(
+            self._stream_of(sources[0]), lambda: joined.copy_(torch.cat([source.reshape(-1) for source in sources]))
+        )
         return made
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
@@ -205,7 +210,7 @@ class FakeDriver:
     # --- inside ---
 
     def _stream_of(self, tensor: torch.Tensor) -> Stream:
-        device = self._devices.get(tensor.untyped_storage().data_ptr())
+        device = self._devices.get(storage_key(tensor))
         return self.current_stream(device)
 
     def _enqueue(self, stream: Stream, operation: Event | Callable[[], Any]) -> None:

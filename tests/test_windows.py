@@ -73,7 +73,7 @@ def test_any_run_of_row_major_bytes_of_any_view(shape: list[int], random, dtype:
     tensor = tensor.permute(*random.sample(range(len(shape)), len(shape)))
     if random.random() < 0.3:
         tensor = tensor.conj() if dtype.is_complex else tensor.flip(0)
-    raw = bytes(tensor.resolve_conj().contiguous().view(torch.uint8).flatten().tolist())
+    raw = bytes(tensor.resolve_conj().contiguous().flatten().view(torch.uint8).tolist())
     first, last = sorted(random.randrange(tensor.numel() + 1) for _ in range(2))
     if first == last:
         return
@@ -81,7 +81,7 @@ def test_any_run_of_row_major_bytes_of_any_view(shape: list[int], random, dtype:
     rows, inner = rows_with(tensor, skip, nbytes)
     assert rows.nbytes - nbytes <= 2 * tensor[0].nbytes
     assert (
-        bytes(rows.resolve_conj().contiguous().view(torch.uint8).flatten().tolist())[inner : inner + nbytes]
+        bytes(rows.resolve_conj().contiguous().flatten().view(torch.uint8).tolist())[inner : inner + nbytes]
         == (raw[skip : skip + nbytes])
     )
     target = torch.zeros(nbytes, dtype=torch.uint8)

@@ -16,8 +16,10 @@ __all__ = [
     "check_tensor",
     "dtype_from_name",
     "dtype_name",
+    "extent_bytes",
     "neg_view",
     "outside_compile",
+    "storage_key",
     "tensor_class",
 ]
 
@@ -49,11 +51,18 @@ def dtype_from_name(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def check_tensor(tensor: torch.Tensor, fqn: str) -> None:
-    """Refuse by name what bytes alone cannot represent."""
+def storage_key(tensor: torch.Tensor) -> int:
+    """Which storage ``tensor`` is a view of, as long as somebody refers to that: its address changes when it is
+    resized, and two storages may lie at one address (``torch.from_numpy`` of two slices)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def check_tensor(tensor: torch.Tensor, fqn: str, *, held: bool = False) -> None:
+    """Refuse by name what bytes alone cannot represent. Of a tensor whose bytes are ``held`` elsewhere already the
+    storage may be gone."""
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        problem = _plain_problem(tensor)
+        problem = _plain_problem(tensor, held)
     elif (dtensor := tensor_class("torch.distributed.tensor", "DTensor")) and isinstance(tensor, dtensor):
         problem = "a DTensor: this version loads into one process; load into tensor.to_local()"
     elif (fake := tensor_class("torch._subclasses.fake_tensor", "FakeTensor")) and isinstance(tensor, fake):
@@ -61,7 +70,7 @@ def check_tensor(tensor: torch.Tensor, fqn: str) -> None:
     elif hasattr(tensor, "__tensor_flatten__"):
         problem = f"the wrapper subclass {kind.__name__}: name the tensors that it wraps"
     else:
-        problem = _plain_problem(tensor)
+        problem = _plain_problem(tensor, held)
     if problem is not None:
         raise UnsupportedTensor(f"{fqn}: cannot save {problem}")
 
@@ -71,7 +80,7 @@ def tensor_class(module: str, name: str) -> type[torch.Tensor] | None:
     return getattr(sys.modules.get(module), name, None)
 
 
-def _plain_problem(tensor: torch.Tensor) -> str | None:
+def _plain_problem(tensor: torch.Tensor, held: bool) -> str | None:
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}: save its indices and values, or tensor.to_dense()"
     if tensor.is_meta:
@@ -80,12 +89,12 @@ def _plain_problem(tensor: torch.Tensor) -> str | None:
         return "a quantized tensor: save tensor.int_repr() with its scale and zero point"
     if tensor.is_nested:
         return "a nested tensor: save its components"
-    if tensor.untyped_storage().nbytes() < _extent_bytes(tensor):
+    if not held and tensor.untyped_storage().nbytes() < extent_bytes(tensor):
         return "a tensor whose storage was freed or shrunk (a sharded FSDP parameter?): unshard it first"
     return None
 
 
-def _extent_bytes(tensor: torch.Tensor) -> int:
+def extent_bytes(tensor: torch.Tensor) -> int:
     """How much of its storage the tensor reaches into."""
     if tensor.numel() == 0:
         return 0

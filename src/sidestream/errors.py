@@ -19,6 +19,7 @@ __all__ = [
     "Conflict",
     "Corrupt",
     "DeadlineExceeded",
+    "DeviceFailed",
     "DtypeMismatch",
     "ForkedProcess",
     "InvalidOption",
@@ -118,6 +119,10 @@ class Skipped(SidestreamError, RuntimeError):
 
 class CapturingGraph(SidestreamError, RuntimeError):
     """Staging was asked for while the current stream records a graph. Nothing was enqueued."""
+
+
+class DeviceFailed(SidestreamError, RuntimeError):
+    """An accelerator reported an error while its memory was staged. The sources may change; the copy is lost."""
 
 
 class DeadlineExceeded(SidestreamError, TimeoutError):

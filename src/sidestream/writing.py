@@ -20,7 +20,7 @@ from ._threads import Deadline, Stop, Threads, io_threads, politely
 from ._torch import Stateful
 from .catalog import attempt_name
 from .commit import BytesBody
-from .errors import InvalidOption, Skipped
+from .errors import Closed, InvalidOption, Skipped
 from .format.shard import Sealer, ShardLayout, Window
 from .options import Durability
 from .plan.save import SavePlan, plan_save, shard_name
@@ -148,7 +148,7 @@ def _pass_on(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
     error = None if free.cancelled() else free.exception()
     if staged.done():
         return
-    if error is None or isinstance(error, Skipped):  # nothing of it will be read any more
+    if error is None or isinstance(error, (Skipped, Closed)):  # nothing of it will be read any more
         staged.set_result(None)
     else:
         staged.set_exception(error)

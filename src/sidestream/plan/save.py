@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._threads import politely
-from .._torch import check_tensor, dtype_name
+from .._torch import check_tensor, dtype_name, storage_key
 from ..errors import UnsupportedTensor
 from ..format.dtypes import DTYPES
 from ..format.frame import Frame, frame_tensor, frame_value
@@ -139,7 +139,7 @@ def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_
         tuple([leaf.path for leaf in named]),
         fingerprint(politely(tensors, _EVERY)),
     )
-    layout = plans.get(key, lambda: _lay_out(named, shard_bytes, window_bytes))
+    layout = plans.get(key, lambda: _lay_out(named, captured.held, shard_bytes, window_bytes))
     values = bytearray()
     outline: dict[str, _Tensor | ValueEntry | EmptyEntry] = {}
     for leaf in politely(leaves, _EVERY):
@@ -158,14 +158,14 @@ def _window_bytes(total: int, budget_bytes: int) -> int:
     return max(wanted // BLOCK_BYTES, 1) * BLOCK_BYTES
 
 
-def _lay_out(named: Sequence[Leaf], shard_bytes: int, window_bytes: int) -> _TensorLayout:
+def _lay_out(named: Sequence[Leaf], held: set[int], shard_bytes: int, window_bytes: int) -> _TensorLayout:
     numbers: list[int] = []  # the item of each tensor
     items: list[int] = []
     frames: list[Frame] = []
     known: dict[tuple[object, ...], int] = {}
     for index, leaf in enumerate(politely(named, _EVERY)):
         tensor = leaf.value
-        check_tensor(tensor, leaf.fqn)
+        check_tensor(tensor, leaf.fqn, held=bool(held) and storage_key(tensor) in held)
         dtype = dtype_name(tensor.dtype)
         if dtype not in DTYPES:
             raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")

@@ -74,6 +74,10 @@ class _Memory(mmap.mmap):
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         pinner.register(address, len(self))
         self._pin = (pinner, address, os.getpid())
+        # A page that is registered and shared with a forked child could be given to the child at the parent's next
+        # write, while the device goes on with the old one (older kernels): the child gets none of it.
+        with suppress(OSError, AttributeError):
+            self.madvise(mmap.MADV_DONTFORK)
 
     @property
     def pinned(self) -> bool:
@@ -167,15 +171,21 @@ class Arena:
     def pin(self, pinner: Pinner) -> None:
         """Register every segment with ``pinner``, those to come included. Blocks; raises what ``pinner`` raises."""
         with self._turn:
-            if self._pinner is None:
-                self._pinner = pinner
-                for segment in self._segments:
+            for segment in self._segments:
+                if not segment.memory.pinned:
                     segment.memory.pin(pinner)
+            self._pinner = pinner  # when it has not failed: the next stage tries again
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` (or the whole budget, if that is less) are free now."""
         self._collect()
         return self._leased + min(nbytes, self.budget_bytes) <= self.budget_bytes
+
+    def trim(self) -> None:
+        """Unmap the segments that nothing uses."""
+        with self._turn:
+            self._drain()
+            self._drop_idle_segments(self._reserved)
 
     def wake(self) -> None:
         """Make waiting threads look at their stop flag."""

@@ -38,26 +38,22 @@ class BlockingAsyncStager:
     ) -> None:
         self.cache_staged_state_dict = cache_staged_state_dict
         self.type_check = type_check
-        self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
         self._stager = AsyncStager(budget_bytes=budget_bytes, timeout_s=timeout_s)
 
     def stage(self, state_dict: Mapping[str, Any]) -> StagedState:
         """A copy of ``state_dict`` in host memory. Blocks. Raises what ``AsyncStager.stage`` and its future raise, and
         ``UnsafeObject`` for a value that ``type_check`` refuses."""
-        stager = self._stager
-        future = stager.stage(state_dict, convert=_check_type if self.type_check else copy.deepcopy)
+        if not self.cache_staged_state_dict:
+            self._stager.trim()
+        future = self._stager.stage(state_dict, convert=_check_type if self.type_check else copy.deepcopy)
         deadline = Deadline.after(self._timeout_s)
         try:
-            staged = future.result(deadline.remaining_s())
+            return future.result(deadline.remaining_s())
         except TimeoutError as error:
             if future.done():
                 raise
             raise DeadlineExceeded(f"the state dict was not copied within timeout_s={self._timeout_s:g}") from error
-        if not self.cache_staged_state_dict:
-            self._stager = AsyncStager(budget_bytes=self._budget_bytes, timeout_s=self._timeout_s)
-            stager.close()
-        return staged
 
     @property
     def should_synchronize_after_execute(self) -> bool:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from .._torch import Stateful
+from .._torch import Stateful, storage_key
 from ..errors import InvalidOption, UnsafeObject
-from .composite import Composite, dismantle
+from .composite import Composite, dismantle, settled
 
 __all__ = ["Captured", "capture"]
 
@@ -34,13 +34,14 @@ class Captured:
     storage (or by a ``Composite`` of such), objects with ``state_dict()`` by what that returned.
 
     An alias pins the memory of the call: ``param.data`` may be bound to other memory while it is copied. ``tensors``
-    are all aliases in ``root``, in the order in which they were met. ``volatile`` are the addresses of the storages
-    of modules' buffers, which forward changes.
+    are all aliases in ``root``, in the order in which they were met. Storages are named by their key: those in
+    ``volatile`` are of modules' buffers, which forward changes; of those in ``held`` the bytes are copied already.
     """
 
     root: dict[Any, Any]
     tensors: list[torch.Tensor]
-    volatile: set[int]
+    volatile: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
 
 
 def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepcopy) -> Captured:
@@ -94,18 +95,20 @@ class _Walk:
             raise InvalidOption(
                 f"{path[:200]}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself"
             )
-        if kind is list:
+        if isinstance(value, list):
             if _IMMUTABLE.issuperset(map(type, value)):
                 return list(value)
             return [self.item(item, f"{path}.{index}", depth + 1) for index, item in enumerate(value)]
-        if kind is tuple:
-            return tuple(self.inside(item, f"{path}.{index}", depth + 1) for index, item in enumerate(value))
+        if kind is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
+            items = [self.inside(item, f"{path}.{index}", depth + 1) for index, item in enumerate(value)]
+            return tuple(items) if kind is tuple else kind._make(items)
         if isinstance(value, Mapping):
             return self.mapping(value, path, depth)
         if isinstance(value, Stateful) and not isinstance(value, type):
             if isinstance(value, torch.nn.Module):
-                plain = (buffer for buffer in value.buffers() if buffer.layout is torch.strided)
-                self.volatile.update(buffer.untyped_storage().data_ptr() for buffer in plain)
+                for buffer in value.buffers():
+                    composite = dismantle(buffer, path)
+                    self.volatile.update(map(storage_key, composite.tensors() if composite else [buffer]))
             return self.item(value.state_dict(), path, depth + 1)
         return self.value(value, path)
 
@@ -116,6 +119,7 @@ class _Walk:
         return self.item(value, path, depth)
 
     def tensor(self, value: torch.Tensor, path: str) -> torch.Tensor | Composite:
+        value = settled(value)
         composite = dismantle(value, path)
         if composite is not None:
             self.tensors.extend(composite.tensors())

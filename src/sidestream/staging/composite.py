@@ -13,7 +13,7 @@ import torch
 from .._torch import tensor_class
 from ..errors import UnsupportedTensor
 
-__all__ = ["Composite", "dismantle"]
+__all__ = ["Composite", "dismantle", "settled"]
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -62,20 +62,26 @@ def dismantle(tensor: torch.Tensor, path: str) -> Composite | None:
     return None
 
 
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, of which no collective is still writing the bytes."""
+    pending = tensor_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if pending is not None and isinstance(tensor, pending):
+        elem: torch.Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
+        return elem
+    return tensor
+
+
 def _part(tensor: torch.Tensor, path: str) -> torch.Tensor | Composite:
+    tensor = settled(tensor)
     return dismantle(tensor, path) or tensor.detach()
 
 
 def _dtensor(tensor: Any, path: str) -> Composite:
-    """``__tensor_flatten__`` of a DTensor gives the local tensor, which a collective may still be writing."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedTensor(
             f"{path}: a DTensor with a Partial placement holds a share of a sum that nobody has added up yet; "
             "redistribute() it first"
         )
-    pending = tensor_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-    if pending is not None and isinstance(tensor._local_tensor, pending):
-        tensor._local_tensor.trigger_wait()  # type: ignore[attr-defined]
     return _wrapper(tensor, path, "a DTensor")
 
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from .._threads import Stop, Threads
-from .._torch import neg_view
-from ..errors import CapturingGraph
+from .._threads import Stop, Threads, politely
+from .._torch import extent_bytes, neg_view, storage_key
+from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, SidestreamError
 from .arena import Lease
 from .driver import Driver
-from .host import HostEngine, raw_start, rows_with
+from .host import HostEngine, check_extent, move, raw_start, rows_with
 from .image import Copy
 from .pace import Pace
 
@@ -31,7 +31,13 @@ StageMode = Literal["lazy", "snapshot", "hybrid"]
 
 _SMALL_BYTES = 1 << 20
 _CHUNK_BYTES = (32 << 20, 512 << 20)
+_SCRATCH_BYTES = 256 << 20
 _GAP_BYTES = 24 << 20
+_EVERY = 64
+# What torch.cat is known to take on every device; the others go as raw bytes.
+_GATHERED_AS_THEY_ARE = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32}
+)
 _CHUNKS = 350  # a stream's queue takes some 1,000 operations before a launch blocks; each chunk has a gap beside it
 
 
@@ -56,13 +62,14 @@ def held_back(sizes: Sequence[int], mode: StageMode, lazily_bytes: float, free_b
 
 @dataclass(slots=True)
 class _Side:
-    """One device's part in one stage. Storages are known by their address."""
+    """One device's part in one stage. Storages are known by their key: addresses change when storages are resized."""
 
     device: Hashable
     stream: Any
     ready: Any
     """Recorded on the caller's stream after the copies on the device."""
-    scratch: torch.Tensor | None
+    scratch: list[torch.Tensor]
+    """The bytes of small storages, one after the other (uint8)."""
     slots: dict[int, tuple[int, int]]
     """Where in ``scratch`` the bytes of a small storage are: start and length."""
     clones: dict[int, torch.Tensor]
@@ -73,7 +80,10 @@ class _Side:
     since_gap: int = 0
     last: Any = None
     """The end of everything that was issued so far."""
-    scatter: list[Copy] = field(default_factory=list)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(one.nbytes for one in self.scratch)
 
 
 class DeviceStage:
@@ -84,23 +94,30 @@ class DeviceStage:
         self._tensors: list[torch.Tensor] | None = tensors  # or the allocator would hand out their memory
 
     @property
-    def scratch_bytes(self) -> dict[Hashable, int]:
-        """Host memory that the small tensors of each device pass through."""
-        return {key: side.scratch.nbytes for key, side in self.sides.items() if side.scratch is not None}
+    def scratch_bytes(self) -> int:
+        """Host memory that small tensors pass through."""
+        return sum(side.scratch_bytes for side in self.sides.values())
 
     @property
     def lazily(self) -> bool:
         """Whether a writer has to wait for more than the copies on the device."""
         return any(side.lazily for side in self.sides.values())
 
+    @property
+    def held(self) -> set[int]:
+        """Keys of the storages whose bytes are copied on the device: what becomes of them does not matter."""
+        return {key for side in self.sides.values() for key in (*side.slots, *side.clones)}
+
     def drop(self) -> None:
         """No copy is in flight and none will be: let go of all device memory."""
         self._tensors = None
+        for side in self.sides.values():
+            side.scratch, side.clones, side.small = [], {}, None
         self.sides = {}
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """What one device contributes to one image: done when ``end`` has passed and ``scatter`` is in place."""
 
     side: _Side
@@ -148,48 +165,82 @@ class DeviceEngine:
     ) -> DeviceStage:
         """Fix what ``tensors`` hold at this point of the caller's current streams. Launches, and does not wait.
 
-        ``volatile`` are addresses of storages that forward changes: like small ones they are copied on the device now.
+        ``volatile`` are keys of storages that forward changes: like small ones they are copied on the device now.
+        Raises ``ArenaExhausted`` if the device has no memory for that.
         """
         self.check_not_capturing()
-        groups: dict[Hashable, dict[int, torch.UntypedStorage]] = {}
+        groups: dict[Hashable, dict[int, torch.Tensor]] = {}
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes():
-                groups.setdefault(self.driver.device_of(tensor), {})[storage.data_ptr()] = storage
+            if tensor.untyped_storage().nbytes():
+                group = groups.setdefault(self.driver.device_of(tensor), {})
+                key = storage_key(tensor)
+                if key not in group or not _covers(group[key]):
+                    group[key] = tensor
         sides = {}
-        for device, storages in groups.items():
+        for device, views in groups.items():
             current = self.driver.current_stream(device)
             for stream in wait_streams:
                 self.driver.wait(current, self.driver.record(stream))
-            sides[device] = self._hold(device, current, storages, mode, volatile, lazily_bytes)
+            sides[device] = self._hold(device, current, views, mode, volatile, lazily_bytes)
         return DeviceStage(sides, tensors)
 
     def _hold(
         self,
         device: Hashable,
         current: Any,
-        storages: dict[int, torch.UntypedStorage],
+        views: dict[int, torch.Tensor],
         mode: StageMode,
         volatile: Collection[int],
         lazily_bytes: float,
     ) -> _Side:
-        small = {at: one for at, one in storages.items() if one.nbytes() <= self._small_bytes}
-        large = [(at, one) for at, one in storages.items() if at not in small]
+        """``views`` has one tensor for each storage, one that covers it if there is such a one."""
+        sizes = {key: view.untyped_storage().nbytes() for key, view in views.items()}
+        small = self._small(sizes)
+        large = [key for key in views if key not in small]
         free = self.driver.free_bytes(device) if mode == "hybrid" else 0
-        chosen = held_back([one.nbytes() for _, one in large], mode, lazily_bytes, free or 0)
-        held = {at: one for index, (at, one) in enumerate(large) if index in chosen or at in volatile}
-        slots, position = {}, 0
-        for at, one in small.items():
-            slots[at] = (position, one.nbytes())
-            position += one.nbytes()
-        scratch = self.driver.gather([_raw(one) for one in small.values()]) if small else None
-        clones = {at: self.driver.clone(_raw(one)) for at, one in held.items()}
+        chosen = held_back([sizes[key] for key in large], mode, lazily_bytes, free or 0)
+        scratch, slots = self._gather({key: views[key] for key in small})
+        clones = {}
+        for index, key in enumerate(large):
+            if index in chosen or key in volatile:
+                try:
+                    clones[key] = self.driver.clone(_raw(views[key].untyped_storage()))
+                except ArenaExhausted:
+                    if mode != "hybrid" or key in volatile:
+                        raise
+                    break  # the rest is copied lazily
         ready = self.driver.record(current)
         with self._lock:
             if device not in self._streams:
                 self._streams[device] = self.driver.side_stream(device)
-        lazily = len(held) < len(large)
-        return _Side(device, self._streams[device], ready, scratch, slots, clones, lazily)
+        return _Side(device, self._streams[device], ready, scratch, slots, clones, len(clones) < len(large))
+
+    def _small(self, sizes: dict[int, int]) -> set[int]:
+        """The storages to coalesce: the smallest ones, as far as they come to no more than a large chunk together."""
+        chosen: set[int] = set()
+        total = 0
+        for key in sorted(sizes, key=sizes.__getitem__):
+            total += sizes[key]
+            if sizes[key] > self._small_bytes or total > _SCRATCH_BYTES:
+                break
+            chosen.add(key)
+        return chosen
+
+    def _gather(self, views: dict[int, torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
+        """One launch for each dtype, of tensors as they are where they cover their storage: a view of raw bytes costs
+        several times as much as the rest."""
+        groups: dict[torch.dtype | None, dict[int, torch.Tensor]] = {}
+        for key, view in views.items():
+            whole = view.dtype in _GATHERED_AS_THEY_ARE and _covers(view)
+            groups.setdefault(view.dtype if whole else None, {})[key] = view
+        scratch, slots, position = [], {}, 0
+        for dtype, group in groups.items():
+            sources = [_raw(view.untyped_storage()) for view in group.values()] if dtype is None else [*group.values()]
+            scratch.append(self.driver.gather(sources))
+            for key, source in zip(group, sources, strict=True):
+                slots[key] = (position, source.nbytes)
+                position += source.nbytes
+        return scratch, slots
 
     def fence(self, stage: DeviceStage) -> None:
         """The caller's current streams do nothing more before the sources of ``stage`` have been read.
@@ -204,80 +255,91 @@ class DeviceEngine:
 
     # --- the stager's thread ---
 
-    def issue(
-        self,
-        stage: DeviceStage,
-        copies: Iterable[Copy],
-        lease: Lease,
-        *,
-        small: Callable[[int], Lease],
-        pace: Pace,
-        stop: Stop,
-    ) -> list[_Part]:
-        """Enqueue ``copies`` into ``lease``. ``small`` gives host memory for the scratch of a device.
+    def enter(self, stage: DeviceStage) -> None:
+        """Before the first call that may reach the driver: a thread begins on device 0, and in the way of captures."""
+        for device in list(stage.sides)[:1]:
+            self.driver.enter(device)
 
-        Every part that is returned has to be given to ``watch``. When this raises, nothing writes into ``lease``.
+    def lease_scratch(self, stage: DeviceStage, lease: Callable[[int], Lease]) -> None:
+        """Take host memory for the small tensors, before any other memory of this stage is taken."""
+        for side in stage.sides.values():
+            if side.scratch:
+                side.small = lease(side.scratch_bytes)
+
+    def issue(self, stage: DeviceStage, copies: Iterable[Copy], lease: Lease, *, pace: Pace, stop: Stop) -> list[Part]:
+        """Enqueue ``copies`` into ``lease``. Every part that is returned has to be given to ``watch`` or ``land``.
+
+        When this raises, nothing writes into ``lease``.
         """
         by_device: dict[Hashable, list[Copy]] = {}
         for copy in copies:
             by_device.setdefault(self.driver.device_of(copy.source), []).append(copy)
-        parts: list[_Part] = []
+        parts: list[Part] = []
         try:
             for device, mine in by_device.items():
-                side = stage.sides[device]
                 self.driver.enter(device)
-                if side.scratch is not None and side.small is None:
-                    side.small = small(side.scratch.nbytes)
-                parts.append(self._issue_side(side, mine, lease, pace, stop))
-        except BaseException:
+                parts.append(self._issue_side(stage.sides[device], mine, lease, pace, stop))
+        except BaseException as error:
             for side in stage.sides.values():
                 with suppress(Exception):  # the error that is on its way says more
                     self.driver.synchronize(self.driver.record(side.stream))
-            raise
+            raise _translated(error) from error
         return parts
 
-    def _issue_side(self, side: _Side, copies: list[Copy], lease: Lease, pace: Pace, stop: Stop) -> _Part:
+    def _issue_side(self, side: _Side, copies: list[Copy], lease: Lease, pace: Pace, stop: Stop) -> Part:
         chunk_bytes = self._chunk_bytes or _chunk_bytes(sum(copy.nbytes for copy in copies))
         scatter = []
         with self.driver.using(side.stream):
             if not side.begun:
-                self.driver.wait(side.stream, side.ready)
-                if side.scratch is not None and side.small is not None:
-                    self.driver.copy(_host(side.small, 0, side.scratch.nbytes), side.scratch)
                 side.begun = True
+                self.driver.wait(side.stream, side.ready)
+                position = 0
+                for scratch in side.scratch:
+                    assert side.small is not None
+                    self._copy(side, scratch, side.small, position, chunk_bytes, pace, stop)
+                    position += scratch.nbytes
             for copy in copies:
-                if copy.source.untyped_storage().data_ptr() in side.slots:
+                if storage_key(copy.source) in side.slots:
                     scatter.append(copy)
-                    continue
-                raw = self._source(side, copy)
-                for start in range(0, copy.nbytes, chunk_bytes):
-                    size = min(chunk_bytes, copy.nbytes - start)
-                    pace.spend(size, stop)
-                    stop.check()
-                    self.driver.copy(_host(lease, copy.offset + start, size), raw[start : start + size])
-                    side.since_gap += size
-                    if side.since_gap >= _GAP_BYTES or size == chunk_bytes:
-                        self.driver.gap(side.device)
-                        side.since_gap = 0
+                else:
+                    self._copy(side, self._source(side, copy), lease, copy.offset, chunk_bytes, pace, stop)
         side.last = self.driver.record(side.stream)
-        return _Part(side, side.last, tuple(scatter), lease)
+        return Part(side, side.last, tuple(scatter), lease)
+
+    def _copy(
+        self, side: _Side, raw: torch.Tensor, lease: Lease, offset: int, chunk_bytes: int, pace: Pace, stop: Stop
+    ) -> None:
+        for start in range(0, raw.nbytes, chunk_bytes):
+            size = min(chunk_bytes, raw.nbytes - start)
+            pace.spend(size, stop)
+            stop.check()
+            self.driver.copy(_host(lease, offset + start, size), raw[start : start + size])
+            side.since_gap += size
+            if side.since_gap >= _GAP_BYTES or size == chunk_bytes:
+                self.driver.gap(side.device)
+                side.since_gap = 0
 
     def _source(self, side: _Side, copy: Copy) -> torch.Tensor:
         """The bytes to copy: of the clone where there is one, else of the source."""
         tensor, start = copy.source, raw_start(copy)
-        clone = side.clones.get(tensor.untyped_storage().data_ptr())
+        clone = side.clones.get(storage_key(tensor))
         if clone is not None:
             tensor = _replica(tensor, clone.untyped_storage())
         if start is None:
             tensor, start = rows_with(tensor, copy.skip, copy.nbytes)
+            check_extent(tensor.untyped_storage(), extent_bytes(tensor))
             tensor = self.driver.contiguous(tensor)
+        check_extent(tensor.untyped_storage(), start + copy.nbytes)
         return _raw(tensor.untyped_storage(), start, copy.nbytes)
 
     # --- one thread per device ---
 
-    def watch(self, part: _Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
+    def watch(self, part: Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
         """Call ``done``, in the device's thread, when everything of ``part`` is in host memory, or with the error."""
-        self._waiter(part.side.device).submit(self._land, part, stop, done)
+        try:
+            self._waiter(part.side.device).submit(self.land, part, stop, done)
+        except Closed:  # the stager was closed meanwhile, but copies are in flight
+            self.land(part, stop, done)
 
     def watch_ready(self, stage: DeviceStage, done: Callable[[BaseException | None], None]) -> None:
         """Call ``done`` when the copies on the devices have ended, so that the sources of a snapshot may change."""
@@ -299,28 +361,30 @@ class DeviceEngine:
                 self.driver.enter(device)
                 self.driver.synchronize(event)
         except BaseException as failure:
-            error = failure
+            error = _translated(failure)
         done(error)
 
-    def _land(self, part: _Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
+    def land(self, part: Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
+        """What ``watch`` does, in the calling thread."""
         error: BaseException | None = None
         try:
             self.driver.enter(part.side.device)
             self.driver.synchronize(part.end)
-            for copy in part.scatter:
+            for copy in politely(part.scatter, _EVERY):
                 self._scatter(part, copy, stop)
         except BaseException as failure:
-            error = failure
+            error = _translated(failure)
         done(error)
 
-    def _scatter(self, part: _Part, copy: Copy, stop: Stop) -> None:
+    def _scatter(self, part: Part, copy: Copy, stop: Stop) -> None:
         small = part.side.small
         assert small is not None
-        at, nbytes = part.side.slots[copy.source.untyped_storage().data_ptr()]
+        at, nbytes = part.side.slots[storage_key(copy.source)]
         target = part.lease.address + copy.offset
         start = raw_start(copy)
         if start is not None:
-            self.host.move(small.address + at + start, target, copy.nbytes, stop, lambda _: None)
+            assert start + copy.nbytes <= nbytes
+            move(small.address + at + start, target, copy.nbytes)
             return
         storage = _host(small, at, nbytes).clone().untyped_storage()  # its elements need not be aligned in the scratch
         replica = _replica(copy.source, storage)
@@ -333,12 +397,25 @@ class DeviceEngine:
                 threads.close()
 
 
+def _translated(error: BaseException) -> BaseException:
+    if isinstance(error, SidestreamError) or not isinstance(error, Exception):
+        return error
+    return DeviceFailed(f"staging from a device: {type(error).__name__}: {error}")
+
+
 def _chunk_bytes(total: int) -> int:
     low, high = _CHUNK_BYTES
     return min(max(total // _CHUNKS, low), high)
 
 
+def _covers(tensor: torch.Tensor) -> bool:
+    """Whether its elements, in order, are all the bytes of its storage."""
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return plain and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
 def _raw(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
+    """A run of bytes; it must lie within ``storage``, which ``set_`` would otherwise let grow."""
     count = storage.nbytes() - start if nbytes is None else nbytes
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (count,), (1,))
 

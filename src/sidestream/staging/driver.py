@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +52,8 @@ class Driver(Protocol):
         """Block this thread until ``event``, without the GIL and without spinning. Raises what the device raised."""
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The bytes of ``sources`` (uint8, one-dimensional, of one device) joined in new device memory."""
+        """The bytes of ``sources`` (row-major, of one dtype and device) joined in new device memory, as uint8. Raises
+        ``ArenaExhausted`` if there is not enough."""
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
         """A copy of ``source`` in new device memory. Raises ``ArenaExhausted`` if there is not enough."""
@@ -112,19 +113,16 @@ class TorchDriver:
         event.synchronize()
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(list(sources))
+        with _device_memory(sources[0].device, sum(source.nbytes for source in sources)):
+            return torch.cat([source.view(-1) for source in sources]).view(torch.uint8)
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
-        try:
+        with _device_memory(source.device, source.nbytes):
             return source.clone()
-        except torch.OutOfMemoryError as error:
-            raise ArenaExhausted(
-                f"{source.device} has no {source.nbytes} bytes left for a snapshot: "
-                'stage with mode="lazy", or with "hybrid", which takes what is free'
-            ) from error
 
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
-        return source.resolve_conj().resolve_neg().contiguous()
+        with _device_memory(source.device, source.nbytes):
+            return source.resolve_conj().resolve_neg().contiguous()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -163,7 +161,8 @@ class CudaDriver(TorchDriver):
         return torch.cuda.current_stream(device)
 
     def side_stream(self, device: Any) -> Any:
-        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Of high priority: the gap's kernel is not to wait behind those that fill the device (torchrec #1076).
+        return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
@@ -186,15 +185,35 @@ class CudaDriver(TorchDriver):
         return int(free) + cached
 
     def register(self, address: int, nbytes: int) -> None:
-        result = torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)  # type: ignore[no-untyped-call]
-        if int(result) != 0:
+        # In a thread of its own: a failure stays behind as the thread's last error, for its next kernel to trip over.
+        results: list[int] = []
+        thread = threading.Thread(target=self._register, args=(address, nbytes, torch.cuda.current_device(), results))
+        thread.start()
+        thread.join()
+        result = results[0] if results else -1
+        if result != 0:
             raise ArenaExhausted(
-                f"CUDA registered no {nbytes} bytes of host memory (cudaError {int(result)}): "
+                f"CUDA registered no {nbytes} bytes of host memory (cudaError {result}): "
                 "lower budget_bytes=, or raise the memory limit of the container"
             )
 
+    def _register(self, address: int, nbytes: int, device: int, results: list[int]) -> None:
+        self.enter(device)
+        results.append(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)))  # type: ignore[no-untyped-call]
+
     def unregister(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _device_memory(device: torch.device, nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ArenaExhausted(
+            f'{device} has no {nbytes} bytes left for copies of what must not wait: stage with mode="lazy", or with '
+            '"hybrid", which takes what is free; or free device memory'
+        ) from error
 
 
 def _leave_captures_alone() -> int | None:

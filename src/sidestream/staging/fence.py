@@ -33,7 +33,8 @@ class Forecast:
         return self._window_s * self._bytes_per_second
 
     def fenced(self, staging: Staging[Any]) -> None:
-        self._window_s = time.monotonic() - staging.started
+        if staging.first_fence():
+            self._window_s = time.monotonic() - staging.started
 
     def copied(self, nbytes: int, seconds: float) -> None:
         if seconds > 0:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from ..errors import Skipped
 
-__all__ = ["Copied", "StagingFuture"]
+__all__ = ["Copied", "StagingFuture", "ended", "raise_first"]
 
 T = TypeVar("T")
 
@@ -25,39 +24,34 @@ class StagingFuture(Future[T], Generic[T]):
     def __init__(self, like: StagingFuture[Any] | None = None) -> None:
         """``like``: another future of the same stage; an error that was heard from one was heard from both."""
         super().__init__()
-        self._heard: threading.Event = threading.Event() if like is None else like._heard
+        self._hearing: _Hearing = _Hearing() if like is None else like._hearing
         self.set_running_or_notify_cancel()
 
     @property
     def heard(self) -> bool:
         """Whether somebody has been given the error, or does not want it."""
-        return self._heard.is_set()
+        return self._hearing.heard
 
     def hear(self) -> None:
         """Nobody needs to be told any more how this ended."""
-        self._heard.set()
+        self._hearing.hear()
+
+    def when_heard(self, callback: Callable[[], None]) -> None:
+        self._hearing.callback = callback
+
+    def failure(self) -> BaseException | None:
+        """The error it ended with, if it has, without taking it for heard."""
+        return Future.exception(self) if self.done() else None
 
     def __await__(self) -> Generator[Any, None, T]:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        def resolved(_: Future[T]) -> None:
-            with suppress(RuntimeError):  # the loop was closed, and whoever waited on it is gone
-                loop.call_soon_threadsafe(wake)
-
-        self.add_done_callback(resolved)
-        yield from waiter.__await__()
+        yield from ended(self).__await__()
         return self.result(0)
 
     def result(self, timeout: float | None = None) -> T:
         try:
             return super().result(timeout)
-        except BaseException:
-            if self.done():
+        except BaseException as error:
+            if error is self.failure():
                 self.hear()
             raise
 
@@ -68,6 +62,20 @@ class StagingFuture(Future[T], Generic[T]):
         return error
 
 
+class _Hearing:
+    """Whether an error was heard, for all futures of one stage."""
+
+    def __init__(self) -> None:
+        self.heard = False
+        self.callback: Callable[[], None] | None = None
+
+    def hear(self) -> None:
+        self.heard = True
+        callback, self.callback = self.callback, None
+        if callback is not None:
+            callback()
+
+
 class Copied:
     """Awaitable (and harmless when it is not awaited, as DCP does): all of ``stages`` have ended, and one that was
     skipped as its policy says has not failed."""
@@ -76,13 +84,30 @@ class Copied:
         self._stages = stages
 
     def __await__(self) -> Generator[Any, None, None]:
-        failed: Exception | None = None
         for stage in self._stages:
-            try:
-                yield from stage.__await__()
-            except Skipped:
-                continue
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            yield from ended(stage).__await__()
+        raise_first(self._stages)
+
+
+async def ended(stage: StagingFuture[Any]) -> None:
+    """Wait for ``stage`` without hearing of its error."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def resolved(_: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop was closed, and whoever waited on it is gone
+            loop.call_soon_threadsafe(wake)
+
+    stage.add_done_callback(resolved)
+    await waiter
+
+
+def raise_first(stages: Sequence[StagingFuture[Any]]) -> None:
+    """Raise the first error of ``stages`` that have ended; the others remain to be heard of. Skipped is not failed."""
+    for stage in stages:
+        if stage.failure() is not None and not isinstance(stage.failure(), Skipped):
+            stage.result(0)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import wait
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 
 import torch
 
 from .._threads import Stop, Threads, politely
+from .._torch import extent_bytes
 from ..errors import UnsupportedTensor
 from .image import Copy
 from .pace import Pace
 
-__all__ = ["HostEngine"]
+__all__ = ["HostEngine", "check_extent", "move", "raw_start", "rows_with"]
 
 _CHUNK_BYTES = 16 << 20
 _HOLD_GIL_BYTES = 256 << 10
@@ -49,17 +49,18 @@ class HostEngine:
 
         No thread writes into it any more when this returns or raises. Raises ``Closed`` when ``stop`` is set.
         """
-        if self._helpers is None or not copies:
-            for copy in politely(copies, every=_UNIT_COPIES):
-                pace.spend(copy.nbytes, stop)
-                self.copy(copy, base + copy.offset, stop=stop, copied=partial(_advance, advance, copy.offset))
-            return
         crew = _Crew(_units(copies), advance)
-        helpers = [self._helpers.submit(self._work, crew, base, pace, stop) for _ in range(self._helper_count)]
+        others: list[Future[None]] = []
         try:
+            if self._helpers is not None:
+                for _ in range(min(self._helper_count, len(crew.units) - 1)):
+                    others.append(self._helpers.submit(self._work, crew, base, pace, stop))
             self._work(crew, base, pace, stop)
+        except BaseException as error:
+            crew.fail(error)  # the others stop after the unit that they are at
+            raise
         finally:
-            wait([helper for helper in helpers if not helper.cancel()])
+            wait([other for other in others if not other.cancel()])
         crew.check()
 
     def close(self) -> None:
@@ -68,11 +69,12 @@ class HostEngine:
             self._helpers.close()
 
     def _work(self, crew: _Crew, base: int, pace: Pace, stop: Stop) -> None:
-        while (index := crew.take()) is not None:
+        for index in politely(iter(crew.take, None), every=1):
             try:
+                stop.check()
                 for copy in crew.units[index]:
                     pace.spend(copy.nbytes, stop)
-                    self.copy(copy, base + copy.offset, stop=stop, copied=lambda _: None)
+                    self.copy(copy, base + copy.offset, stop=stop, copied=_ignore)
             except BaseException as error:
                 crew.fail(error)
                 return
@@ -83,32 +85,24 @@ class HostEngine:
 
         Raises ``UnsupportedTensor`` if the memory of the source is gone, ``Closed`` when ``stop`` is set.
         """
-        source = copy.source
         start = raw_start(copy)
-        if source.untyped_storage().nbytes() < (_start(source) + 1 if start is None else start + copy.nbytes):
-            raise UnsupportedTensor("the storage of a tensor was freed or shrunk while it was staged: fence() first")
         if start is not None:
-            self.move(source.untyped_storage().data_ptr() + start, address, copy.nbytes, stop, copied)
-        elif copy.nbytes == source.nbytes:
-            self._gather(source, address, copy.nbytes, stop)
+            storage = copy.source.untyped_storage()
+            for done, size in _chunks(copy.nbytes):
+                stop.check()
+                check_extent(storage, start + done + size)
+                # The address of now: a storage that is resized moves, and what it was is nobody's memory.
+                _memmove(address + done, storage.data_ptr() + start + done, size)
+                copied(done + size)
+        elif copy.nbytes == copy.source.nbytes:
+            self._gather(copy.source, address, copy.nbytes, stop)
             copied(copy.nbytes)
         else:
-            rows, skip = rows_with(source, copy.skip, copy.nbytes)
+            rows, skip = rows_with(copy.source, copy.skip, copy.nbytes)
             whole = torch.empty(rows.shape, dtype=rows.dtype)
             self._gather(rows, whole.data_ptr(), whole.nbytes, stop)
-            self.move(whole.data_ptr() + skip, address, copy.nbytes, stop, copied)
-
-    @staticmethod
-    def move(source: int, target: int, nbytes: int, stop: Stop, copied: Callable[[int], None]) -> None:
-        if nbytes <= _HOLD_GIL_BYTES:
-            _memmove_holding_gil(target, source, nbytes)
-            copied(nbytes)
-            return
-        for start in range(0, nbytes, _CHUNK_BYTES):
-            stop.check()
-            size = min(_CHUNK_BYTES, nbytes - start)
-            ctypes.memmove(target + start, source + start, size)
-            copied(start + size)
+            move(whole.data_ptr() + skip, address, copy.nbytes)
+            copied(copy.nbytes)
 
     @staticmethod
     def _gather(source: torch.Tensor, address: int, nbytes: int, stop: Stop) -> None:
@@ -118,7 +112,32 @@ class HostEngine:
         with torch.no_grad():
             for destination, piece in _pieces(target, source):
                 stop.check()
+                check_extent(piece.untyped_storage(), extent_bytes(piece))
                 destination.copy_(piece)
+
+
+def move(source: int, target: int, nbytes: int) -> None:
+    """Copy memory that stays where it is."""
+    for done, size in _chunks(nbytes):
+        _memmove(target + done, source + done, size)
+
+
+def check_extent(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Raise ``UnsupportedTensor`` if ``storage`` has fewer bytes by now."""
+    if storage.nbytes() < nbytes:
+        raise UnsupportedTensor("the storage of a tensor was freed or shrunk while it was staged: fence() first")
+
+
+def _memmove(target: int, source: int, nbytes: int) -> None:
+    if nbytes <= _HOLD_GIL_BYTES:
+        _memmove_holding_gil(target, source, nbytes)
+    else:
+        ctypes.memmove(target, source, nbytes)
+
+
+def _chunks(nbytes: int) -> Iterator[tuple[int, int]]:
+    for done in range(0, nbytes, _CHUNK_BYTES):
+        yield done, min(_CHUNK_BYTES, nbytes - done)
 
 
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -131,8 +150,8 @@ def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tens
     return [pair for row in range(rows) for pair in _pieces(target[row], source[row])]
 
 
-def _advance(advance: Callable[[int], None], offset: int, done: int) -> None:
-    advance(offset + done)
+def _ignore(_: int) -> None:
+    """A unit counts when it is done."""
 
 
 class _Crew:

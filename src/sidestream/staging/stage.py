@@ -71,7 +71,9 @@ class Staging(Generic[P]):
         self._captured: Captured | None = captured
         self._lock = threading.Lock()
         self._parts = 1
-        self._begun = self._superseded = self._released = False
+        self._committed = self._superseded = self._released = self._never_began = False
+        self._resolved: set[int] = set()
+        self._fenced = False
         self._error: BaseException | None = None
 
     def take(self) -> Captured:
@@ -97,17 +99,38 @@ class Staging(Generic[P]):
                 image.release()
         self.laid.set_result(plan.without_sources())
 
-    def begin(self) -> None:
+    def commit(self) -> None:
         """From here on a newer stage does not supersede this one. Raises ``Skipped`` if one has."""
         with self._lock:
             if self._superseded:
                 raise Skipped("a newer stage has taken the place of this one, which had not begun")
-            self._begun = True
+            self._committed = True
 
-    def join(self) -> None:
-        """One more part, until its ``part_done``."""
+    @property
+    def committed(self) -> bool:
+        return self._committed
+
+    def abandon(self) -> None:
+        """It was never launched: let go of everything."""
+        self.then = _nothing
+        if self.device is not None:
+            self.device.drop()
+        self._captured = None
+
+    def part(self, image: StagedImage) -> Callable[[BaseException | None], None]:
+        """One more writer of ``image``: it calls the result when it has ended, once, with its error if it failed."""
         with self._lock:
             self._parts += 1
+        image.join()
+
+        def ended(error: BaseException | None) -> None:
+            if error is not None:
+                error = clean(error, "a device's thread")
+                self.fail(error)
+            image.finish()
+            self.part_done(error)
+
+        return ended
 
     def part_done(self, error: BaseException | None = None) -> None:
         """A part has ended; the last one resolves ``copied``."""
@@ -132,12 +155,19 @@ class Staging(Generic[P]):
 
     def _resolve(self, future: StagingFuture[None], error: BaseException | None) -> None:
         with self._lock:
-            if future.done():
+            if id(future) in self._resolved:
                 return
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
+            self._resolved.add(id(future))
+        if error is None:  # without the lock: callbacks run here
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    def first_fence(self) -> bool:
+        """Whether nobody has fenced this stage before."""
+        with self._lock:
+            first, self._fenced = not self._fenced, True
+            return first
 
     def fail(self, error: BaseException) -> None:
         """Nothing more is filled."""
@@ -151,7 +181,7 @@ class Staging(Generic[P]):
     def supersede(self) -> None:
         """Give way to a newer stage, unless this one has begun."""
         with self._lock:
-            if self._begun:
+            if self._committed:
                 return
             self._superseded = True
         self._give_up()
@@ -171,7 +201,10 @@ class Staging(Generic[P]):
 
     def _give_up(self) -> None:
         self.stop.set()
-        if self.work is not None and self.work.cancel() and not self.issued.done():  # it never begins
+        with self._lock:  # several threads may be here
+            never = self.work is not None and not self._never_began and self.work.cancel()
+            self._never_began = self._never_began or never
+        if never:
             error = given_up(self)
             self.fail(error)
             self.issued.set_result(None)
@@ -183,10 +216,19 @@ def _nothing() -> None:
 
 
 def clean(error: BaseException, where: str) -> BaseException:
-    """``error`` without the frames behind it, which would keep sources alive for as long as somebody keeps it."""
-    if not isinstance(error, SidestreamError):
+    """``error`` and all that led to it without the frames behind them, which would keep sources alive for as long as
+    somebody keeps the error."""
+    if not isinstance(error, SidestreamError) and error.__traceback__ is not None:
         error.add_note(f"in {where}:\n" + "".join(traceback.format_tb(error.__traceback__)))
-    return error.with_traceback(None)
+    chain: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while chain:
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.with_traceback(None)
+            chain += [one.__cause__, one.__context__]
+    return error
 
 
 def given_up(staging: Staging[Any]) -> SidestreamError:

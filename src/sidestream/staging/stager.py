@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -19,16 +21,24 @@ import torch
 
 from .._tasks import finish
 from .._threads import Deadline, Stop, Threads
-from ..errors import ArenaExhausted, Closed, ForkedProcess, InvalidOption, Skipped
+from ..errors import (
+    ArenaExhausted,
+    Closed,
+    DeadlineExceeded,
+    ForkedProcess,
+    InvalidOption,
+    SidestreamError,
+    Skipped,
+)
 from ..options import WhenFull, check_choice, check_count, check_timeout
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Lease
 from .capture import Captured, capture
 from .device import DeviceEngine, StageMode
 from .driver import driver_for
 from .fence import Forecast, guard, hold_back
-from .future import Copied, StagingFuture
+from .future import Copied, StagingFuture, ended, raise_first
 from .host import HostEngine
-from .image import ImageLayout, StagedImage
+from .image import Copy, ImageLayout, StagedImage
 from .pace import Pace
 from .plans import PlanCache
 from .stage import Laid, Staging, clean, given_up
@@ -128,9 +138,11 @@ class AsyncStager:
 
     def synchronize_staging(self) -> Awaitable[None]:
         """Await it: the sources of every stage launched so far may change. Raises what one of them raised."""
-        for staging in self._in_flight():
+        self._check_process()
+        stagings = self._in_flight()
+        for staging in stagings:
             staging.pace.hurry()
-        return Copied([staging.free for staging in self._in_flight()] + [one for one in self._unheard() if one.done()])
+        return Copied([one for one in self._unheard() if one.done()] + [staging.free for staging in stagings])
 
     def fence(self, timeout_s: float | None = None) -> None:
         """What the caller does next, on the host or on its current streams, comes after the reading of the sources.
@@ -139,15 +151,13 @@ class AsyncStager:
         enqueued for want of memory, block the calling thread. Raises what a stage raised, ``ArenaExhausted``,
         ``DeadlineExceeded``, ``CapturingGraph``. On the loop, await ``synchronize_staging()`` instead.
         """
+        self._check_process()
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         stagings = self._in_flight()
         for staging in stagings:
             self._forecast.fenced(staging)
         hold_back(stagings, self._device, deadline)
-        failed = [error for one in self._unheard() if one.done() and (error := one.exception()) is not None]
-        failed = [error for error in failed if not isinstance(error, Skipped)]
-        if failed:
-            raise failed[0]
+        raise_first(self._unheard())
 
     def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Call ``fence()`` before each ``optimizer.step()``; None: before each step of any optimizer, which is what
@@ -166,18 +176,22 @@ class AsyncStager:
         as fast as the later ones. Nothing is copied."""
         self._check_usable()
         if isinstance(state_dict, int):
+            check_count("prewarm()", state_dict)
             nbytes, tensors = state_dict, []
         else:
             tensors = capture(state_dict, lambda value: value).tensors
             # As a save lays them out, at most: whole pages and a frame each.
             nbytes = sum(tensor.nbytes + 4096 + (PAGE_BYTES if tensor.nbytes >= 1 << 16 else 0) for tensor in tensors)
-        check_count("prewarm()", nbytes)
-        if tensors:
-            self._split(tensors)  # finds the engine, which registers what is mapped
+        on_device = self._split(tensors)  # finds the engine, which registers what is mapped
         warmed: StagingFuture[None] = StagingFuture()
-        self._threads.submit(self._warm, warmed, nbytes, Deadline.after(self._timeout_s))
+        nbytes = min(nbytes, self.budget_bytes)
+        self._threads.submit(self._warm, warmed, nbytes, on_device[:1], Deadline.after(self._timeout_s))
         self._track(warmed)
         return warmed
+
+    def trim(self) -> None:
+        """Unmap the memory that nothing uses; the next stage maps some again."""
+        self._arena.trim()
 
     # --- what sidestream.save calls ---
 
@@ -202,9 +216,12 @@ class AsyncStager:
         return staging
 
     def settle(self, staging: Staging[Any]) -> None:
-        """Keep the promise of ``mode="snapshot"`` for sources in host memory, which are copied before this returns."""
+        """Keep the promise of ``mode="snapshot"`` for sources in host memory, which are copied before this returns: it
+        blocks for that, for memory if there is none, and no longer than the stage's deadline."""
         if self._mode == "snapshot" and staging.host:
-            wait([staging.issued])
+            for earlier in self._in_flight():
+                earlier.pace.hurry()
+            wait([staging.issued], staging.deadline.remaining_s())
 
     # --- DCP's AsyncStager protocol ---
 
@@ -214,21 +231,34 @@ class AsyncStager:
 
     def close(self) -> None:
         """Take no more stages, let those in flight end, and give the memory back when the last reference is gone.
-        Blocks; what is not copied within ``timeout_s`` fails with ``Closed``."""
+        Blocks; what is not copied within ``timeout_s`` fails with ``Closed``. Raises the first error of a stage that
+        nobody has awaited. In a forked child it does nothing."""
+        if os.getpid() != self._pid:
+            return
         self._closed = True
-        wait(self._unheard(), self._timeout_s)
+        stages = self._unheard()
+        wait(stages, self._timeout_s)
         self._shut_down()
+        self._raise_unheard(stages)
 
     # --- closing ---
 
     async def aclose(self) -> None:
-        """As ``close()``, without blocking the loop. Raises the first error of a stage that nobody has awaited.
-        Cancelling it stops the stages in flight: their futures raise ``Closed``."""
+        """As ``close()``, without blocking the loop. Raises ``DeadlineExceeded`` if a stage does not end within
+        ``timeout_s``. Cancelling it stops the stages in flight: their futures raise ``Closed``."""
+        if os.getpid() != self._pid:
+            return
         self._closed = True
+        stages = self._unheard()
         try:
-            await Copied(self._unheard())
+            async with asyncio.timeout(self._timeout_s):
+                for stage in stages:
+                    await ended(stage)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"stages in flight did not end within timeout_s={self._timeout_s:g}") from error
         finally:
             await finish(self._shut_down_off_loop)
+        self._raise_unheard(stages)
 
     async def _shut_down_off_loop(self) -> None:
         """Unmapping gigabytes takes its time; the pool for storage may be full of threads that hang."""
@@ -237,11 +267,25 @@ class AsyncStager:
     def _shut_down(self) -> None:
         for staging in self._in_flight():
             staging.stop.set()
-        self._threads.close()
         if self._device is not None:
-            self._device.close()
+            with suppress(Closed):  # the engine's threads are needed until the last stage has been issued
+                self._threads.submit(self._device.close)
+        self._threads.close()
         self._host.close()
         self._arena.close()
+
+    @staticmethod
+    def _raise_unheard(stages: Sequence[StagingFuture[Any]]) -> None:
+        """The first error, with what the others said; nobody could be told of them later."""
+        failed = [one for one in stages if not one.heard and one.failure() is not None]
+        failed = [one for one in failed if not isinstance(one.failure(), Skipped)]
+        if not failed:
+            return
+        first, *others = [one.exception(0) for one in failed]
+        assert first is not None
+        for other in others:
+            first.add_note(f"another stage failed as well: {type(other).__name__}: {other}")
+        raise first
 
     async def __aenter__(self) -> AsyncStager:
         return self
@@ -273,22 +317,31 @@ class AsyncStager:
                 lazily_bytes=self._forecast.lazily_bytes(),
                 wait_streams=wait_streams,
             )
+            captured.held.update(stage.held)
         host = len(on_device) < len(captured.tensors)
         pace = Pace(self._bytes_per_second)
         staging: Staging[P] = Staging(captured, deadline, pace, device=stage, host=host, outcome=outcome)
         staging.then = partial(self._ended, staging, then)
-        with self._lock:  # so that the order of the list is that of the thread
-            older = list(self._stagings) if self._when_full == "latest" else []
-            staging.work = self._threads.submit(self._conduct, staging, lay_out)
-            self._stagings.append(staging)
-        for earlier in older:
-            earlier.supersede()
         if stage is not None and self._device is not None and not staging.reads_later:
             self._device.watch_ready(stage, staging.freed)
+        try:
+            with self._lock:  # so that the order of the list is that of the thread
+                older = list(self._stagings) if self._when_full == "latest" else []
+                staging.work = self._threads.submit(self._conduct, staging, lay_out)
+                self._stagings.append(staging)
+        except BaseException:
+            staging.abandon()
+            raise
+        for earlier in older:
+            earlier.supersede()
         return staging
 
     def _split(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those on a device; its engine is there afterwards."""
+        with self._lock:
+            return self._split_locked(tensors)
+
+    def _split_locked(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._device is not None:
             where = self._device.driver.device_of
             return [tensor for tensor in tensors if where(tensor) is not None and not tensor.is_meta]
@@ -317,8 +370,13 @@ class AsyncStager:
     def _fill(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
         plan = lay_out(staging.take())
         staging.lay(plan)
+        if staging.device is not None and self._device is not None:
+            self._device.enter(staging.device)
+            self._arena.pin(self._device.driver)
+        self._check_room(staging, [layout.nbytes for layout in plan.images])
+        if staging.device is not None and self._device is not None:
+            self._device.lease_scratch(staging.device, partial(self._lease, staging))
         rest = sum(layout.nbytes for layout in plan.images)
-        self._check_room(staging, rest)
         for layout, image in zip(plan.images, staging.images, strict=True):
             rest -= layout.nbytes
             image.begin(self._lease(staging, layout.nbytes, rest))
@@ -330,54 +388,55 @@ class AsyncStager:
             finally:
                 image.finish()
 
-    def _check_room(self, staging: Staging[Any], nbytes: int) -> None:
-        """What ``when_full`` says. From here on a newer stage does not supersede this one, unless it has to wait."""
-        room = self._arena.has_room(nbytes)
-        if not room and self._when_full == "skip":
-            raise Skipped(f"no {nbytes} bytes of staging memory are free, and when_full is 'skip'")
-        if not room and self._when_full == "fail":
+    def _check_room(self, staging: Staging[Any], images: Sequence[int]) -> None:
+        """Refuse what never fits, and what ``when_full`` says."""
+        scratch = staging.device.scratch_bytes if staging.device is not None else 0
+        largest = max(images, default=0) + scratch
+        if largest > self.budget_bytes:
             raise ArenaExhausted(
-                f"no {nbytes} bytes of staging memory are free: release() staged state dicts, raise budget_bytes=, or "
-                "choose another when_full="
+                f"{largest} bytes of staging memory are needed at once, the budget is {self.budget_bytes}: "
+                "raise budget_bytes= of the stager"
             )
+        if self._when_full in ("skip", "fail") and not self._arena.has_room(sum(images) + scratch):
+            raise self._full(sum(images) + scratch)
+
+    def _full(self, nbytes: int) -> SidestreamError:
+        if self._when_full == "skip":
+            return Skipped(f"no {nbytes} bytes of staging memory are free, and when_full is 'skip'")
+        return ArenaExhausted(
+            f"no {nbytes} bytes of staging memory are free: release() staged state dicts, raise budget_bytes=, or "
+            "choose another when_full="
+        )
 
     def _lease(self, staging: Staging[Any], nbytes: int, more_bytes: int = 0) -> Lease:
+        # What is free may be in pieces: policies that do not wait do not wait for the first image either.
+        at_once = self._when_full in ("skip", "fail") and not staging.committed
+        deadline = Deadline.after(0.0) if at_once else staging.deadline
         staging.waiting = True
         try:
-            lease = self._arena.lease(nbytes, deadline=staging.deadline, stop=staging.stop, more_bytes=more_bytes)
+            lease = self._arena.lease(nbytes, deadline=deadline, stop=staging.stop, more_bytes=more_bytes)
+        except ArenaExhausted as error:
+            if at_once:
+                raise self._full(nbytes) from error
+            raise
         finally:
             staging.waiting = False
-        staging.begin()
+        staging.commit()
         return lease
 
     def _fill_image(self, staging: Staging[Any], layout: ImageLayout, image: StagedImage) -> None:
         engine, lease = self._device, image.lease()
-        host: Sequence[Any] = layout.copies
+        host: Sequence[Copy] = layout.copies
         if staging.device is not None and engine is not None:
             where = engine.driver.device_of
             host = [copy for copy in layout.copies if where(copy.source) is None]
-            self._issue(engine, staging, [copy for copy in layout.copies if where(copy.source) is not None], image)
+            mine = [copy for copy in layout.copies if where(copy.source) is not None]
+            for part in engine.issue(staging.device, mine, lease, pace=staging.pace, stop=staging.stop):
+                engine.watch(part, staging.stop, staging.part(image))
         advance = image.advance if len(host) == len(layout.copies) else _ignore
         self._host.fill(host, lease.address, advance=advance, pace=staging.pace, stop=staging.stop)
 
-    def _issue(self, engine: DeviceEngine, staging: Staging[Any], copies: list[Any], image: StagedImage) -> None:
-        assert staging.device is not None
-        self._arena.pin(engine.driver)
-        small = partial(self._lease, staging)
-        parts = engine.issue(staging.device, copies, image.lease(), small=small, pace=staging.pace, stop=staging.stop)
-        for part in parts:
-            image.join()
-            staging.join()
-            engine.watch(part, staging.stop, partial(self._landed, staging, image))
-
     # --- inside: whichever thread comes last ---
-
-    def _landed(self, staging: Staging[Any], image: StagedImage, error: BaseException | None) -> None:
-        if error is not None:
-            error = clean(error, "the device's thread")
-            staging.fail(error)
-        image.finish()
-        staging.part_done(error)
 
     def _ended(self, staging: Staging[P], then: Callable[[Staging[P]], None]) -> None:
         if staging.device is not None and Future.exception(staging.copied) is None:
@@ -387,11 +446,16 @@ class AsyncStager:
             self._stagings = [one for one in self._stagings if one is not staging]
         then(staging)
 
-    def _warm(self, warmed: StagingFuture[None], nbytes: int, deadline: Deadline) -> None:
+    def _warm(
+        self, warmed: StagingFuture[None], nbytes: int, on_device: list[torch.Tensor], deadline: Deadline
+    ) -> None:
         try:
-            if self._device is not None:
+            for tensor in on_device:
+                assert self._device is not None
+                self._device.driver.enter(self._device.driver.device_of(tensor))
                 self._arena.pin(self._device.driver)
-            self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
+            if nbytes:
+                self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
         except BaseException as error:
             warmed.set_exception(clean(error, "the stager's thread"))
         else:
@@ -402,14 +466,20 @@ class AsyncStager:
     def _track(self, future: StagingFuture[Any]) -> None:
         with self._lock:
             self._futures = [one for one in self._futures if not one.heard] + [future]
+        future.when_heard(partial(self._drop, weakref.ref(future)))  # weak: no cycle is to keep its result
         future.add_done_callback(self._forget)
+        if future.heard:
+            self._drop(weakref.ref(future))
 
     def _forget(self, future: Future[Any]) -> None:
         """Only failures are kept, until somebody has heard of them: a result would keep its memory."""
         error = Future.exception(future)
         if error is None or isinstance(error, Skipped):
-            with self._lock:
-                self._futures = [one for one in self._futures if one is not future]
+            self._drop(weakref.ref(future))
+
+    def _drop(self, gone: weakref.ref[Any]) -> None:
+        with self._lock:
+            self._futures = [one for one in self._futures if one is not gone()]
 
     def _unheard(self) -> list[StagingFuture[Any]]:
         """In flight, or failed and not heard of yet."""
@@ -420,9 +490,12 @@ class AsyncStager:
         with self._lock:
             return list(self._stagings)
 
-    def _check_usable(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcess("this stager was made before os.fork(); make a new one in the child")
+
+    def _check_usable(self) -> None:
+        self._check_process()
         if self._closed:
             raise Closed("this stager is closed; make a new one")
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch import check_tensor
+from .._threads import politely
+from .._torch import check_tensor, storage_key
 from .arena import Lease
 from .capture import Captured
 from .composite import Composite
@@ -21,6 +22,7 @@ __all__ = ["StagePlan", "StagedState", "plan_stage"]
 
 _ALIGN_BYTES = 64
 _ELEMENT_BYTES = 16
+_EVERY = 64  # tensors between two moments without the GIL
 _IMAGE_BYTES = 8 << 30
 """An image is closed before it grows beyond this; a larger storage has one of its own."""
 
@@ -65,23 +67,27 @@ class StagePlan:
     def build(self, leases: Sequence[Lease]) -> StagedState:
         """The state dict over ``leases``, each of which has been filled according to its image."""
         slots: dict[tuple[int, int], torch.Tensor] = {}
-        return StagedState(self._fill(self.root, leases, slots))
+        tensors = [_tensor(view, leases, slots) for view in politely(self.views, _EVERY)]
+        return StagedState(_filled(self.root, tensors))
 
-    def _fill(self, node: Any, leases: Sequence[Lease], slots: dict[tuple[int, int], torch.Tensor]) -> Any:
-        kind = type(node)
-        if kind is _Leaf:
-            return _tensor(self.views[node], leases, slots)
-        if kind is _Parts:
-            return node.rebuild([self._fill(part, leases, slots) for part in node.parts])
-        if kind is dict or kind is OrderedDict:
-            return kind((key, self._fill(item, leases, slots)) for key, item in node.items())
-        if kind is list or kind is tuple:
-            return kind(self._fill(item, leases, slots) for item in node)
-        return node
+
+def _filled(node: Any, tensors: list[torch.Tensor]) -> Any:
+    kind = type(node)
+    if kind is _Leaf:
+        return tensors[node]
+    if kind is _Parts:
+        return node.rebuild([_filled(part, tensors) for part in node.parts])
+    if kind is dict or kind is OrderedDict:
+        return kind((key, _filled(item, tensors)) for key, item in node.items())
+    if kind is list or isinstance(node, tuple):
+        return _like(node, [_filled(item, tensors) for item in node])
+    return node
 
 
 class _Leaf(int):
     """The index of a tensor's view, standing where the tensor stood."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,36 +104,35 @@ def plan_stage(plans: PlanCache, captured: Captured) -> StagePlan:
     Tensors that share a storage share it in the copy too, and bytes that no tensor refers to are not copied. Raises
     ``UnsupportedTensor`` for what cannot be staged. Nothing but the copies refers to a source.
     """
-    root = _template(captured.root, "", itertools.count())
+    root = _template(captured.root, "", politely(itertools.count(), _EVERY), captured.held)
     tensors = captured.tensors
-    views, images = plans.get(("stage", fingerprint(tensors)), lambda: _place(tensors))
+    views, images = plans.get(("stage", fingerprint(politely(tensors, _EVERY))), lambda: _place(tensors))
     return StagePlan(root, views, tuple(image.over(tensors) for image in images))
 
 
-def _template(node: Any, path: str, numbers: Iterator[int]) -> Any:
+def _template(node: Any, path: str, numbers: Iterator[int], held: set[int]) -> Any:
     """``node`` with numbers for its tensors, which stand in it in the order in which they were captured."""
     kind = type(node)
     if isinstance(node, torch.Tensor):
-        check_tensor(node, path)
+        check_tensor(node, path, held=bool(held) and node.layout is torch.strided and storage_key(node) in held)
         return _Leaf(next(numbers))
     if kind is Composite:
-        return _Parts(tuple(_template(part, path, numbers) for part in node.parts), node.rebuild)
+        return _Parts(tuple(_template(part, path, numbers, held) for part in node.parts), node.rebuild)
     if kind is dict or kind is OrderedDict:
         return kind(
-            (key, _template(item, f"{path}.{key}" if path else str(key), numbers)) for key, item in node.items()
+            (key, _template(item, f"{path}.{key}" if path else str(key), numbers, held)) for key, item in node.items()
         )
-    if kind is list or kind is tuple:
-        return kind(_template(item, f"{path}.{index}", numbers) for index, item in enumerate(node))
+    if kind is list or isinstance(node, tuple):
+        return _like(node, [_template(item, f"{path}.{index}", numbers, held) for index, item in enumerate(node)])
     return node
 
 
-@dataclass(slots=True)
-class _Run:
-    """Bytes ``start`` to ``end`` of one storage, with the tensors (by index) that lie in it."""
-
-    start: int
-    end: int
-    members: list[int]
+def _like(node: Any, items: list[Any]) -> Any:
+    """``items`` in a list, tuple or named tuple as ``node`` is one."""
+    kind = type(node)
+    if kind is list or kind is tuple:
+        return kind(items)
+    return kind._make(items) if hasattr(kind, "_make") else node
 
 
 class _Place(NamedTuple):
@@ -147,7 +152,9 @@ class _Image:
     places: tuple[_Place, ...]
 
     def over(self, tensors: Sequence[torch.Tensor]) -> ImageLayout:
-        return ImageLayout(self.nbytes, tuple([Copy(tensors[place[0]], *place[1:]) for place in self.places]))
+        return ImageLayout(
+            self.nbytes, tuple([Copy(tensors[place[0]], *place[1:]) for place in politely(self.places, _EVERY)])
+        )
 
 
 class _Images:
@@ -178,7 +185,7 @@ class _Images:
 def _place(tensors: list[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[_Image, ...]]:
     views: dict[int, _View] = {}
     images = _Images()
-    for run in sorted(_runs(tensors), key=lambda run: run.members[0]):
+    for run in politely(sorted(_runs(tensors), key=lambda run: run.members[0]), _EVERY):
         nbytes = run.end - run.start
         image, start = images.place(run.members[0], nbytes, run.start)
         for index in run.members:
@@ -194,16 +201,25 @@ def _place(tensors: list[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[_Image
     return tuple(views[index] for index in range(len(tensors))), tuple(images.closed)
 
 
+@dataclass(slots=True)
+class _Run:
+    """Bytes ``start`` to ``end`` of one storage, with the tensors (by index) that lie in it."""
+
+    start: int
+    end: int
+    members: list[int]
+
+
 def _runs(tensors: list[torch.Tensor]) -> Iterator[_Run]:
     """Group tensors by storage and join those whose bytes overlap. Lazily conjugated, negated and empty ones are left
     out: their values are not the bytes of their storage."""
     storages: dict[int, list[tuple[int, int, int]]] = {}
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(politely(tensors, _EVERY)):
         if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
             continue
         start = int(tensor.storage_offset()) * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        extents = storages.setdefault(tensor.untyped_storage().data_ptr(), [])
+        extents = storages.setdefault(storage_key(tensor), [])
         # From a multiple of the largest element on, so that each dtype in the run can address it.
         extents.append((start // _ELEMENT_BYTES * _ELEMENT_BYTES, start + (last + 1) * tensor.itemsize, index))
     for extents in storages.values():
