@@ -23,7 +23,9 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "options", "events", "_torch", "_threads", "_tasks"}),
     frozenset({"staging", "storage", "ranks"}),
     frozenset({"plan", "format"}),
-    frozenset({"saving", "pending", "loading", "reading", "foreign", "commit", "catalog", "checkpoint"}),
+    frozenset(
+        {"saving", "pending", "loading", "reading", "handover", "mapping", "foreign", "commit", "catalog", "checkpoint"}
+    ),
     frozenset({"checkpointer", "saver", "weights", "blocking"}),
     frozenset({"dcp", "convert", "cli", "integrations"}),
 )

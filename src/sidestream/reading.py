@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from ._threads import Deadline, io_threads
+from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
 from .errors import Corrupt, SidestreamError
 from .foreign import Located, locate_tensor
 from .format.checksum import crc32, unpack_crcs
 from .format.records import BLOCK_BYTES, TensorEntry
-from .options import Verify
+from .options import Progress, Verify
 from .plan.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, plan_ranges
 from .storage import ReadRange, Store
 
@@ -28,16 +28,50 @@ _IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Box ``box`` of the tensor ``entry`` is to be read into ``target``, whose shape is ``box.sizes``."""
+    """Box ``box`` of the tensor ``entry`` is to be read into ``target``, whose shape is ``box.sizes``; its device and
+    dtype may be others than the saved ones. None: it is only to be verified."""
 
     fqn: str
     entry: TensorEntry
     box: Box
-    target: torch.Tensor
+    target: torch.Tensor | None
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether the bytes of the file may be read to where the elements belong."""
+        target = self.target
+        return target is None or (
+            target.device.type == "cpu"
+            and target.dtype == dtype_from_name(self.entry.dtype)
+            and target.is_contiguous()
+            and not target.is_conj()
+            and not target.is_neg()
+        )
 
 
 def whole(entry: TensorEntry) -> Box:
     return Box((0,) * len(entry.shape), entry.shape)
+
+
+class _Scratch:
+    """Memory for what cannot be read to its place, used again and again: touching new pages costs more than reading."""
+
+    def __init__(self) -> None:
+        self._spare: list[mmap.mmap] = []  # as many as batches are in flight at once; list methods are atomic
+
+    def take(self, nbytes: int) -> mmap.mmap | bytearray:
+        if nbytes <= 1 << 16:
+            return bytearray(nbytes)  # a large one would be cleared, page by page, while the GIL is held
+        try:
+            spare = self._spare.pop()
+        except IndexError:
+            return mmap.mmap(-1, nbytes)
+        return spare if len(spare) >= nbytes else mmap.mmap(-1, nbytes)
+
+    def give_back(self, memory: mmap.mmap | bytearray | None) -> None:
+        """Only what no thread reads into any more."""
+        if isinstance(memory, mmap.mmap):
+            self._spare.append(memory)
 
 
 @dataclass(slots=True)
@@ -45,45 +79,55 @@ class Reader:
     """Reads from the checkpoint in ``directory``.
 
     ``touched`` has the FQNs of the tensors that may have been written to so far, ``unverified`` those of which some
-    byte had no checksum, ``nbytes`` what was read.
+    byte had no checksum, ``nbytes`` what was read. A reader is good for one ``read``.
     """
 
     store: Store
     directory: str
     verify: Verify
     deadline: Deadline
+    progress: Progress | None = None
     touched: set[str] = field(default_factory=set)
     unverified: set[str] = field(default_factory=set)
     nbytes: int = 0
+    scratch: _Scratch = field(default_factory=_Scratch)
 
     async def read(self, wanted: Iterable[Wanted], *, own: bool) -> None:
-        """Fill every target. The targets are row-major or not; those that are are read into directly.
+        """Fill every target. Those that are row-major, on the host and of the saved dtype are read into directly.
 
         Raises ``Corrupt``, naming file, offset and FQN. When this raises, no thread writes into a target any more.
         """
-        targets = {one.fqn: one for one in wanted}
+        targets = await io_threads().run(_by_fqn, wanted, deadline=self.deadline)
         foreign = None if own else await self._locate(targets)
-        planned = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
+        planned, total = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
+        self._tell(total)
         queue = iter(planned)
-        await _in_parallel(lambda: self._work(queue, targets))
+        await _in_parallel(lambda: self._work(queue, targets, total))
 
-    async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted]) -> None:
+    async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
         for batch in queue:
-            buffers = await io_threads().run(_buffers, batch, targets, deadline=self.deadline)
+            buffers = await io_threads().run(_buffers, batch, targets, self.scratch, deadline=self.deadline)
             self.touched.update(one.fqn for one in batch.ranges if isinstance(one.into, Direct))
-            reads = [ReadRange(one.offset, buffer) for one, buffer in zip(batch.ranges, buffers, strict=True)]
+            reads = [ReadRange(one.offset, buffer) for one, buffer in zip(batch.ranges, buffers.views, strict=True)]
             await self.store.read(f"{self.directory}/{batch.file}", reads, deadline=self.deadline)
             await io_threads().run(self._finish, batch, buffers, targets, deadline=self.deadline)
             self.nbytes += batch.nbytes
+            self._tell(total)
 
-    def _finish(self, batch: Batch, buffers: list[memoryview], targets: Mapping[str, Wanted]) -> None:
+    def _tell(self, total: int) -> None:
+        if self.progress is not None:
+            self.progress(self.nbytes, total)
+
+    def _finish(self, batch: Batch, buffers: _Buffers, targets: Mapping[str, Wanted]) -> None:
         """In a thread: check what has arrived, then put in place what was not read there directly."""
-        for one, buffer in zip(batch.ranges, buffers, strict=True):
+        for one, buffer in zip(batch.ranges, buffers.views, strict=True):
             if self.verify == "always" and not _verified(one, buffer):
                 self.unverified.add(one.fqn)
-            if not isinstance(one.into, Direct):
+            target = targets[one.fqn].target
+            if target is not None and not isinstance(one.into, Direct):
                 self.touched.add(one.fqn)
-                _place(one, buffer, targets[one.fqn])
+                _place(one, buffer, targets[one.fqn].entry, target)
+        self.scratch.give_back(buffers.scratch)
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
@@ -108,25 +152,49 @@ async def _in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         raise _first(errors) from None
 
 
-def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) -> list[Batch]:
+def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
+    return {one.fqn: one for one in politely(wanted)}
+
+
+def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) -> tuple[list[Batch], int]:
     ranges: list[Range] = []
-    for fqn, one in targets.items():
+    for fqn, one in politely(targets.items()):
         entry, payloads = (one.entry, None) if foreign is None else foreign[fqn]
-        row_major = one.target.is_contiguous() and not one.target.is_conj() and not one.target.is_neg()
-        ranges.extend(plan_ranges(fqn, entry, one.box, row_major=row_major, foreign=payloads))
-    return batches(ranges)
+        ranges.extend(plan_ranges(fqn, entry, one.box, row_major=one.takes_bytes, foreign=payloads))
+    planned = batches(ranges)
+    return planned, sum(batch.nbytes for batch in planned)
 
 
-def _buffers(batch: Batch, targets: Mapping[str, Wanted]) -> list[memoryview]:
-    """Where the bytes of each range are read to."""
-    return [_buffer(one, targets[one.fqn].target) for one in batch.ranges]
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Where the bytes of each range of a batch are read to, and the scratch that some of these views are over."""
+
+    views: list[memoryview]
+    scratch: mmap.mmap | bytearray | None
 
 
-def _buffer(one: Range, target: torch.Tensor) -> memoryview:
-    if isinstance(one.into, Direct):
-        return _memory(target, one.into.start, one.nbytes)
-    # A large bytearray would be cleared, page by page, while the GIL is held.
-    return memoryview(bytearray(one.nbytes) if one.nbytes <= 1 << 16 else mmap.mmap(-1, one.nbytes))
+def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: _Scratch) -> _Buffers:
+    def aside(one: Range) -> bool:
+        return not isinstance(one.into, Direct) or targets[one.fqn].target is None
+
+    nbytes = sum(_aligned(one.nbytes) for one in batch.ranges if aside(one))
+    memory = scratch.take(nbytes) if nbytes else None
+    views = []
+    position = 0
+    for one in batch.ranges:
+        target = targets[one.fqn].target
+        if isinstance(one.into, Direct) and target is not None:
+            views.append(_memory(target, one.into.start, one.nbytes))
+        else:
+            assert memory is not None
+            views.append(memoryview(memory)[position : position + one.nbytes])
+            position += _aligned(one.nbytes)
+    return _Buffers(views, memory)
+
+
+def _aligned(nbytes: int) -> int:
+    """Ranges begin where elements of every dtype may."""
+    return -(-nbytes // 64) * 64
 
 
 def _memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
@@ -160,15 +228,14 @@ def _altered(one: Range, offset: int) -> Corrupt:
     )
 
 
-def _place(one: Range, buffer: memoryview, wanted: Wanted) -> None:
-    target = wanted.target
+def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor) -> None:
     if isinstance(one.into, Part):
         nbytes = one.into.nbytes
         _memory(target, one.into.start, nbytes)[:] = buffer[one.into.skip : one.into.skip + nbytes]
         return
     assert isinstance(one.into, Scatter)
     into = one.into
-    elements = torch.frombuffer(buffer, dtype=dtype_from_name(wanted.entry.dtype), offset=into.skip)
+    elements = torch.frombuffer(buffer, dtype=dtype_from_name(entry.dtype), offset=into.skip)
     strides = into.strides or torch.empty(into.shape, device="meta").stride()
     source = elements.as_strided(into.shape, strides)[_slices(into.source)]
     with torch.inference_mode(target.is_inference()), torch.no_grad():

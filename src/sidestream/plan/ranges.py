@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from .._threads import politely
 from ..format.dtypes import itemsize
 from ..format.records import BLOCK_BYTES, Chunk, TensorEntry
 
@@ -208,16 +209,16 @@ def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def batches(ranges: Iterable[Range]) -> list[Batch]:
-    """Group ranges by file and offset: many small ones are read in one go, a large one by itself."""
+    """Group ranges by file and offset: many small ones are read in one go, a large one by itself. In a thread."""
     by_file: dict[str, list[Range]] = {}
-    for one in ranges:
+    for one in politely(ranges):
         by_file.setdefault(one.file, []).append(one)
     result = []
     for file, found in by_file.items():
         found.sort(key=lambda one: one.offset)
         current: list[Range] = []
         nbytes = 0
-        for one in found:
+        for one in politely(found):
             if current and (nbytes + one.nbytes > PIECE_BYTES or len(current) == _BATCH_RANGES):
                 result.append(Batch(file, tuple(current)))
                 current, nbytes = [], 0

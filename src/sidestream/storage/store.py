@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from mmap import mmap
+from typing import Protocol, runtime_checkable
 
 from .._threads import Deadline, Stop
 from ..options import Durability
 
-__all__ = ["Body", "ReadRange", "Store"]
+__all__ = ["Body", "MappingStore", "ReadRange", "Store"]
 
 
 class Body(Protocol):
@@ -60,7 +61,9 @@ class Store(Protocol):
         """Delete an attempt and everything in it. Does nothing if it is not there."""
 
     async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
-        """Fill every range. Raises ``Corrupt`` if the file ends before, ``FileNotFoundError`` if there is none."""
+        """Fill every range. Raises ``Corrupt`` if the file ends before, ``FileNotFoundError`` if there is none.
+
+        Ranges that lie close together are one request; how close is the store's own affair."""
 
     async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
         """The last ``nbytes`` of a small file, or all of it. Raises ``FileNotFoundError``."""
@@ -70,3 +73,13 @@ class Store(Protocol):
 
     async def directories(self, *, deadline: Deadline) -> list[str]:
         """Names of the directories directly under the root; none if the root does not exist."""
+
+
+@runtime_checkable
+class MappingStore(Protocol):
+    """A store whose files are on this machine."""
+
+    async def map(self, name: str, nbytes: int, *, deadline: Deadline) -> mmap:
+        """The first ``nbytes`` of a file as memory. Writing to it changes private copies of its pages, never the file.
+
+        Raises ``Corrupt`` if the file is shorter, ``FileNotFoundError`` if there is none."""

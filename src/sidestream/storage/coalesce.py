@@ -1,0 +1,28 @@
+"""Ranges of one file that lie close together, joined into one request each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from .store import ReadRange
+
+__all__ = ["coalesce"]
+
+
+def coalesce(ranges: Iterable[ReadRange], *, gap_bytes: int, most: int) -> Iterator[list[ReadRange]]:
+    """Runs of at most ``most`` ranges, each beginning at most ``gap_bytes`` after the end of the one before.
+
+    They come by offset. Ranges that overlap are in different runs, empty ones in none.
+    """
+    run: list[ReadRange] = []
+    end = 0
+    for one in sorted(ranges, key=lambda one: one.offset):
+        if not len(one.into):
+            continue
+        if run and (not 0 <= one.offset - end <= gap_bytes or len(run) == most):
+            yield run
+            run = []
+        run.append(one)
+        end = one.offset + len(one.into)
+    if run:
+        yield run
