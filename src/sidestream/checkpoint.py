@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from ._garbage import collected_later
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
@@ -51,7 +52,8 @@ async def open_checkpoint(
     check_choice("verify", verify, Verify)
     check_timeout(timeout_s)
     location = locate_directory(url)
-    manifest = await read_manifest(location.store, location.name, location.url, Deadline.after(timeout_s))
+    with collected_later():
+        manifest = await read_manifest(location.store, location.name, location.url, Deadline.after(timeout_s))
     return Checkpoint(location, manifest, verify, timeout_s)
 
 
@@ -140,6 +142,12 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         leaves nothing behind.
         """
         device = None if memory == "host" else _memory(memory)
+        with collected_later():
+            return await self._state_dict(memory, device, progress)
+
+    async def _state_dict(
+        self, memory: Memory, device: torch.device | None, progress: Progress | None
+    ) -> dict[Any, Any]:
         deadline = Deadline.after(self._timeout_s)
         entries = self._manifest.entries
         fqns, value_entries = await io_threads().run(_sorted_out, entries, deadline=deadline)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ._garbage import collected_later, let_go
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
@@ -98,8 +99,17 @@ class LoadOptions:
 
 async def load_from(location: Location, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
     """``load`` from a resolved location."""
-    deadline = Deadline.after(options.timeout_s)
-    manifest = await read_manifest(location.store, location.name, location.url, deadline)
+    with collected_later():
+        deadline = Deadline.after(options.timeout_s)
+        manifest = await read_manifest(location.store, location.name, location.url, deadline)
+        report = await _load(location, state, manifest, options, deadline)
+        await io_threads().run(let_go, manifest.entries)
+    return report
+
+
+async def _load(
+    location: Location, state: Mapping[str, Any], manifest: Manifest, options: LoadOptions, deadline: Deadline
+) -> LoadReport:
     answers = Answers()
     for _ in answers.ask(state):
         await asyncio.sleep(0)
@@ -154,7 +164,7 @@ class _Prepared:
     """
 
     places: Mapping[str, torch.Tensor]
-    wanted: tuple[Wanted, ...]
+    wanted: list[Wanted]
     again: tuple[Wanted, ...]
     handover: Handover
     loaded: tuple[str, ...]
@@ -177,7 +187,7 @@ class _Load:
         nodes = await read_nodes(self.location.store, self.location.name, self.manifest, entries, deadline)
         prepared = await threads.run(self._prepare, nodes, deadline=deadline)
         self.pointers = prepared.pointers
-        await self.reader.read([*prepared.wanted, *prepared.again], own=self.manifest.own)
+        await self.reader.read(prepared.wanted, own=self.manifest.own)
         if prepared.again:
             await threads.run(self._check_ties, prepared.again, prepared.places, deadline=deadline)
 
@@ -221,12 +231,12 @@ class _Load:
         if self.atomic:
             places = {fqn: torch.empty(one.shape, dtype=one.dtype) for fqn, one in politely(places.items())}
         distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed((*places.items(), *fresh.items()))}
-        wanted = tuple(self._want(fqn, tensor) for fqn, tensor in politely(reversed(distinct.values())))
+        wanted = [self._want(fqn, tensor) for fqn, tensor in politely(reversed(distinct.values()))]
         again = () if self.manifest.own else tuple(self._aside(fqn) for fqn, to in plan.leaders.items() if fqn != to)
         handover = prepare(plan, values, {**fresh, **plan.tensors}, own=self.manifest.own)
         loaded = tuple(fqn for fqn in politely(entries) if fqn in plan.tensors or fqn in fresh or fqn in values)
         pointers = {fqn: tensor.data_ptr() for fqn, tensor in politely(plan.tensors.items())}
-        return _Prepared(places, wanted, again, handover, loaded, pointers)
+        return _Prepared(places, [*wanted, *again], again, handover, loaded, pointers)
 
     def _aside(self, fqn: str) -> Wanted:
         tensor = self.plan.tensors[fqn]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ._garbage import let_go
 from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
 from .errors import Corrupt, SidestreamError
@@ -92,8 +93,9 @@ class Reader:
     nbytes: int = 0
     scratch: _Scratch = field(default_factory=_Scratch)
 
-    async def read(self, wanted: Iterable[Wanted], *, own: bool) -> None:
-        """Fill every target. Those that are row-major, on the host and of the saved dtype are read into directly.
+    async def read(self, wanted: list[Wanted], *, own: bool) -> None:
+        """Fill every target, and empty the list. Those that are row-major, on the host and of the saved dtype are read
+        into directly.
 
         Raises ``Corrupt``, naming file, offset and FQN. When this raises, no thread writes into a target any more.
         """
@@ -103,6 +105,7 @@ class Reader:
         self._tell(total)
         queue = iter(planned)
         await _in_parallel(lambda: self._work(queue, targets, total))
+        await io_threads().run(let_go, planned, targets, wanted)
 
     async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
         for batch in queue:
