@@ -7,6 +7,7 @@ import ctypes
 import mmap
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,9 +112,12 @@ class Reader:
         for batch in queue:
             buffers = await io_threads().run(_buffers, batch, targets, self.scratch, deadline=self.deadline)
             self.touched.update(one.fqn for one in batch.ranges if isinstance(one.into, Direct))
-            reads = [ReadRange(one.offset, buffer) for one, buffer in zip(batch.ranges, buffers.views, strict=True)]
+            reads = [
+                ReadRange(one.offset, buffer, partial(self._arrived, one, buffer, targets[one.fqn]))
+                for one, buffer in zip(batch.ranges, buffers.views, strict=True)
+            ]
             await self.store.read(f"{self.directory}/{batch.file}", reads, deadline=self.deadline)
-            await io_threads().run(self._finish, batch, buffers, targets, deadline=self.deadline)
+            self.scratch.give_back(buffers.scratch)
             self.nbytes += batch.nbytes
             self._tell(total)
 
@@ -121,16 +125,13 @@ class Reader:
         if self.progress is not None:
             self.progress(self.nbytes, total)
 
-    def _finish(self, batch: Batch, buffers: _Buffers, targets: Mapping[str, Wanted]) -> None:
-        """In a thread: check what has arrived, then put in place what was not read there directly."""
-        for one, buffer in zip(batch.ranges, buffers.views, strict=True):
-            if self.verify == "always" and not _verified(one, buffer):
-                self.unverified.add(one.fqn)
-            target = targets[one.fqn].target
-            if target is not None and not isinstance(one.into, Direct):
-                self.touched.add(one.fqn)
-                _place(one, buffer, targets[one.fqn].entry, target)
-        self.scratch.give_back(buffers.scratch)
+    def _arrived(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
+        """In a thread of the store: check it, then put in place what was not read there directly."""
+        if self.verify == "always" and not _verified(one, buffer):
+            self.unverified.add(one.fqn)
+        if wanted.target is not None and not isinstance(one.into, Direct):
+            self.touched.add(one.fqn)
+            _place(one, buffer, wanted.entry, wanted.target)
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""

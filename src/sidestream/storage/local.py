@@ -23,6 +23,7 @@ __all__ = ["LocalStore"]
 _MAX_TRANSFER_BYTES = 0x7FFFF000  # what one Linux write or read moves at most
 _GAP_BYTES = 16 << 10  # to read past as many bytes costs about as much as another system call
 _GAP = memoryview(bytearray(_GAP_BYTES))  # every thread reads into it, and none looks
+_RUN_BYTES = 2 << 20  # so much stays in the cache until its checksum has been computed
 _RUN_RANGES = 512  # with the gaps between them, what one readv takes (IOV_MAX)
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
@@ -237,9 +238,12 @@ def _read(path: Path, ranges: Sequence[ReadRange], stop: Stop) -> None:
     try:
         descriptor = _open_regular(str(path), os.O_RDONLY)
         try:
-            for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES):
+            for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES, most_bytes=_RUN_BYTES):
                 stop.check()
                 _read_run(descriptor, run, path)
+                for one in run:
+                    if one.arrived is not None:
+                        one.arrived()
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Protocol, runtime_checkable
@@ -29,10 +29,12 @@ class Body(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """Fill ``into`` with the bytes from ``offset`` on."""
+    """Fill ``into`` with the bytes from ``offset`` on; ``arrived`` is called when that is done, while they are still in
+    the processor's cache, in a thread of the store's own. What it raises ends the read."""
 
     offset: int
     into: memoryview
+    arrived: Callable[[], None] | None = None
 
 
 class Store(Protocol):
