@@ -175,7 +175,7 @@ class ShapeMismatch(Mismatch):
 
 
 class DtypeMismatch(Mismatch):
-    """A tensor of the target has another dtype than the saved one; nothing is ever cast silently."""
+    """A tensor of the target has another dtype than the saved one; nothing is cast unless ``strict`` names it."""
 
 
 class KindMismatch(Mismatch):
