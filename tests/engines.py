@@ -13,6 +13,7 @@ class GatedEngine(HostEngine):
     """The host engine, but no copy begins before the test opens the gate; ``fail`` makes it raise instead."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gate = threading.Event()
         self.fail: Exception | None = None
 

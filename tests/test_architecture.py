@@ -24,7 +24,20 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"staging", "storage", "ranks"}),
     frozenset({"plan", "format"}),
     frozenset(
-        {"saving", "pending", "loading", "reading", "handover", "mapping", "foreign", "commit", "catalog", "checkpoint"}
+        {
+            "saving",
+            "writing",
+            "pending",
+            "commit",
+            "catalog",
+            "loading",
+            "reading",
+            "handover",
+            "mapping",
+            "foreign",
+            "foreign_manifest",
+            "checkpoint",
+        }
     ),
     frozenset({"checkpointer", "saver", "weights", "blocking"}),
     frozenset({"dcp", "convert", "cli", "integrations"}),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from states import SAVED_DTYPES, assert_same, filled, model_and_optimizer
+from stock import blank, nested_state, stock_load, stock_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -24,41 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated.*:UserWarning"),
 ]
-
-
-def stock_save(state: dict[str, Any], path: Path, **options: Any) -> None:
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, **options), no_dist=True)
-
-
-def stock_load(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    dcp.load(state, checkpoint_id=path, no_dist=True)
-    return state
-
-
-def nested_state() -> dict[str, Any]:
-    return {
-        "layers": {"0": {"weight": torch.randn(70, 300).t()}, "1": [torch.arange(5), {"deep": torch.tensor(2.5)}, 3]},
-        "bf16": torch.randn(200, 300).bfloat16(),
-        "fp8": torch.randn(64).to(torch.float8_e4m3fn),
-        "empty": torch.empty(0, 3),
-        "large": torch.randn(3 << 18),
-        "step": 7,
-        "name": "run",
-        "betas": (0.9, 0.999),
-        "rng": torch.get_rng_state(),
-        "flags": {"a": None, "b": True, "c": [1, 2], "d": b"raw", "e": complex(1, 2), "f": {1, 2}},
-    }
-
-
-def blank(state: Any) -> Any:
-    """The same structure with other contents."""
-    if isinstance(state, torch.Tensor):
-        return torch.zeros_like(state)
-    if isinstance(state, dict):
-        return {key: blank(value) for key, value in state.items()}
-    if isinstance(state, list) and any(isinstance(item, (dict, list, torch.Tensor)) for item in state):
-        return [blank(item) for item in state]
-    return "something else"
 
 
 async def test_stock_reads_ours(tmp_path: Path) -> None:

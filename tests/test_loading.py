@@ -22,7 +22,7 @@ from states import assert_same, model_and_optimizer
 import sidestream
 from sidestream import errors
 from sidestream.plan.ask import Answers
-from sidestream.plan.flatten import flatten, walk
+from sidestream.plan.flatten import leaves_of
 from sidestream.storage import ReadRange
 from sidestream.storage.coalesce import coalesce
 
@@ -293,10 +293,10 @@ def test_a_structure_that_changes_meanwhile_is_refused() -> None:
     answers = Answers()
     state: dict[str, Any] = {"a": {"b": 1}, "m": torch.nn.Linear(2, 2)}
     list(answers.ask(state))
-    assert [leaf.fqn for leaf in walk(state, answers)] == [leaf.fqn for leaf in flatten(state)]
+    assert [leaf.fqn for leaf in leaves_of(state, answers)] == [leaf.fqn for leaf in leaves_of(state)]
     state["other"] = torch.nn.Linear(2, 2)
     with pytest.raises(errors.InvalidOption, match="was changed while it was being loaded into"):
-        list(walk(state, answers))
+        list(leaves_of(state, answers))
 
 
 def test_asking_yields_now_and_then_and_ends() -> None:

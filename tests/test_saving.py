@@ -19,7 +19,7 @@ from states import assert_same
 from torch import nn
 
 import sidestream
-from sidestream.errors import Aborted, Conflict, DeadlineExceeded, InvalidOption, UnsupportedTensor
+from sidestream.errors import Aborted, ArenaExhausted, Conflict, DeadlineExceeded, InvalidOption, UnsupportedTensor
 from sidestream.plan import save as save_plan
 
 
@@ -44,7 +44,7 @@ async def test_many_saves_share_a_small_budget_and_a_load_goes_on_beside(
 async def test_deadline_and_cancel_while_waiting_for_memory(tmp_path: Path) -> None:
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         staged = await stager.stage({"t": torch.zeros(200_000)})
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(ArenaExhausted, match=r"within 0\.2 s"):
             await sidestream.save({"t": torch.ones(200_000)}, tmp_path / "a", stager=stager, timeout_s=0.2)
         pending = sidestream.async_save({"t": torch.ones(200_000)}, tmp_path / "b", stager=stager)
         while stager.statistics().waiters == 0:
@@ -118,9 +118,9 @@ async def test_a_freed_storage_is_refused(tmp_path: Path, stager: sidestream.Asy
     tensor = torch.ones(1000)
     tensor.untyped_storage().resize_(0)
     with pytest.raises(UnsupportedTensor, match=r"w: .*freed or shrunk"):
-        sidestream.async_save({"w": tensor}, tmp_path / "c", stager=stager)
+        await sidestream.async_save({"w": tensor}, tmp_path / "c", stager=stager)
     with pytest.raises(UnsupportedTensor, match=r"w: .*freed or shrunk"):
-        stager.stage({"w": tensor})
+        await stager.stage({"w": tensor})
 
 
 async def test_rebinding_and_freeing_while_a_stage_is_under_way(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ async def test_rebinding_and_freeing_while_a_stage_is_under_way(tmp_path: Path) 
         freed.untyped_storage().resize_(0)
         engine.gate.set()
         await first
-        with pytest.raises(UnsupportedTensor, match="freed or shrunk while it was staged"):
+        with pytest.raises(UnsupportedTensor, match="freed or shrunk"):
             await second
         assert ((await staged)["w"] == 1).all()
         (await staged).release()

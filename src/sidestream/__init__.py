@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from .loading import LoadReport, load
     from .pending import PendingSave, SaveInfo
     from .saving import async_save, save
+    from .staging.blocking import BlockingAsyncStager
     from .staging.future import StagingFuture
     from .staging.stager import AsyncStager
     from .staging.tree import StagedState
 
 __all__ = [
     "AsyncStager",
+    "BlockingAsyncStager",
     "Checkpoint",
     "Checkpointer",
     "LoadReport",
@@ -39,6 +41,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncStager": "staging.stager",
+    "BlockingAsyncStager": "staging.blocking",
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
     "LoadReport": "loading",

@@ -172,7 +172,12 @@ class Threads(Executor):
         error says so (``left_behind``). So that this is safe, ``fn`` owns what it uses: it opens and closes its own
         descriptors and holds its own references.
         """
-        future = self.submit(fn, *args)
+        return await self.wait(self.submit(fn, *args), fn.__name__.strip("_"), stop=stop, deadline=deadline)
+
+    async def wait(
+        self, future: Future[T], name: str, *, stop: Stop | None = None, deadline: Deadline | None = None
+    ) -> T:
+        """``run``, of work called ``name`` that has been submitted before."""
         waiter = asyncio.wrap_future(future)
         waiter.add_done_callback(_consume)
         cancelled: asyncio.CancelledError | None = None
@@ -191,13 +196,13 @@ class Threads(Executor):
                 if expired:
                     with self._lock:
                         self._count -= 1  # another one may take the place of the thread that hangs
-                    raise _left_behind(cancelled or deadline.exceeded(f"a system call of {fn.__name__.strip('_')}()"))
+                    raise _left_behind(cancelled or deadline.exceeded(f"a system call of {name}()"))
                 expired = True
                 _stop_work(future, stop)
         if cancelled is not None:
             raise cancelled
         if expired and deadline is not None and (waiter.cancelled() or isinstance(waiter.exception(), Closed)):
-            raise deadline.exceeded(f"{fn.__name__.strip('_')}()")
+            raise deadline.exceeded(f"{name}()")
         return waiter.result()
 
     def close(self) -> None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from .errors import UnsupportedTensor
 
-__all__ = ["TORCH_VERSION", "Stateful", "check_tensor", "dtype_from_name", "dtype_name"]
+__all__ = [
+    "TORCH_VERSION",
+    "Stateful",
+    "check_tensor",
+    "dtype_from_name",
+    "dtype_name",
+    "neg_view",
+    "outside_compile",
+    "tensor_class",
+]
 
 TORCH_VERSION = torch.__version__.split("+")[0]
 
@@ -40,35 +50,32 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def check_tensor(tensor: torch.Tensor, fqn: str) -> None:
-    """Refuse by name what bytes alone cannot represent, or what this version does not stage yet."""
+    """Refuse by name what bytes alone cannot represent."""
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         problem = _plain_problem(tensor)
-    elif _is_instance(tensor, "torch.distributed.tensor", "DTensor"):
-        problem = "a DTensor: this version saves one process; save tensor.to_local() or tensor.full_tensor()"
-    elif _is_instance(tensor, "torch._subclasses.fake_tensor", "FakeTensor"):
+    elif (dtensor := tensor_class("torch.distributed.tensor", "DTensor")) and isinstance(tensor, dtensor):
+        problem = "a DTensor: this version loads into one process; load into tensor.to_local()"
+    elif (fake := tensor_class("torch._subclasses.fake_tensor", "FakeTensor")) and isinstance(tensor, fake):
         problem = "a fake tensor: it has no bytes"
     elif hasattr(tensor, "__tensor_flatten__"):
-        problem = f"the wrapper subclass {kind.__name__}: save the tensors that it wraps"
+        problem = f"the wrapper subclass {kind.__name__}: name the tensors that it wraps"
     else:
         problem = _plain_problem(tensor)
     if problem is not None:
         raise UnsupportedTensor(f"{fqn}: cannot save {problem}")
 
 
-def _is_instance(tensor: torch.Tensor, module: str, name: str) -> bool:
-    """Without importing ``module`` (a second or more): while nobody has, there are no such tensors."""
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(tensor, kind)
+def tensor_class(module: str, name: str) -> type[torch.Tensor] | None:
+    """A class of tensors, without importing ``module`` (a second or more): while nobody has, there are none."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 def _plain_problem(tensor: torch.Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}: save its indices and values, or tensor.to_dense()"
-    if tensor.device.type != "cpu":
-        if tensor.is_meta:
-            return "a meta tensor: it has no bytes; materialize it first"
-        return f"a tensor on {tensor.device}: this version stages host memory only; save tensor.cpu()"
+    if tensor.is_meta:
+        return "a meta tensor: it has no bytes; materialize it first"
     if tensor.is_quantized:
         return "a quantized tensor: save tensor.int_repr() with its scale and zero point"
     if tensor.is_nested:
@@ -86,3 +93,28 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
         return int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (int(tensor.storage_offset()) + int(last) + 1) * tensor.itemsize
+
+
+def neg_view(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with the bit that says that its elements are to be read negated."""
+    view: torch.Tensor = torch._neg_view(tensor)
+    return view
+
+
+def outside_compile(work: Callable[[], None]) -> Callable[..., None]:
+    """A hook that calls ``work`` as it is written, also from code that ``torch.compile`` traces.
+
+    What ``torch.compiler.disable`` does, without its import of the compiler (a second or more) by those who do not
+    compile: the attribute keeps a trace from inlining the hook, the frame evaluator is off while it runs.
+    """
+    evaluator = torch._C._dynamo.eval_frame
+
+    def hook(*_: Any) -> None:
+        before = evaluator.set_eval_frame(None)
+        try:
+            work()
+        finally:
+            evaluator.set_eval_frame(before)
+
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook

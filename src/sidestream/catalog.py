@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ._threads import Deadline, io_threads
 from .errors import CheckpointNotFound, Corrupt, SidestreamError
+from .foreign_manifest import is_foreign, read_file, read_foreign_manifest
 from .format.checksum import crc32
-from .format.dcp_metadata import read_dcp_metadata
 from .format.manifest import parse_manifest
 from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, manifest_name
-from .format.records import Entry, Manifest, TensorEntry, ValueEntry
+from .format.records import Manifest
 from .format.validate import validate
-from .storage import ReadRange, Store
+from .storage import Store
 
 E = TypeVar("E", bound=SidestreamError)
 
@@ -117,7 +117,8 @@ async def read_manifest(store: Store, directory: str, url: str, deadline: Deadli
     """
     try:
         sizes = await store.sizes(directory, deadline=deadline)
-        marker = await read_marker(store, directory, deadline)
+        unmarked = METADATA_NAME not in sizes and is_foreign(sizes)
+        marker = None if unmarked else await read_marker(store, directory, deadline)
     except FileNotFoundError as error:
         raise CheckpointNotFound(
             f"no committed checkpoint at {url}: there is no {METADATA_NAME}. A save that was interrupted leaves none"
@@ -126,7 +127,11 @@ async def read_manifest(store: Store, directory: str, url: str, deadline: Deadli
         raise _told(error, url) from error
     try:
         if marker is None:
-            manifest = await _foreign_manifest(store, directory, sizes, deadline)
+            ours = next((name for name in sizes if name.startswith("manifest-")), None)
+            if ours is not None:
+                what = f"it names no manifest, but {ours} is there"
+                raise Corrupt(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
+            manifest = await read_foreign_manifest(store, directory, sizes, deadline)
         else:
             manifest = await _own_manifest(store, directory, marker, sizes, deadline)
         await io_threads().run(validate, manifest, deadline=deadline)
@@ -143,7 +148,7 @@ async def _own_manifest(
     name = manifest_name(marker.save_id)
     if sizes.get(name) != marker.manifest_bytes:
         raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
-    raw = await _read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
+    raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
     manifest = await io_threads().run(_parse, name, raw, marker, deadline=deadline)
     if (manifest.save_id, manifest.step, manifest.generation) != (marker.save_id, marker.step, marker.generation):
         raise Corrupt(f"{name} belongs to another save than the marker", file=name)
@@ -157,29 +162,6 @@ def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest:
     if crc32(raw) != marker.manifest_crc:
         raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
     return parse_manifest(bytes(raw))
-
-
-async def _foreign_manifest(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:
-    ours = [name for name in sizes if name.startswith("manifest-")]
-    if ours:
-        raise Corrupt(f"{METADATA_NAME} was altered: it names no manifest, but {ours[0]} is there", file=METADATA_NAME)
-    raw = await _read_file(store, f"{directory}/{METADATA_NAME}", sizes[METADATA_NAME], deadline)
-    manifest = await io_threads().run(read_dcp_metadata, bytes(raw), deadline=deadline)
-    used = {file for entry in manifest.entries.values() for file in _files(entry)}
-    return replace(manifest, files={name: nbytes for name, nbytes in sizes.items() if name in used})
-
-
-def _files(entry: Entry) -> Iterator[str]:
-    if isinstance(entry, TensorEntry):
-        yield from (chunk.file for chunk in entry.chunks)
-    elif isinstance(entry, ValueEntry):
-        yield entry.file
-
-
-async def _read_file(store: Store, name: str, nbytes: int, deadline: Deadline) -> bytearray:
-    raw = bytearray(nbytes)
-    await store.read(name, [ReadRange(0, memoryview(raw))], deadline=deadline)
-    return raw
 
 
 def _told(error: E, url: str) -> E:

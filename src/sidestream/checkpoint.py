@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -15,12 +15,13 @@ from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
 from .catalog import read_manifest
 from .errors import Corrupt, InvalidOption, MissingKeys
-from .foreign import read_nodes
+from .foreign import read_values
 from .format.records import EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
-from .loading import decode_values, new_tensors
+from .loading import new_tensors
 from .mapping import map_tensors
 from .options import Progress, Verify, check_choice, check_timeout
 from .plan.assemble import assemble
+from .plan.objects import Allowed, allowed_types
 from .plan.ranges import Box
 from .reading import Reader, Wanted, whole
 from .storage import Location, locate_directory
@@ -41,30 +42,33 @@ class TensorInfo:
 
 
 async def open_checkpoint(
-    url: str | os.PathLike[str], *, verify: Verify = "always", timeout_s: float = 600.0
+    url: str | os.PathLike[str], *, verify: Verify = "always", timeout_s: float = 600.0, allow: Iterable[type] = ()
 ) -> Checkpoint:
     """Read and validate what the checkpoint at ``url`` says about itself, and no payload.
 
-    ``timeout_s`` is for this call and for each one on the result. Raises ``CheckpointNotFound``, ``Corrupt``,
-    ``UnsupportedCheckpoint``. The result holds nothing open and needs no closing.
+    ``timeout_s`` is for this call and for each one on the result, ``allow`` as for ``load``. Raises
+    ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``. The result holds nothing open and needs no closing.
     """
     running_loop("open_checkpoint")
     check_choice("verify", verify, Verify)
     check_timeout(timeout_s)
-    location = locate_directory(url)
+    location, allowed = locate_directory(url), allowed_types(allow)
     with collected_later():
         manifest = await read_manifest(location.store, location.name, location.url, Deadline.after(timeout_s))
-    return Checkpoint(location, manifest, verify, timeout_s)
+    return Checkpoint(location, manifest, verify, timeout_s, allowed)
 
 
 class Checkpoint(Mapping[str, TensorInfo | None]):
     """What is in a checkpoint, by FQN: a ``TensorInfo`` for a tensor, None for a plain value."""
 
-    def __init__(self, location: Location, manifest: Manifest, verify: Verify, timeout_s: float) -> None:
+    def __init__(
+        self, location: Location, manifest: Manifest, verify: Verify, timeout_s: float, allow: Allowed
+    ) -> None:
         self._location = location
         self._manifest = manifest
         self._verify: Verify = verify
         self._timeout_s = timeout_s
+        self._allow = allow
 
     @property
     def url(self) -> str:
@@ -176,9 +180,9 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         return Reader(self._location.store, self._location.name, self._verify, deadline, progress)
 
     async def _values(self, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
+        store, directory = self._location.store, self._location.name
         deadline = Deadline.after(self._timeout_s)
-        nodes = await read_nodes(self._location.store, self._location.name, self._manifest, entries, deadline)
-        return await io_threads().run(decode_values, nodes, deadline=deadline)
+        return await read_values(store, directory, self._manifest, entries, deadline, self._allow)
 
 
 def _device(device: object) -> torch.device:

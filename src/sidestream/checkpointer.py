@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -25,9 +25,11 @@ from .options import (
     check_timeout,
 )
 from .pending import PendingSave
-from .saving import Stager, start_save
+from .plan.objects import allowed_types
+from .saving import start_save
 from .staging import AsyncStager
 from .storage import Location, locate_run
+from .writing import Stager
 
 __all__ = ["Checkpointer"]
 
@@ -123,6 +125,7 @@ class Checkpointer:
         atomic: bool = False,
         progress: Progress | None = None,
         timeout_s: float | None = None,
+        allow: Iterable[type] = (),
     ) -> int | None:
         """Load the newest committed step, or ``step``, into ``state`` and return its number; None if there is none yet.
 
@@ -137,6 +140,7 @@ class Checkpointer:
             atomic,
             progress,
             self._timeout_s if timeout_s is None else timeout_s,
+            allowed_types(allow),
         )
         if step is None:
             found = await newest_step(self._store, self._deadline())

@@ -13,6 +13,7 @@ __all__ = [
     "Aborted",
     "AccessDenied",
     "ArenaExhausted",
+    "CapturingGraph",
     "CheckpointNotFound",
     "Closed",
     "Conflict",
@@ -24,6 +25,7 @@ __all__ = [
     "KeyCollision",
     "KindMismatch",
     "Mismatch",
+    "MissingExtra",
     "MissingKeys",
     "NoSpace",
     "NotCovered",
@@ -31,6 +33,7 @@ __all__ = [
     "OutcomeUnknown",
     "ShapeMismatch",
     "SidestreamError",
+    "Skipped",
     "StatefulRefused",
     "StorageError",
     "UnexpectedKeys",
@@ -74,6 +77,14 @@ class UnsupportedCheckpoint(SidestreamError, ValueError):
     """A checkpoint that is not damaged, but written in a way that this version does not read."""
 
 
+class MissingExtra(SidestreamError, ImportError):
+    """Reading this checkpoint needs a package that is not installed. ``extra`` names the extra that brings it."""
+
+    def __init__(self, message: str, *, extra: str):
+        super().__init__(message)
+        self.extra = extra
+
+
 class Closed(SidestreamError, RuntimeError):
     """The stager or Checkpointer was closed before the call."""
 
@@ -99,6 +110,14 @@ class Conflict(SidestreamError, FileExistsError):
 
 class ArenaExhausted(SidestreamError, MemoryError):
     """Staging memory within the budget did not suffice, or did not become free in time."""
+
+
+class Skipped(SidestreamError, RuntimeError):
+    """A stage or save gave way, as its ``when_full=`` policy says: no memory was free, or a newer one came."""
+
+
+class CapturingGraph(SidestreamError, RuntimeError):
+    """Staging was asked for while the current stream records a graph. Nothing was enqueued."""
 
 
 class DeadlineExceeded(SidestreamError, TimeoutError):

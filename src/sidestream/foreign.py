@@ -1,22 +1,30 @@
-"""Items that another writer (stock DCP) wrote: what only the zips themselves say."""
+"""Items that another writer (stock DCP) wrote: what only the items themselves say."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 
-from ._threads import Deadline, io_threads
-from .errors import Corrupt, UnsafeObject
-from .format.records import Chunk, Manifest, Node, TensorEntry, ValueEntry
+from ._threads import Deadline, io_threads, politely
+from .errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
+from .format.checksum import crc32
+from .format.dtypes import itemsize
+from .format.ranks import Replica
+from .format.records import Chunk, Manifest, TensorEntry, ValueEntry
 from .format.torch_item import open_tensor_item, open_value_item
-from .plan.ranges import ForeignPayload
+from .format.transforms import require, unpack
+from .plan.objects import NOTHING_ALLOWED, Allowed
+from .plan.ranges import PIECE_BYTES, ForeignPayload
+from .plan.values import decode_value
 from .storage import ReadRange, Store
 
-__all__ = ["Located", "locate_tensor", "read_nodes"]
+__all__ = ["Located", "agree", "locate_tensor", "read_item", "read_values", "unpack_chunk"]
 
 Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
 """A tensor whose chunks know where their payload begins, and what else the zips say about it."""
@@ -25,54 +33,145 @@ _END_BYTES = 64 << 10
 _MAX_VALUE_BYTES = 64 << 20
 
 
-async def read_nodes(
-    store: Store, directory: str, manifest: Manifest, entries: Mapping[str, ValueEntry], deadline: Deadline
-) -> dict[str, Node]:
+async def read_values(
+    store: Store,
+    directory: str,
+    manifest: Manifest,
+    entries: Mapping[str, ValueEntry],
+    deadline: Deadline,
+    allow: Allowed = NOTHING_ALLOWED,
+) -> dict[str, Any]:
     """The plain values behind ``entries``: our manifest has them; other writers pickled them, which is decoded as data.
 
-    Raises ``UnsafeObject``, naming the FQN, for what is more than data.
+    Raises ``UnsafeObject``, naming the FQN, for what is more than data and not of the types ``allow``; ``Corrupt``.
     """
     if manifest.own:
-        return {fqn: entry.node for fqn, entry in entries.items()}
-    return {fqn: await _read_node(store, directory, fqn, entry, deadline) for fqn, entry in entries.items()}
+        return await io_threads().run(_own_values, entries, deadline=deadline)
+    if any(entry.transform for entry in entries.values()):
+        require()
+    return {fqn: await _read_value(store, directory, fqn, entry, deadline, allow) for fqn, entry in entries.items()}
 
 
-async def _read_node(store: Store, directory: str, fqn: str, entry: ValueEntry, deadline: Deadline) -> Node:
+def _own_values(entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
+    return {fqn: decode_value(entry.node, fqn) for fqn, entry in politely(entries.items())}
+
+
+async def _read_value(
+    store: Store, directory: str, fqn: str, entry: ValueEntry, deadline: Deadline, allow: Allowed
+) -> Any:
     if entry.item_bytes > _MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
-    raw = bytearray(entry.item_bytes)
-    await store.read(f"{directory}/{entry.file}", [ReadRange(entry.item_offset, memoryview(raw))], deadline=deadline)
-    try:
-        return await io_threads().run(open_value_item, io.BytesIO(raw), entry.item_bytes, deadline=deadline)
-    except (Corrupt, UnsafeObject) as error:
-        error.args = (f"{fqn}: {error.args[0]}",)
-        if isinstance(error, Corrupt):
-            error.file, error.fqn, error.offset = entry.file, fqn, entry.item_offset
-        raise
+    raw = await read_item(store, directory, entry, deadline)
+    return await io_threads().run(_open_value, raw, fqn, entry, allow, deadline=deadline)
+
+
+def _open_value(raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed) -> Any:
+    with _about(entry, fqn):
+        content = unpack(raw, _MAX_VALUE_BYTES) if entry.transform else raw
+        node = open_value_item(io.BytesIO(content), len(content), frozenset(allow))
+    return decode_value(node, fqn, allow)
 
 
 async def locate_tensor(store: Store, directory: str, fqn: str, entry: TensorEntry, deadline: Deadline) -> Located:
-    """Open the zip of each chunk that another writer wrote, to see where its payload begins and how it is laid out."""
+    """Open the zip of each chunk that another writer wrote, to see where its payload begins and how it is laid out.
+
+    Chunks whose payload stands bare in the file are as they are; compressed ones are left out (``unpack_chunk``).
+    """
     chunks: list[Chunk] = []
     payloads: dict[Chunk, ForeignPayload] = {}
     for chunk in entry.chunks:
-        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
-        payload = await io_threads().run(open_tensor_item, ends, chunk.item_bytes, deadline=deadline)
-        if payload.dtype != entry.dtype or tuple(payload.shape) != chunk.sizes:
-            raise Corrupt(
-                f"{chunk.file} has a {payload.dtype} of shape {tuple(payload.shape)} for {fqn}, .metadata says "
-                f"{entry.dtype} {chunk.sizes}",
-                file=chunk.file,
-                fqn=fqn,
-                offset=chunk.item_offset,
-            )
-        located = replace(chunk, payload_offset=chunk.item_offset + payload.payload_offset)
-        plain = payload.storage_offset == 0 and torch.empty(chunk.sizes, device="meta").stride() == payload.strides
-        payloads[located] = ForeignPayload(
-            payload.crc32, payload.payload_bytes, None if plain else tuple(payload.strides), payload.storage_offset
-        )
+        located = chunk
+        if chunk.transform:
+            continue
+        if chunk.payload_offset is None:
+            ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
+            with _about(chunk, fqn):
+                located, payload = await io_threads().run(_open_chunk, entry, chunk, ends, deadline=deadline)
+            payloads[located] = payload
         chunks.append(located)
     return replace(entry, chunks=tuple(chunks)), payloads
+
+
+def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> tuple[bytearray, Located]:
+    """The item of a compressed chunk as it was before, and the tensor with this chunk alone, located in that.
+
+    No more is made of it than the dtype and the shape of the chunk account for.
+    """
+    most_bytes = math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES
+    with _about(chunk, fqn):
+        content = unpack(raw, most_bytes)
+        item = replace(chunk, item_offset=0, item_bytes=len(content), transform=None)
+        located, payload = _open_chunk(entry, item, io.BytesIO(content))
+    return content, (replace(entry, chunks=(located,)), {located: payload})
+
+
+def _open_chunk(entry: TensorEntry, chunk: Chunk, item: BinaryIO) -> tuple[Chunk, ForeignPayload]:
+    payload = open_tensor_item(item, chunk.item_bytes)
+    if payload.dtype != entry.dtype or tuple(payload.shape) != chunk.sizes:
+        found = f"a {payload.dtype} of shape {tuple(payload.shape)}"
+        raise Corrupt(f"{chunk.file} has {found}, .metadata says {entry.dtype} {chunk.sizes}")
+    located = replace(chunk, payload_offset=chunk.item_offset + payload.payload_offset)
+    plain = payload.storage_offset == 0 and torch.empty(chunk.sizes, device="meta").stride() == payload.strides
+    strides = None if plain else tuple(payload.strides)
+    return located, ForeignPayload(payload.crc32, payload.payload_bytes, strides, payload.storage_offset)
+
+
+@contextmanager
+def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
+    """What an item complains about, told with its name and place."""
+    try:
+        yield
+    except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+        error.args = (f"{fqn}: {error.args[0]} ({item.file}, byte {item.item_offset})",)
+        if isinstance(error, Corrupt):
+            error.file, error.fqn, error.offset = item.file, fqn, item.item_offset
+        raise
+
+
+async def read_item(store: Store, directory: str, item: Chunk | ValueEntry, deadline: Deadline) -> bytearray:
+    """All bytes of an item as they stand in the file."""
+    raw = bytearray(item.item_bytes)
+    await store.read(f"{directory}/{item.file}", [ReadRange(item.item_offset, memoryview(raw))], deadline=deadline)
+    return raw
+
+
+async def agree(store: Store, directory: str, replica: Replica, deadline: Deadline) -> bool:
+    """Whether two ranks wrote the same. Of tensors the checksums are compared, where the files have some."""
+    first, other = replica.first, replica.other
+    if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
+        return await _same_value(store, directory, replica.fqn, first, other, deadline)
+    if isinstance(first, ValueEntry) or isinstance(other, ValueEntry):
+        return False
+    one = await _digest(store, directory, replica.fqn, *first, deadline)
+    return one == await _digest(store, directory, replica.fqn, *other, deadline)
+
+
+async def _same_value(
+    store: Store, directory: str, fqn: str, first: ValueEntry, other: ValueEntry, deadline: Deadline
+) -> bool:
+    if max(first.item_bytes, other.item_bytes) > _MAX_VALUE_BYTES:
+        raise Corrupt(f"{fqn}: a plain value of {first.item_bytes} bytes", file=first.file, fqn=fqn)
+    items = [await read_item(store, directory, entry, deadline) for entry in (first, other)]
+    return first.transform == other.transform and items[0] == items[1]
+
+
+async def _digest(
+    store: Store, directory: str, fqn: str, entry: TensorEntry, chunk: Chunk, deadline: Deadline
+) -> object:
+    if chunk.transform:
+        require()
+        raw = await read_item(store, directory, chunk, deadline)
+        _, (_, payloads) = await io_threads().run(unpack_chunk, fqn, entry, chunk, raw, deadline=deadline)
+        return next(iter(payloads.values()))
+    if chunk.payload_offset is None:
+        _, payloads = await locate_tensor(store, directory, fqn, replace(entry, chunks=(chunk,)), deadline)
+        return next(iter(payloads.values()))
+    crc = 0
+    for start in range(0, chunk.item_bytes, PIECE_BYTES):
+        nbytes = min(PIECE_BYTES, chunk.item_bytes - start)
+        part = replace(chunk, item_offset=chunk.item_offset + start, item_bytes=nbytes)
+        crc = await io_threads().run(crc32, await read_item(store, directory, part, deadline), crc, deadline=deadline)
+    return crc
 
 
 async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) -> BinaryIO:

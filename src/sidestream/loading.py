@@ -16,17 +16,17 @@ from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
 from .catalog import read_manifest
 from .errors import Corrupt, Mismatch, SidestreamError
-from .foreign import read_nodes
-from .format.records import Entry, Manifest, Node, TensorEntry, ValueEntry
+from .foreign import read_values
+from .format.records import Entry, Manifest, TensorEntry, ValueEntry
 from .handover import Handover, hand_over, prepare
 from .options import Allowance, Progress, Verify, check_choice, check_strict, check_timeout
 from .plan.ask import Answers
 from .plan.match import LoadPlan, match
-from .plan.values import decode_value
+from .plan.objects import Allowed, allowed_types
 from .reading import Reader, Wanted, whole
 from .storage import Location, locate_directory
 
-__all__ = ["LoadOptions", "LoadReport", "decode_values", "load", "load_from", "new_tensors"]
+__all__ = ["LoadOptions", "LoadReport", "load", "load_from", "new_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ async def load(
     atomic: bool = False,
     progress: Progress | None = None,
     timeout_s: float = 600.0,
+    allow: Iterable[type] = (),
 ) -> LoadReport:
     """Load the checkpoint at ``url`` into ``state``, in place: ours, or one that stock DCP wrote.
 
@@ -76,9 +77,12 @@ async def load(
     after some tensors were written: ``error.written`` lists them. With ``atomic=True`` everything is read into memory
     of its own first, so that a failure leaves ``state`` untouched. The same holds for a cancel, ``StorageError`` and
     ``DeadlineExceeded``; a cancel that comes when all has been read is raised after ``state`` has changed as a whole.
+
+    Of other writers' values only plain data is read, and objects of the types in ``allow``: those, and no others, are
+    made again by their own code from what was saved. Anything else raises ``UnsafeObject``.
     """
     running_loop("load")
-    options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s)
+    options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed_types(allow))
     return await load_from(locate_directory(url), state, options)
 
 
@@ -91,6 +95,7 @@ class LoadOptions:
     atomic: bool
     progress: Progress | None
     timeout_s: float
+    allow: Allowed
 
     def __post_init__(self) -> None:
         check_choice("verify", self.verify, Verify)
@@ -116,7 +121,7 @@ async def _load(
     threads = io_threads()
     plan = await threads.run(match, state, answers, manifest, location.url, options.strict, deadline=deadline)
     reader = Reader(location.store, location.name, options.verify, deadline, options.progress)
-    work = _Load(location, manifest, plan, reader, options.atomic)
+    work = _Load(location, manifest, plan, reader, options.atomic, options.allow)
     try:
         return await work.run()
     except (Exception, asyncio.CancelledError) as error:
@@ -151,10 +156,6 @@ def new_tensors(
     return tensors
 
 
-def decode_values(nodes: Mapping[str, Node]) -> dict[str, Any]:
-    return {fqn: decode_value(node, fqn) for fqn, node in politely(nodes.items())}
-
-
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """What is decided and allocated before the first byte is read.
@@ -178,14 +179,16 @@ class _Load:
     plan: LoadPlan
     reader: Reader
     atomic: bool
+    allow: Allowed
     pointers: Mapping[str, int] = field(default_factory=dict)
     handing_over: bool = False
 
     async def run(self) -> LoadReport:
         deadline, threads = self.reader.deadline, io_threads()
         entries = await threads.run(self._value_entries, deadline=deadline)
-        nodes = await read_nodes(self.location.store, self.location.name, self.manifest, entries, deadline)
-        prepared = await threads.run(self._prepare, nodes, deadline=deadline)
+        store, directory = self.location.store, self.location.name
+        values = await read_values(store, directory, self.manifest, entries, deadline, self.allow)
+        prepared = await threads.run(self._prepare, values, deadline=deadline)
         self.pointers = prepared.pointers
         await self.reader.read(prepared.wanted, own=self.manifest.own)
         if prepared.again:
@@ -223,9 +226,8 @@ class _Load:
         touched = {self.pointers[fqn] for fqn in self.reader.touched if fqn in self.pointers}
         return tuple(fqn for fqn, pointer in self.pointers.items() if pointer in touched)
 
-    def _prepare(self, nodes: Mapping[str, Node]) -> _Prepared:
+    def _prepare(self, values: Mapping[str, Any]) -> _Prepared:
         plan, entries = self.plan, self.manifest.entries
-        values = decode_values(nodes)
         fresh = new_tensors(entries, plan.new)
         places = {leader: plan.tensors[leader] for leader in plan.leaders.values()}
         if self.atomic:

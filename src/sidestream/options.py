@@ -12,6 +12,7 @@ __all__ = [
     "Durability",
     "Progress",
     "Verify",
+    "WhenFull",
     "check_choice",
     "check_count",
     "check_step",
@@ -35,6 +36,10 @@ tensors of another dtype are converted. ``"ignore_unexpected"``: keys that the t
 Progress: TypeAlias = Callable[[int, int], object]
 """Called on the event loop with the bytes read so far and the bytes to read, first with 0. What it raises ends the
 load, as an error of storage would."""
+
+WhenFull = Literal["wait", "skip", "latest", "fail"]
+"""What a stage does that finds no memory free. ``"wait"``: wait for some. ``"skip"``: raise ``Skipped``. ``"latest"``:
+wait, but raise ``Skipped`` when a newer stage comes before it has begun. ``"fail"``: raise ``ArenaExhausted``."""
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

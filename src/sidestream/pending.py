@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ._tasks import supervise
 from .commit import Outcome, Verdict
-from .errors import Aborted
+from .errors import Aborted, Skipped
 from .options import Durability
 
 __all__ = ["PendingSave", "SaveInfo", "SaveWork"]
@@ -83,10 +83,11 @@ class PendingSave:
 
     @property
     def unheard(self) -> BaseException | None:
-        """The error that this save ended with, if nobody has awaited it."""
+        """The error that this save ended with, if nobody has awaited it. To be skipped by a policy is none."""
         if self._heard or not self._result.done() or self._result.cancelled():
             return None
-        return self._result.exception()
+        error = self._result.exception()
+        return None if isinstance(error, Skipped) else error
 
     def hear(self) -> None:
         """The error has been told to somebody by other means."""
@@ -154,6 +155,8 @@ class PendingSave:
     def _fail(self, error: BaseException) -> None:
         self._result.set_exception(error)
         self._result.exception()  # asyncio would log it too; __del__ says it once, and says more
+        if isinstance(error, Skipped) and not self._staged.done():
+            self._staged.set_result(None)
         if not self._staged.done():
             self._staged.set_exception(error)
             self._staged.exception()

@@ -16,11 +16,12 @@ from ._garbage import let_go
 from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
 from .errors import Corrupt, SidestreamError
-from .foreign import Located, locate_tensor
+from .foreign import Located, locate_tensor, read_item, unpack_chunk
 from .format.checksum import crc32, unpack_crcs
-from .format.records import BLOCK_BYTES, TensorEntry
+from .format.records import BLOCK_BYTES, Chunk, TensorEntry
+from .format.transforms import require
 from .options import Progress, Verify
-from .plan.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, plan_ranges
+from .plan.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .storage import ReadRange, Store
 
 __all__ = ["Reader", "Wanted", "whole"]
@@ -98,14 +99,19 @@ class Reader:
         """Fill every target, and empty the list. Those that are row-major, on the host and of the saved dtype are read
         into directly.
 
-        Raises ``Corrupt``, naming file, offset and FQN. When this raises, no thread writes into a target any more.
+        Raises ``Corrupt``, naming file, offset and FQN, and ``MissingExtra`` before anything is read. When this raises,
+        no thread writes into a target any more.
         """
         targets = await io_threads().run(_by_fqn, wanted, deadline=self.deadline)
+        packed = [] if own else await io_threads().run(_packed, targets, deadline=self.deadline)
         foreign = None if own else await self._locate(targets)
         planned, total = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
+        total += sum(chunk.item_bytes for _, chunk in packed)
         self._tell(total)
         queue = iter(planned)
         await _in_parallel(lambda: self._work(queue, targets, total))
+        rest = iter(packed)
+        await _in_parallel(lambda: self._work_packed(rest, total))
         await io_threads().run(let_go, planned, targets, wanted)
 
     async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
@@ -132,6 +138,25 @@ class Reader:
         if wanted.target is not None and not isinstance(one.into, Direct):
             self.touched.add(one.fqn)
             _place(one, buffer, wanted.entry, wanted.target)
+
+    async def _work_packed(self, queue: Iterator[tuple[Wanted, Chunk]], total: int) -> None:
+        for one, chunk in queue:
+            raw = await read_item(self.store, self.directory, chunk, self.deadline)
+            await io_threads().run(self._finish_packed, one, chunk, raw, deadline=self.deadline)
+            self.nbytes += len(raw)
+            self._tell(total)
+
+    def _finish_packed(self, one: Wanted, chunk: Chunk, raw: bytearray) -> None:
+        """In a thread: a compressed item holds one tensor whole, which is checked and put in place from memory."""
+        content, located = unpack_chunk(one.fqn, one.entry, chunk, raw)
+        with memoryview(content) as view:
+            for piece in _ranges(one, located):
+                buffer = view[piece.offset : piece.offset + piece.nbytes]
+                if self.verify == "always" and crc32(buffer) != piece.crc:
+                    raise _altered(piece, chunk.item_offset)
+                if one.target is not None:
+                    self.touched.add(one.fqn)
+                    _place(piece, buffer, one.entry, one.target)
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
@@ -163,10 +188,27 @@ def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
 def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) -> tuple[list[Batch], int]:
     ranges: list[Range] = []
     for fqn, one in politely(targets.items()):
-        entry, payloads = (one.entry, None) if foreign is None else foreign[fqn]
-        ranges.extend(plan_ranges(fqn, entry, one.box, row_major=one.takes_bytes, foreign=payloads))
+        ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn]))
     planned = batches(ranges)
     return planned, sum(batch.nbytes for batch in planned)
+
+
+def _ranges(one: Wanted, located: Located) -> Iterator[Range]:
+    entry, payloads = located
+    return plan_ranges(one.fqn, entry, one.box, row_major=one.takes_bytes, foreign=payloads)
+
+
+def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
+    """The compressed chunks. Raises ``MissingExtra`` where there are some and nothing can decompress them."""
+    found = [
+        (one, chunk)
+        for one in politely(targets.values())
+        for chunk in one.entry.chunks
+        if chunk.transform and overlaps(chunk, one.box)
+    ]
+    if found:
+        require()
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +275,9 @@ def _altered(one: Range, offset: int) -> Corrupt:
 
 
 def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor) -> None:
+    if isinstance(one.into, Direct):
+        _memory(target, one.into.start, one.nbytes)[:] = buffer
+        return
     if isinstance(one.into, Part):
         nbytes = one.into.nbytes
         _memory(target, one.into.start, nbytes)[:] = buffer[one.into.skip : one.into.skip + nbytes]

@@ -88,6 +88,14 @@ def rebuilt(data: bytes, payload: TensorPayload) -> torch.Tensor:
     return flat.as_strided(payload.shape, payload.strides, payload.storage_offset)
 
 
+@pytest.mark.parametrize("opened", [tensor_of, value_of])
+def test_the_format_before_zips_is_refused_by_name(opened: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.ones(3), buffer, _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsupportedCheckpoint, match="before zips"):
+        opened(buffer.getvalue())
+
+
 # --- tensors -------------------------------------------------------------------------------------------------------
 
 

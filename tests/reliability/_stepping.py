@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
@@ -87,7 +88,18 @@ async def stepped(
 
 
 def busy_threads() -> list[str]:
-    """Functions of sidestream that a thread of a pool is in right now."""
+    """Functions of sidestream that a thread of a pool is in, and does not leave.
+
+    The last thing that a thread does is to resolve a future; whoever awaits that may run before the thread has returned
+    from there, so it is given the time to. What it must not do meanwhile, touch a file, the operations' hook tells.
+    """
+    end = time.monotonic() + 2.0
+    while (busy := _sample()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return busy
+
+
+def _sample() -> list[str]:
     busy = []
     for number, frame in sys._current_frames().items():
         names = []

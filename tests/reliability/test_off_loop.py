@@ -19,6 +19,7 @@ class WatchedEngine(HostEngine):
     """The host engine, which notes the threads that copy."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.threads: set[int] = set()
 
     def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:

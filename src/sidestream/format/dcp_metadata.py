@@ -9,6 +9,7 @@ from .dtypes import DTYPES
 from .foreign_tensors import DtypeNames, is_dtype
 from .pickle_machine import Call, Global, Limits, Pairs
 from .records import Chunk, Entry, Key, Manifest, TensorEntry, ValueEntry
+from .transforms import check_transforms
 from .unpickle import decode
 
 __all__ = ["read_dcp_metadata"]
@@ -46,7 +47,7 @@ class _Location:
     file: str
     offset: int
     length: int
-    transformed: bool
+    transform: str | None
 
 
 def read_dcp_metadata(data: bytes) -> Manifest:
@@ -55,7 +56,7 @@ def read_dcp_metadata(data: bytes) -> Manifest:
     Unknown attributes are ignored. Without ``planner_data`` the path of an entry is its FQN.
 
     Raises ``Corrupt`` where the file is malformed or has no location for a chunk, ``UnsafeObject`` where it names a
-    type that is no part of the format, ``UnsupportedCheckpoint`` for transformed (compressed) items and unknown dtypes.
+    type that is no part of the format, ``UnsupportedCheckpoint`` for unknown transforms and dtypes.
     """
     metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
     locations = _locations(metadata.get("storage_data"))
@@ -68,7 +69,7 @@ def read_dcp_metadata(data: bytes) -> Manifest:
         path = (fqn,) if paths is None else _path(fqn, paths)
         if isinstance(described, Call) and described.function == f"{_METADATA}.BytesStorageMetadata":
             where = _take(locations, fqn, None)
-            entries[fqn] = ValueEntry(path, where.file, where.offset, where.length)
+            entries[fqn] = ValueEntry(path, where.file, where.offset, where.length, transform=where.transform)
         else:
             entries[fqn] = _tensor_entry(fqn, path, described, locations)
     return Manifest(save_id="", entries=entries, files={})
@@ -91,7 +92,7 @@ def _chunk(fqn: str, described: object, locations: dict[_Index, _Location]) -> C
     offsets = _dims(attributes.get("offsets"), fqn)
     sizes = _dims(attributes.get("sizes"), fqn)
     where = _take(locations, fqn, offsets)
-    return Chunk(offsets, sizes, where.file, where.offset, where.length)
+    return Chunk(offsets, sizes, where.file, where.offset, where.length, transform=where.transform)
 
 
 def _take(locations: dict[_Index, _Location], fqn: str, offsets: tuple[int, ...] | None) -> _Location:
@@ -100,10 +101,6 @@ def _take(locations: dict[_Index, _Location], fqn: str, offsets: tuple[int, ...]
     if where is None:
         at = "" if offsets is None else f" for the chunk at {list(offsets)}, or has the chunk twice"
         raise Corrupt(f".metadata: {fqn!r} has no storage_data{at}", fqn=fqn)
-    if where.transformed:
-        raise UnsupportedCheckpoint(
-            f"{fqn!r} was written through a transform (compression); load it with torch.distributed.checkpoint"
-        )
     return where
 
 
@@ -132,7 +129,7 @@ def _locations(storage_data: object) -> dict[_Index, _Location]:
         info = _attributes(value, _STORAGE_INFO, fqn)
         match info.get("relative_path"), info.get("offset"), info.get("length"):
             case str(file), int(start), int(length) if type(start) is int and type(length) is int:
-                where = _Location(file, start, length, bool(info.get("transform_descriptors")))
+                where = _Location(file, start, length, check_transforms(info.get("transform_descriptors"), fqn))
             case _:
                 raise Corrupt(f".metadata: the storage_data of {fqn!r} is incomplete", fqn=fqn)
         slot = (fqn, None if offset is None else _dims(offset, fqn))

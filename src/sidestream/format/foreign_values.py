@@ -1,7 +1,8 @@
 """Values that ``torch.save`` wrote, as ``Node`` data: what the pickle means, without the classes that it names.
 
 The kinds are those of ``records.Node``; ``open_value`` lists them. Numbers, strings, bytes, containers, ``torch.Size``,
-dtypes, devices, dense tensors, and numpy's scalars and arrays of plain numbers are data. Nothing else is.
+dtypes, devices, dense tensors, and numpy's scalars and arrays of plain numbers are data. Nothing else is, but for
+objects of types that the caller allowed: of those a ``Node`` says what they were made from, and makes nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from ..errors import Corrupt, UnsafeObject
 from .dtypes import itemsize
@@ -17,7 +18,7 @@ from .foreign_tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, Stor
 from .pickle_machine import Call, Global, Pairs, Persistent
 from .records import Node
 
-__all__ = ["VALUE_GLOBALS", "node_of"]
+__all__ = ["VALUE_GLOBALS", "node_of", "value_globals"]
 
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY_KINDS = re.compile("b1|[iu][1248]|f[248]|c8|c16")
@@ -35,24 +36,41 @@ VALUE_GLOBALS = DtypeNames(
 """What the pickle of a value may name."""
 
 _HASHABLE_KINDS = frozenset({"int", "float", "frozenset", "bytes", "complex", "size", "dtype", "device", "numpy"})
+_ALLOWED_KINDS = frozenset({"object", "type", "member"})  # whether such a key can be hashed its type will say
 
 
-def node_of(value: object, item_bytes: int, read_payload: Callable[[StoredTensor], bytes]) -> Node:
+def value_globals(allow: Set[str]) -> DtypeNames:
+    """What the pickle of a value may name where the types ``allow`` are allowed.
+
+    A class inside a class is found by way of the outer one, so the beginnings of a name are names as well.
+    """
+    if not allow:
+        return VALUE_GLOBALS
+    parts = (name.split(".") for name in allow)
+    beginnings = {".".join(name[: end + 1]) for name in parts for end in range(len(name))}
+    return DtypeNames(VALUE_GLOBALS.names | beginnings | {"builtins.getattr"})
+
+
+def node_of(
+    value: object, item_bytes: int, read_payload: Callable[[StoredTensor], bytes], allow: Set[str] = frozenset()
+) -> Node:
     """``value``, as ``unpickle.decode`` gives it, as a ``Node``.
 
     ``read_payload`` gives the bytes of the storage that a tensor inside the value lies in. A pickle shares parts and a
-    ``Node`` does not, so what is made is bounded in proportion to ``item_bytes``.
+    ``Node`` does not, so what is made is bounded in proportion to ``item_bytes``. Types are allowed by their qualified
+    names; what is data anyway stays so.
 
     Raises ``UnsafeObject`` for what is not data, naming its type, and ``Corrupt`` for calls that make no sense.
     """
-    return _Translator(item_bytes, read_payload).node(value)
+    return _Translator(item_bytes, read_payload, allow - VALUE_GLOBALS.names).node(value)
 
 
 class _Translator:
-    def __init__(self, item_bytes: int, read_payload: Callable[[StoredTensor], bytes]) -> None:
+    def __init__(self, item_bytes: int, read_payload: Callable[[StoredTensor], bytes], allow: Set[str]) -> None:
         self._nodes_left = item_bytes + (1 << 16)
         self._bytes_left = 4 * item_bytes + (1 << 20)
         self._read_payload = read_payload
+        self._allow = allow
 
     def node(self, value: object) -> Node:
         self._nodes_left -= 1
@@ -80,11 +98,17 @@ class _Translator:
         if isinstance(value, Call):
             return self._call(value)
         if isinstance(value, Global):
+            if value.name in self._allow:
+                return {"type": value.name}
             raise UnsafeObject(f"the value holds {value.name} itself, which is not read as data")
         raise _nonsense("a storage outside of a tensor" if isinstance(value, Persistent) else "an unknown object")
 
     def _call(self, call: Call) -> Node:
         name = call.function
+        if name in self._allow:
+            return self._object(call)
+        if call.elements is not None:
+            raise _nonsense(f"{name} with elements")
         if name in TENSOR_REBUILDERS:
             return self._tensor(read_tensor(call))
         if name in _RECONSTRUCT:
@@ -114,9 +138,24 @@ class _Translator:
                 return {"size": self._nodes(sizes)}
             case "torch.device", (str(kind),) if _DEVICE.fullmatch(kind):
                 return {"device": kind}
+            case "getattr", (Global(enum), str(member)) if enum in self._allow:
+                return {"member": [enum, member]}
             case "torch.device", (str(kind), int(index)) if _DEVICE.fullmatch(kind) and 0 <= index < 1 << 16:
                 return {"device": f"{kind}:{index}"}
+        if name not in VALUE_GLOBALS:
+            raise UnsafeObject(f"the value asks for {name}, which is not among the types read as data")
         raise _nonsense(f"{name} with arguments that it does not take")
+
+    def _object(self, call: Call) -> Node:
+        """What an object of an allowed type is made from, as pickle would make it."""
+        content: dict[str, Node] = {"type": call.function, "new": call.new, "args": self._nodes(call.args)}
+        if call.elements is not None:
+            content["elements"] = self._nodes(call.elements)
+        if call.items is not None:
+            content["items"] = self._pairs(call.items)
+        if call.state is not None:
+            content["state"] = self.node(call.state)
+        return {"object": content}
 
     def _long(self, value: int) -> Node:
         digits = hex(value)
@@ -200,7 +239,7 @@ def _hashable(node: Node) -> bool:
     ((kind, content),) = node.items()
     if kind == "tuple" and isinstance(content, list):
         return all(map(_hashable, content))
-    return kind in _HASHABLE_KINDS
+    return kind in _HASHABLE_KINDS or kind in _ALLOWED_KINDS
 
 
 def _bytes_of(value: object) -> bytes:

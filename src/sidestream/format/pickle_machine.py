@@ -49,13 +49,16 @@ class Pairs:
 class Call:
     """A call that unpickling would have made (REDUCE, NEWOBJ), with what it would have stored into the result.
 
-    ``state`` is the operand of BUILD; ``items`` what SETITEMS would have set, as for an ``OrderedDict``, if anything.
+    ``state`` is the operand of BUILD; ``items`` what SETITEMS would have set, as for an ``OrderedDict``, if anything,
+    and ``elements`` what APPENDS would have added. ``new`` says that only ``__new__`` would have run (NEWOBJ).
     """
 
     function: str
     args: tuple[object, ...]
     state: object = None
     items: Pairs | None = None
+    elements: list[object] | None = None
+    new: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -183,6 +183,10 @@ def _appends(machine: Machine) -> None:
 
 def _extend(machine: Machine, items: list[object]) -> None:
     target = machine.stack[-1]
+    if type(target) is Call:
+        if target.elements is None:
+            target.elements = []
+        target = target.elements
     if type(target) is not list:
         raise machine.malformed("appends to something that is no list")
     target.extend(items)
@@ -282,7 +286,18 @@ def _call(machine: Machine) -> None:
     function = machine.stack[-1]
     if not isinstance(function, Global) or not isinstance(args, tuple):
         raise machine.malformed("a call of something that is no global")
-    machine.stack[-1] = Call(function.name, args)
+    if function.name == "builtins.getattr":
+        machine.stack[-1] = _member(machine, args)
+    else:
+        machine.stack[-1] = Call(function.name, args, new=machine.data[machine.position - 1] == 0x81)
+
+
+def _member(machine: Machine, args: tuple[object, ...]) -> Global | Call:
+    """How protocol 2 spells a class inside a class, which is a name like any other where that one is allowed."""
+    match args:
+        case (Global(outer), str(name)) if f"{outer}.{name}" in machine.allowed:
+            return Global(f"{outer}.{name}")
+    return Call("builtins.getattr", args)
 
 
 @_opcode(ord("b"))  # BUILD

@@ -44,7 +44,8 @@ class Chunk:
     ``item_offset`` and ``item_bytes`` delimit the whole item (a ``torch.save`` zip that holds one tensor) in ``file``;
     ``payload_offset`` is where the row-major elements begin in ``file``, or None in a foreign checkpoint, where the
     zip has to be opened to find out. ``crcs`` holds a little-endian u32 CRC-32 per block of ``BLOCK_BYTES`` of the
-    payload, or None where a foreign writer left none.
+    payload, or None where a foreign writer left none. ``transform`` is what a foreign writer did to the item as a whole
+    (compression); offset and length are then those of the result.
     """
 
     offsets: tuple[int, ...]
@@ -54,6 +55,7 @@ class Chunk:
     item_bytes: int
     payload_offset: int | None = None
     crcs: bytes | None = None
+    transform: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +70,15 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ValueEntry:
-    """A plain value. ``node`` is None in a foreign checkpoint, where only the pickled item at the location has it."""
+    """A plain value. ``node`` is None in a foreign checkpoint, where only the pickled item at the location has it;
+    ``transform`` as in ``Chunk``."""
 
     path: tuple[Key, ...]
     file: str
     item_offset: int
     item_bytes: int
     node: Node = None
+    transform: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

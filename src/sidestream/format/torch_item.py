@@ -6,12 +6,13 @@ the item is read, whatever its headers claim.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from ..errors import Corrupt
 from .foreign_tensors import TENSOR_GLOBALS, StoredTensor, read_tensor
-from .foreign_values import VALUE_GLOBALS, node_of
+from .foreign_values import node_of, value_globals
 from .pickle_machine import Limits
 from .records import Node
 from .torch_zip import TorchZip
@@ -60,14 +61,14 @@ def open_tensor_item(source: BinaryIO, item_bytes: int) -> TensorPayload:
     )
 
 
-def open_value_item(source: BinaryIO, item_bytes: int) -> Node:
+def open_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> Node:
     """The value of an item as a ``Node``. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
 
     What the ``Node`` holds is in proportion to ``item_bytes``; the checksums of what was read were found right. Raises
-    ``Corrupt``, and ``UnsafeObject`` for a type that is not read as data, naming it.
+    ``Corrupt``, and ``UnsafeObject`` for a type that is neither read as data nor among those in ``allow``, naming it.
     """
     archive = TorchZip(source, item_bytes)
-    value = decode(archive.read("data.pkl", item_bytes), VALUE_GLOBALS)
+    value = decode(archive.read("data.pkl", item_bytes), value_globals(allow))
     payloads: dict[str, bytes] = {}
 
     def read_payload(tensor: StoredTensor) -> bytes:
@@ -76,7 +77,7 @@ def open_value_item(source: BinaryIO, item_bytes: int) -> Node:
             payloads[record] = archive.read(record, item_bytes)
         return payloads[record]
 
-    return node_of(value, item_bytes, read_payload)
+    return node_of(value, item_bytes, read_payload, allow)
 
 
 def _record(archive: TorchZip, tensor: StoredTensor) -> str:

@@ -16,6 +16,7 @@ __all__ = ["TorchZip"]
 
 _MAX_DIRECTORY_BYTES = 4 << 20
 _ENCRYPTED = 0x01 | 0x40
+_OLDER_MAGIC = b"\x80\x02\x8a\x0a" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little") + b"."
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _BYTE_ORDERS = {(len(name), crc32(name)): name.decode() for name in (b"little", b"big")}
 
@@ -24,12 +25,17 @@ class TorchZip:
     """The records of one item. ``source`` is a seekable binary file that holds the item and nothing else.
 
     Raises ``Corrupt`` on entry and on every read where the zip is malformed, has compressed, encrypted, overlapping or
-    repeated records, or claims bytes that it does not have; ``UnsupportedCheckpoint`` for big-endian items. Errors of
-    ``source`` itself (``OSError``) pass through.
+    repeated records, or claims bytes that it does not have; ``UnsupportedCheckpoint`` for big-endian items, and for
+    those that are no zips but torch's older format. Errors of ``source`` itself (``OSError``) pass through.
     """
 
     def __init__(self, source: BinaryIO, item_bytes: int) -> None:
         self._window = _Window(source, item_bytes)
+        if self._window.read(len(_OLDER_MAGIC)) == _OLDER_MAGIC:
+            raise UnsupportedCheckpoint(
+                "written in the format that torch.save had before zips, which this version does not read; load it with "
+                "torch.distributed.checkpoint"
+            )
         with _translated():
             self._zip = zipfile.ZipFile(self._window)
         self._window.largest_read = item_bytes

@@ -100,6 +100,6 @@ def _parts(part: object) -> Sequence[object]:
     if isinstance(part, Pairs):
         return part.flat
     if isinstance(part, Call):
-        return (*part.args, part.state, part.items)
+        return (*part.args, part.state, part.items, part.elements)
     assert isinstance(part, Persistent)
     return (part.id,)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
 from .cover import TooIntricateError, find_overlap, volume
 from .dtypes import DTYPES, itemsize
 from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
+from .transforms import MOST_EXPANSION
 
-__all__ = ["MAX_CHUNKS", "MAX_ENTRIES", "MAX_FILES", "MAX_FQN_CHARS", "MAX_PATH_DEPTH", "MAX_RANK", "validate"]
+__all__ = [
+    "MAX_CHUNKS",
+    "MAX_ENTRIES",
+    "MAX_FILES",
+    "MAX_FQN_CHARS",
+    "MAX_PATH_DEPTH",
+    "MAX_RANK",
+    "check_item",
+    "validate",
+]
 
 MAX_ENTRIES = 10_000_000
 MAX_CHUNKS = 50_000_000
@@ -44,7 +54,7 @@ def validate(manifest: Manifest) -> None:
     for fqn, entry in manifest.entries.items():
         _check_names(fqn, entry)
         for file, start, length, content in _items(entry):
-            _check_item(manifest.files, fqn, file, start, length)
+            check_item(manifest.files, fqn, file, start, length)
             ranges.setdefault(file, []).append((start, start + length, fqn, content if manifest.own else fqn))
         if isinstance(entry, TensorEntry):
             missing = _check_tensor(manifest.files, fqn, entry)
@@ -99,7 +109,8 @@ def _items(entry: Entry) -> Iterator[tuple[str, int, int, object]]:
         yield entry.file, entry.item_offset, entry.item_bytes, None
 
 
-def _check_item(files: dict[str, int], fqn: str, file: str, start: int, length: int) -> None:
+def check_item(files: Mapping[str, int], fqn: str, file: str, start: int, length: int) -> None:
+    """Raise ``Corrupt`` unless the file is there, under a plain name, and has those bytes."""
     if file not in files:
         _check_file(file, 0)
         raise Corrupt(f"{fqn!r} lies in {file!r}, which is missing", file=file, fqn=fqn)
@@ -135,7 +146,8 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry) -> int:
     boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     covered = volume(boxes)
     available = sum(files[file] for file in {chunk.file for chunk in entry.chunks})
-    if covered * itemsize(entry.dtype) > available:
+    expansion = MOST_EXPANSION if any(chunk.transform for chunk in entry.chunks) else 1
+    if covered * itemsize(entry.dtype) > available * expansion:
         raise Corrupt(f"{fqn!r} claims more bytes than its files have ({available})", fqn=fqn)
     try:
         overlap = find_overlap(boxes)
@@ -159,7 +171,8 @@ def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk) -> None:
         raise corrupt(f"reaches out of the shape {list(entry.shape)}")
     payload = math.prod(chunk.sizes) * itemsize(entry.dtype)
     start = chunk.item_offset if chunk.payload_offset is None else chunk.payload_offset
-    if start < chunk.item_offset or start + payload > chunk.item_offset + chunk.item_bytes:
+    expansion = MOST_EXPANSION if chunk.transform else 1
+    if start < chunk.item_offset or start + payload > chunk.item_offset + chunk.item_bytes * expansion:
         raise corrupt(f"has {payload} bytes, which do not fit into its item of {chunk.item_bytes}")
     if chunk.crcs is not None and len(chunk.crcs) != 4 * -(-payload // BLOCK_BYTES):
         raise corrupt(f"has {len(chunk.crcs)} bytes of checksums for {payload} bytes of payload")

@@ -8,6 +8,11 @@ Kinds of a ``Node`` beside the bare scalars (None, bool, int, finite float, str)
     {"size": [int, ...]}  {"dtype": "float32"}  {"device": "cuda:0"}
     {"tensor": {"dtype", "shape", "data": base64 of the row-major bytes}}
     {"ndarray": {"dtype": "<u4", "shape", "data": base64}}   {"numpy": {"dtype": "<f8", "data": base64}}
+
+and, of other writers only, for types that the caller allowed by their qualified names::
+
+    {"object": {"type", "new": by __new__ alone, "args": [...], and perhaps "elements", "items", "state"}}
+    {"type": name}  {"member": [name of the enum, name of the member]}
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Answers:
     def ask(self, state: object) -> Iterator[None]:
         """Ask every object in ``state`` and in what they answer; yields whenever others should get a turn.
 
-        What contains itself is walked through once; ``flatten`` refuses it.
+        What contains itself is walked through once; ``leaves_of`` refuses it.
         """
         stack = [iter(self._contents(state))]
         count = 0

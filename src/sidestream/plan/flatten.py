@@ -14,7 +14,7 @@ from .._torch import Stateful
 from ..errors import InvalidOption, KeyCollision, UnsafeObject
 from ..format.records import DictKey, Key
 
-__all__ = ["Ask", "Leaf", "StatefulRoot", "flatten", "is_mapping", "is_stateful", "walk"]
+__all__ = ["Ask", "Leaf", "StatefulRoot", "is_mapping", "is_stateful", "leaves_of"]
 
 _MAX_DEPTH = 64
 
@@ -97,27 +97,22 @@ class _Walk:
             yield Leaf(fqn, path, {} if is_mapping(value) else value, holder, slot, owner)
 
 
-def flatten(state: Mapping[str, Any]) -> list[Leaf]:
-    """The leaves of ``state`` in order; calls ``state_dict()`` of every ``Stateful`` object in it.
+def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf]:
+    """The leaves of ``state`` in order; calls ``state_dict()`` of every ``Stateful`` object in it, or asks ``ask``.
 
     Dicts are descended into, and lists that hold tensors, dicts or ``Stateful`` objects at some depth (DCP's rule); any
     other value, tuples included, is one leaf. The FQN joins the keys with dots. Raises ``KeyCollision`` where two paths
     have one FQN, ``UnsafeObject`` for a key that is not a string or a number, ``InvalidOption`` if it is no mapping.
     """
-    return list(walk(state, _Directly()))
-
-
-def walk(state: Mapping[str, Any], ask: Ask) -> Iterator[Leaf]:
-    """``flatten``, leaf by leaf."""
     if not isinstance(state, Mapping):
         raise InvalidOption(
             f"state is a mapping from names to tensors, values and objects with state_dict(), not a "
             f'{type(state).__name__}; write {{"model": model}}'
         )
     seen: dict[str, tuple[Key, ...]] = {}
-    for leaf in _Walk(ask).mapping(state, "", (), None):
-        yield leaf
+    for leaf in _Walk(ask or _Directly()).mapping(state, "", (), None):
         if isinstance(leaf.value, StatefulRoot):
+            yield leaf
             continue
         if leaf.fqn in seen:
             raise KeyCollision(
@@ -125,6 +120,7 @@ def walk(state: Mapping[str, Any], ask: Ask) -> Iterator[Leaf]:
                 "DCP joins keys with dots and turns them into strings; rename one"
             )
         seen[leaf.fqn] = leaf.path
+        yield leaf
 
 
 # Asked first, because the questions "is it a Mapping, is it Stateful?" cost a microsecond or more each.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..errors import DtypeMismatch, KindMismatch, Mismatch, MissingKeys, ShapeMi
 from ..format.records import DictKey, EmptyEntry, Entry, Key, Manifest, TensorEntry, ValueEntry
 from .ask import Answers
 from .cast import castable
-from .flatten import Leaf, StatefulRoot, walk
+from .flatten import Leaf, StatefulRoot, leaves_of
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
@@ -107,7 +107,7 @@ def match(state: Mapping[str, Any], answers: Answers, manifest: Manifest, url: s
     Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
     as far as ``strict`` does not let them pass.
     """
-    leaves = list(politely(walk(state, answers)))
+    leaves = list(politely(leaves_of(state, answers)))
     findings = _Findings(strict)
     roots = {leaf.value.number: leaf for leaf in leaves if isinstance(leaf.value, StatefulRoot)}
     owned: dict[int, list[Leaf]] = {number: [] for number in roots}
@@ -267,18 +267,21 @@ def _match_value(
 def _claimed(
     manifest: Manifest, roots: Mapping[int, Leaf], owned: Mapping[int, list[Leaf]]
 ) -> dict[int, dict[str, Entry]]:
-    """For each ``Stateful`` all entries saved below its path, and those of its own leaves."""
+    """For each ``Stateful`` all entries saved below its path, and those of its own leaves; where a writer left the
+    names without paths, these are found where the leaves are."""
     below: dict[int, dict[str, Entry]] = {number: {} for number in roots}
     if not roots:
         return below
     prefixes: dict[PlainPath, int] = {plain_path(root.path): number for number, root in roots.items()}
     lengths = sorted({len(prefix) for prefix in prefixes})
-    owners = {leaf.fqn: number for number, leaves in owned.items() for leaf in leaves}
+    own_leaves = {leaf.fqn: leaf for leaves in owned.values() for leaf in leaves}
     for fqn, entry in politely(manifest.entries.items()):
         path = plain_path(entry.path)
-        number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), owners.get(fqn))
+        number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), None)
         if number is not None:
             below[number][fqn] = entry
+        elif (leaf := own_leaves.get(fqn)) is not None and leaf.owner is not None:
+            below[leaf.owner][fqn] = entry if manifest.own else replace(entry, path=leaf.path)
     return below
 
 

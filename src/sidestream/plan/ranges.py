@@ -11,7 +11,7 @@ from .._threads import politely
 from ..format.dtypes import itemsize
 from ..format.records import BLOCK_BYTES, Chunk, TensorEntry
 
-__all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "plan_ranges"]
+__all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "overlaps", "plan_ranges"]
 
 PIECE_BYTES = 16 * BLOCK_BYTES
 _DIRECT_BYTES = 2 * BLOCK_BYTES  # verified one by one, as they arrive
@@ -100,12 +100,13 @@ def plan_ranges(
     box: Box,
     *,
     row_major: bool,
-    foreign: dict[Chunk, ForeignPayload] | None = None,
+    foreign: dict[Chunk, ForeignPayload],
 ) -> Iterator[Range]:
     """The ranges that fill a destination of ``box.sizes`` with that box of the tensor.
 
     ``row_major`` says that the destination's memory can be read into. Of each chunk only the rows (along the first
-    dimension) that the box touches are read, extended to whole blocks of the checksum.
+    dimension) that the box touches are read, extended to whole blocks of the checksum; of the chunks in ``foreign``
+    everything.
     """
     size = itemsize(entry.dtype)
     for chunk in entry.chunks:
@@ -114,7 +115,7 @@ def plan_ranges(
             continue
         source = Box(_minus(overlap.offsets, chunk.offsets), overlap.sizes)
         target = _minus(overlap.offsets, box.offsets)
-        payload = foreign[chunk] if foreign is not None else None
+        payload = foreign.get(chunk)
         if payload is not None:
             yield _foreign(fqn, chunk, payload, source, target, box, row_major, size)
             continue
@@ -194,6 +195,11 @@ def _foreign(
     else:
         into = Scatter(payload.first_element * size, chunk.sizes, payload.strides, source, target)
     return Range(fqn, chunk.file, chunk.payload_offset, payload.payload_bytes, into, crc=payload.crc)
+
+
+def overlaps(chunk: Chunk, box: Box) -> bool:
+    """Whether some element of the chunk is in the box."""
+    return _intersect(Box(chunk.offsets, chunk.sizes), box) is not None
 
 
 def _intersect(a: Box, b: Box) -> Box | None:

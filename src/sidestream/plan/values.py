@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import math
 import sys
 from collections import OrderedDict
@@ -11,17 +12,26 @@ from typing import Any
 import torch
 
 from .._torch import check_tensor, dtype_from_name, dtype_name
-from ..errors import Corrupt, UnsafeObject
+from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from ..format.dtypes import DTYPES
 from ..format.records import Node
 from ..format.values import check_inline_tensor, node_bytes, node_kind
+from .objects import NOTHING_ALLOWED, Allowed, lookup, rebuild, rebuild_member
 
-__all__ = ["decode_value", "encode_value"]
+__all__ = ["copy_value", "decode_value", "encode_value"]
 
 _INLINE_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _JSON_INT = 1 << 63
 _NUMPY_KINDS = "biufc"
+
+
+def copy_value(value: Any) -> Any:
+    """A copy of a value that can be changed in place; what ``encode_value`` would refuse is left for it to refuse."""
+    numpy = sys.modules.get("numpy")
+    if type(value) in (set, frozenset, bytearray) or (numpy is not None and isinstance(value, numpy.ndarray)):
+        return copy.deepcopy(value)
+    return value
 
 
 def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
@@ -76,6 +86,8 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
 def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
     """A tensor inside a tuple or set, which DCP stores as one value: small enough to be copied here and now."""
     check_tensor(tensor, fqn)
+    if not tensor.is_cpu:
+        raise UnsafeObject(f"{fqn}: a tensor on {tensor.device} inside a tuple or set; put it into a dict or a list")
     name = dtype_name(tensor.dtype)
     if name not in DTYPES:
         raise UnsafeObject(f"{fqn}: torch cannot serialize a tensor of dtype {name}")
@@ -103,10 +115,14 @@ def _base64(raw: bytes | bytearray) -> str:
     return base64.b64encode(raw).decode()
 
 
-def decode_value(node: Node, fqn: str) -> Any:
-    """The value again, equal and of the same type, newly made. Raises ``Corrupt`` for a node that is not one."""
+def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Any:
+    """The value again, equal and of the same type, newly made. Raises ``Corrupt`` for a node that is not one;
+    ``UnsafeObject`` and ``UnsupportedCheckpoint`` for objects (see ``rebuild``)."""
     try:
-        return _decode(node)
+        return _decode(node, allow)
+    except (UnsafeObject, UnsupportedCheckpoint) as error:
+        error.args = (f"{fqn}: {error.args[0]}",)
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ImportError) as error:
         if isinstance(error, Corrupt):
             raise Corrupt(f"{fqn}: {error}", fqn=fqn) from None
@@ -118,24 +134,24 @@ def decode_value(node: Node, fqn: str) -> Any:
 _BUILDERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def _decode(node: Node) -> Any:
+def _decode(node: Node, allow: Allowed) -> Any:
     kind, content = node_kind(node)
     if kind == "scalar":
         return content
     if kind in _BUILDERS:
-        return _BUILDERS[kind](_decode(item) for item in content)
+        return _BUILDERS[kind](_decode(item, allow) for item in content)
     match kind:
         case "dict":
-            return {_decode(key): _decode(value) for key, value in content}
+            return {_decode(key, allow): _decode(value, allow) for key, value in content}
         case "ordered_dict":
-            return OrderedDict((_decode(key), _decode(value)) for key, value in content)
+            return OrderedDict((_decode(key, allow), _decode(value, allow)) for key, value in content)
         case "int":
             return int(content, 16)
         case "float":
             return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
         case "complex":
             real, imaginary = content
-            return complex(_decode(real), _decode(imaginary))
+            return complex(_decode(real, allow), _decode(imaginary, allow))
         case "bytes":
             return node_bytes(content)
         case "bytearray":
@@ -152,6 +168,13 @@ def _decode(node: Node) -> Any:
             return _decode_numpy(content["dtype"], content["shape"], content["data"])
         case "numpy":
             return _decode_numpy(content["dtype"], [], content["data"])[()]
+        case "object":
+            return rebuild(content, lambda inner: _decode(inner, allow), allow)
+        case "type":
+            return lookup(content, allow)
+        case "member":
+            enum, member = content
+            return rebuild_member(enum, member, allow)
     raise Corrupt(f"a value of the unknown kind {kind!r}")
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Lease
-from .engine import Engine, HostEngine
+from .capture import Captured, capture
+from .composite import Composite
+from .device import DeviceEngine, StageMode
+from .driver import CudaDriver, Driver, TorchDriver
 from .future import StagingFuture
+from .host import HostEngine
 from .image import Copy, ImageLayout, StagedImage
-from .stager import AsyncStager, StageMode, Staging
+from .plans import PlanCache, fingerprint
+from .stage import Staging
+from .stager import AsyncStager
 from .tree import StagedState
 
 __all__ = [
@@ -14,14 +20,22 @@ __all__ = [
     "Arena",
     "ArenaStatistics",
     "AsyncStager",
+    "Captured",
+    "Composite",
     "Copy",
-    "Engine",
+    "CudaDriver",
+    "DeviceEngine",
+    "Driver",
     "HostEngine",
     "ImageLayout",
     "Lease",
+    "PlanCache",
     "StageMode",
     "StagedImage",
     "StagedState",
     "Staging",
     "StagingFuture",
+    "TorchDriver",
+    "capture",
+    "fingerprint",
 ]

@@ -4,6 +4,9 @@ First touch of fresh memory is what makes a naive copy slow (0.7-1.5 GB/s agains
 machines measured), so segments are kept until the arena is closed. Memory comes back by reference count: a lease hands
 out one ctypes array over its extent; every tensor and memoryview made from it keeps that array alive, and a finalizer
 on the array returns the extent. What anything can still read is therefore never handed out again.
+
+Where there is an accelerator its driver registers each segment once, so that copies run by DMA: torch's own pinned
+allocator rounds sizes up to powers of two and costs several times as much per byte.
 """
 
 from __future__ import annotations
@@ -12,38 +15,81 @@ import ctypes
 import mmap
 import os
 import queue
+import sys
 import threading
 import weakref
 from bisect import insort
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from .._threads import Deadline, Stop
 from ..errors import ArenaExhausted, Closed
 
-__all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Lease"]
+__all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "Pinner"]
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
+_SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
+
+Backing = Literal["private", "shared"]
+"""``"private"``: a forked child keeps the bytes that it saw, whatever is staged later. ``"shared"``: a memfd, which
+another process can be handed; a forked child sees later stages in it."""
+
+
+class Pinner(Protocol):
+    """Makes host memory reachable for a device's copy engine."""
+
+    def register(self, address: int, nbytes: int) -> None: ...
+
+    def unregister(self, address: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaStatistics:
     """Bytes: ``budget_bytes`` may be reserved at most, ``reserved_bytes`` are mapped, ``leased_bytes`` are in use now,
-    ``peak_leased_bytes`` were at some time. ``waiters`` threads are waiting for memory."""
+    ``peak_leased_bytes`` were at some time, ``registered_bytes`` of the reserved ones are known to an accelerator.
+    ``waiters`` threads are waiting for memory."""
 
     budget_bytes: int
     reserved_bytes: int
+    registered_bytes: int
     leased_bytes: int
     peak_leased_bytes: int
     leases: int
     waiters: int
 
 
+class _Memory(mmap.mmap):
+    """A mapping that takes its registration back before it is unmapped, which is when the last reference has gone.
+
+    Not a finalizer on the mapping: ``mmap`` unmaps first and calls those afterwards.
+    """
+
+    descriptor: int | None = None
+    _pin: tuple[Pinner, int, int] | None = None
+
+    def pin(self, pinner: Pinner) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        pinner.register(address, len(self))
+        self._pin = (pinner, address, os.getpid())
+
+    @property
+    def pinned(self) -> bool:
+        return self._pin is not None
+
+    def __del__(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        # At the end of the interpreter the driver may be gone, and a forked child has none.
+        if self._pin is not None and not sys.is_finalizing() and self._pin[2] == os.getpid():
+            pinner, address, _ = self._pin
+            pinner.unregister(address)
+
+
 @dataclass(slots=True)
 class _Segment:
-    memory: mmap.mmap
+    memory: _Memory
     nbytes: int
     free: list[tuple[int, int]] = field(default_factory=list)  # sorted, disjoint, never adjacent (start, end)
 
@@ -83,9 +129,11 @@ class Lease:
 class Arena:
     """Leases out of at most ``budget_bytes`` of mapped memory. All methods may be called from any thread."""
 
-    def __init__(self, budget_bytes: int, *, segment_bytes: int = 8 << 20) -> None:
+    def __init__(self, budget_bytes: int, *, segment_bytes: int = 8 << 20, backing: Backing = "private") -> None:
         self.budget_bytes = budget_bytes
         self._segment_bytes = segment_bytes
+        self._backing = backing
+        self._pinner: Pinner | None = None
         self._segments: list[_Segment] = []
         self._turn = threading.Lock()
         # Finalizers run wherever the last reference dies, perhaps in a thread that holds a lock of ours, so they may
@@ -93,7 +141,7 @@ class Arena:
         self._returned: queue.SimpleQueue[tuple[_Segment, int, int] | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._reserved = self._leased = self._peak = self._leases = self._waiters = 0
-        self._closed = False
+        self._closed = threading.Event()
 
     def lease(self, nbytes: int, *, deadline: Deadline, stop: Stop) -> Lease:
         """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
@@ -110,8 +158,22 @@ class Arena:
         with stop.waking(self.wake):
             segment, start = self._acquire(size, deadline, stop)
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
-        weakref.finalize(array, self._give_back, self._returned, self._pid, segment, start, start + size).atexit = False
+        back = (segment, start, start + size)
+        weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
         return Lease(array, nbytes)
+
+    def pin(self, pinner: Pinner) -> None:
+        """Register every segment with ``pinner``, those to come included. Blocks; raises what ``pinner`` raises."""
+        with self._turn:
+            if self._pinner is None:
+                self._pinner = pinner
+                for segment in self._segments:
+                    segment.memory.pin(pinner)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` (or the whole budget, if that is less) are free now."""
+        self._collect()
+        return self._leased + min(nbytes, self.budget_bytes) <= self.budget_bytes
 
     def wake(self) -> None:
         """Make waiting threads look at their stop flag."""
@@ -119,13 +181,17 @@ class Arena:
 
     def statistics(self) -> ArenaStatistics:
         self._collect()
-        return ArenaStatistics(self.budget_bytes, self._reserved, self._leased, self._peak, self._leases, self._waiters)
+        registered = sum(segment.nbytes for segment in list(self._segments) if segment.memory.pinned)
+        return ArenaStatistics(
+            self.budget_bytes, self._reserved, registered, self._leased, self._peak, self._leases, self._waiters
+        )
 
     def close(self) -> None:
         """Forget all segments. Each is unmapped when the last reference into it is gone; no lease is cut off."""
-        self._closed = True
+        self._closed.set()
         self.wake()
         with self._turn:
+            self._drain()
             self._segments.clear()
             self._reserved = 0
 
@@ -147,7 +213,7 @@ class Arena:
         while True:
             self._drain()
             stop.check()
-            if self._closed:
+            if self._closed.is_set():
                 raise Closed("the stager was closed while a stage waited for memory")
             found = self._take(size) or self._grow(size)
             if found is not None:
@@ -191,8 +257,12 @@ class Arena:
             self._drop_idle_segments(excess)
         if self._reserved + wanted > self.budget_bytes:
             return None
-        segment = _Segment(_map(wanted), wanted)
+        if wanted >= _SEGMENT_LIMIT_BYTES:
+            raise ArenaExhausted(f"{wanted} bytes of staging memory in one piece: less than 512 GiB can be registered")
+        segment = _Segment(_map(wanted, self._backing), wanted)
         _touch(segment.memory, wanted)
+        if self._pinner is not None:
+            segment.memory.pin(self._pinner)
         segment.free = [(size, wanted)] if wanted > size else []
         self._segments.append(segment)
         self._reserved += wanted
@@ -208,9 +278,12 @@ class Arena:
             nbytes -= segment.nbytes
 
     @staticmethod
-    def _give_back(returned: queue.SimpleQueue[Any], pid: int, segment: _Segment, start: int, end: int) -> None:
-        if os.getpid() == pid:  # a forked child shares the pages, so its finalizers must not hand them out
-            returned.put((segment, start, end))
+    def _give_back(
+        returned: queue.SimpleQueue[Any], closed: threading.Event, pid: int, back: tuple[_Segment, int, int]
+    ) -> None:
+        # A forked child shares the pages, so its finalizers must not hand them out; a closed arena takes nothing back.
+        if os.getpid() == pid and not closed.is_set():
+            returned.put(back)
 
     def _collect(self) -> None:
         if self._turn.acquire(blocking=False):  # a thread that holds the turn drains the queue itself
@@ -241,16 +314,30 @@ class Arena:
         segment.free = merged
 
 
-def _map(nbytes: int) -> mmap.mmap:
-    """Private to this process: a forked child keeps the bytes that it saw, whatever is staged here later."""
+def _map(nbytes: int, backing: Backing) -> _Memory:
     try:
-        if not hasattr(mmap, "MAP_ANONYMOUS"):
-            return mmap.mmap(-1, nbytes)
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if backing == "shared":
+            memory = _map_memfd(nbytes)
+        elif hasattr(mmap, "MAP_ANONYMOUS"):
+            memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            memory = _Memory(-1, nbytes)
     except OSError as error:
         raise ArenaExhausted(f"the system granted no {nbytes} bytes of memory: {error}") from error
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _map_memfd(nbytes: int) -> _Memory:
+    descriptor = os.memfd_create("sidestream", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        memory = _Memory(descriptor, nbytes, flags=mmap.MAP_SHARED)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    memory.descriptor = descriptor
     return memory
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
+
+from ..errors import Skipped
 
 __all__ = ["Copied", "StagingFuture"]
 
@@ -19,11 +22,20 @@ class StagingFuture(Future[T], Generic[T]):
     It counts as running from the beginning: cancelling one awaiter cancels neither the copy nor the other awaiters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, like: StagingFuture[Any] | None = None) -> None:
+        """``like``: another future of the same stage; an error that was heard from one was heard from both."""
         super().__init__()
-        self.heard = False
-        """Whether somebody has been given the result or the error."""
+        self._heard: threading.Event = threading.Event() if like is None else like._heard
         self.set_running_or_notify_cancel()
+
+    @property
+    def heard(self) -> bool:
+        """Whether somebody has been given the error, or does not want it."""
+        return self._heard.is_set()
+
+    def hear(self) -> None:
+        """Nobody needs to be told any more how this ended."""
+        self._heard.set()
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
@@ -44,18 +56,21 @@ class StagingFuture(Future[T], Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         try:
             return super().result(timeout)
-        finally:
-            self.heard = self.heard or self.done()
+        except BaseException:
+            if self.done():
+                self.hear()
+            raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            return super().exception(timeout)
-        finally:
-            self.heard = self.heard or self.done()
+        error = super().exception(timeout)
+        if error is not None:
+            self.hear()
+        return error
 
 
 class Copied:
-    """Awaitable (and harmless when it is not awaited, as DCP does): all stages launched before have ended."""
+    """Awaitable (and harmless when it is not awaited, as DCP does): all of ``stages`` have ended, and one that was
+    skipped as its policy says has not failed."""
 
     def __init__(self, stages: Sequence[StagingFuture[Any]]) -> None:
         self._stages = stages
@@ -65,6 +80,8 @@ class Copied:
         for stage in self._stages:
             try:
                 yield from stage.__await__()
+            except Skipped:
+                continue
             except Exception as error:
                 failed = failed or error
         if failed is not None:

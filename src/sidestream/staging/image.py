@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from .._threads import Deadline, Stop
-from ..errors import Closed
+from ..errors import ArenaExhausted, Closed, SidestreamError
 from .arena import Lease
 
 __all__ = ["Copy", "ImageLayout", "StagedImage"]
@@ -49,26 +48,33 @@ class StagedImage:
         self._lease: Lease | None = None
         self._filled = -1
         self._error: BaseException | None = None
-        self.begun: Future[None] = Future()
-        """Resolved once the image has its memory, or never will: from then on ``wait`` takes no longer than a copy."""
-        self._filling = False
+        self._writers = 0
         self._released = False
 
     # --- the stager's side ---
 
     def begin(self, lease: Lease) -> None:
-        """Take over ``lease``; the stager may write into it until ``finish()``."""
+        """Take over ``lease``, into which one writer writes from now on until its ``finish()``."""
         with self._changed:
             self._lease = lease
-            self._filling = True
+            self._writers += 1
             self._filled = 0
             self._changed.notify_all()
-        self.begun.set_result(None)
+
+    def join(self) -> None:
+        """One more writer, until its ``finish()``. Only while there is one."""
+        with self._changed:
+            self._writers += 1
 
     def finish(self) -> None:
-        """The stager writes no more: memory that the reader has given up meanwhile goes back now."""
+        """A writer writes no more: after the last one, memory that the reader has given up meanwhile goes back."""
         with self._changed:
-            self._filling = False
+            self._writers -= 1
+            if self._writers:
+                return
+            if self._error is None:
+                self._filled = self.nbytes
+                self._changed.notify_all()
             if self._released and self._lease is not None:
                 self._lease.release()
 
@@ -78,23 +84,18 @@ class StagedImage:
             self._filled = filled
             self._changed.notify_all()
 
-    def advance_from(self, offset: int, copied: int) -> None:
-        """``copied`` bytes of the copy at ``offset`` have arrived, and all copies before it."""
-        self.advance(offset + copied)
-
     def fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = error
             self._changed.notify_all()
-        if not self.begun.done():
-            self.begun.set_result(None)
 
     # --- the reader's side ---
 
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
         """Block until the first ``end`` bytes have been staged and return a view of the whole image.
 
-        Raises what made the stage fail, ``DeadlineExceeded``, or ``Closed`` once ``stop`` is set.
+        Raises what made the stage fail, ``DeadlineExceeded``, ``ArenaExhausted`` if it has no memory by then, or
+        ``Closed`` once ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
             while self._filled < end:
@@ -102,10 +103,18 @@ class StagedImage:
                 if self._error is not None:
                     raise self._error.with_traceback(None)
                 if not self._changed.wait(deadline.remaining_s()):
-                    raise deadline.exceeded(f"staging of {self.nbytes} bytes")
+                    raise self._late(deadline)
             if self._lease is None or self._released:
                 raise Closed("this image was released")
             return self._lease.view
+
+    def _late(self, deadline: Deadline) -> SidestreamError:
+        if self._lease is not None:
+            return deadline.exceeded(f"staging of {self.nbytes} bytes")
+        return ArenaExhausted(
+            f"no {self.nbytes} bytes of staging memory became free within {deadline.timeout_s:g} s: "
+            "release() staged state dicts, or raise budget_bytes="
+        )
 
     def lease(self) -> Lease:
         """The memory itself, for whoever takes it over when the stage has ended."""
@@ -117,7 +126,7 @@ class StagedImage:
         """Give the memory back, or as soon as the stager no longer writes into it. Idempotent."""
         with self._changed:
             self._released = True
-            if self._lease is not None and not self._filling:
+            if self._lease is not None and not self._writers:
                 self._lease.release()
 
     def _wake(self) -> None:

@@ -2,72 +2,61 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
-import traceback
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from .._tasks import finish
-from .._threads import Deadline, Stop, Threads, politely
-from ..errors import Closed, DeadlineExceeded, ForkedProcess, InvalidOption, SidestreamError
-from ..options import check_count, check_timeout
-from .arena import Arena, ArenaStatistics
-from .engine import Engine, HostEngine
+from .._threads import Deadline, Stop, Threads
+from ..errors import ArenaExhausted, Closed, ForkedProcess, InvalidOption, Skipped
+from ..options import WhenFull, check_choice, check_count, check_timeout
+from .arena import PAGE_BYTES, Arena, ArenaStatistics, Lease
+from .capture import Captured, capture
+from .device import DeviceEngine, StageMode
+from .driver import driver_for
+from .fence import Forecast, guard, hold_back
 from .future import Copied, StagingFuture
+from .host import HostEngine
 from .image import ImageLayout, StagedImage
-from .tree import StagedState, Template, plan_stage
+from .pace import Pace
+from .plans import PlanCache
+from .stage import Laid, Staging, clean, given_up
+from .tree import StagedState, StagePlan, plan_stage
 
-__all__ = ["AsyncStager", "StageMode", "Staging"]
+__all__ = ["AsyncStager"]
 
-T = TypeVar("T")
-StageMode = Literal["lazy", "snapshot"]
-
-
-class Staging:
-    """Images on their way into memory, for one reader. Whoever holds it has to ``release()`` it.
-
-    ``copied`` resolves when the sources may change; ``images`` are filled one after the other.
-    """
-
-    def __init__(self, layouts: Sequence[ImageLayout], deadline: Deadline) -> None:
-        self.images = tuple(StagedImage(layout.nbytes) for layout in layouts)
-        self.copied: StagingFuture[None] = StagingFuture()
-        self.deadline = deadline
-        self.stop = Stop()
-        self.work: Future[None] | None = None
-
-    def release(self) -> None:
-        """Stop what is still being copied, and give the memory back once nothing writes into it. Idempotent."""
-        self.copied.heard = True
-        self.stop.set()
-        if self.work is not None and self.work.cancel() and not self.copied.done():  # it had not begun, and never will
-            error = Closed("this stage was given up before it began")
-            for image in self.images:
-                image.fail(error)
-            self.copied.set_exception(error)
-        for image in self.images:
-            image.release()
+P = TypeVar("P", bound=Laid)
+_IS_CPU = attrgetter("is_cpu")
 
 
 class AsyncStager:
-    """Copies state dicts into leased host memory in a thread of its own.
+    """Copies state dicts into leased host memory, in threads of its own, while the program goes on.
 
-    ``budget_bytes`` bounds the host memory that is mapped at any time (None: half of the machine's memory); a stage
-    that finds none free waits for it, up to ``timeout_s``. With ``mode="lazy"`` copies go on after ``stage()`` has
-    returned, and the sources must not change before ``synchronize_staging()``, ``fence()`` or a ``guard()`` says so;
-    a source that does change has undefined contents in the copy (that tensor alone). With ``mode="snapshot"``
-    ``stage()`` returns when everything has been copied.
+    ``budget_bytes`` bounds the host memory that is mapped at any time (None: half of the machine's memory).
+    ``when_full`` says what becomes of a stage that finds none free: ``"wait"`` up to ``timeout_s``, ``"fail"`` with
+    ``ArenaExhausted``, ``"skip"`` with ``Skipped``, or ``"latest"``: wait, but give way to the next stage.
 
-    A stager belongs to no loop and may be used from any thread. Use it as ``async with`` or call ``aclose()``. DCP
-    takes it as ``dcp.async_save(..., async_stager=stager)``.
+    ``mode="lazy"``: copies go on after ``stage()`` has returned, and the sources must not change before
+    ``synchronize_staging()``, ``fence()`` or a ``guard()`` says so; a source that does change has undefined contents in
+    the copy (that tensor alone). ``mode="snapshot"``: the sources may change when ``stage()`` returns; tensors on a
+    device are copied there first, in stream order (as much device memory again), those in host memory before it
+    returns. ``mode="hybrid"``: as lazy, but what would not be copied before the next fence, as far as earlier stages
+    tell, is copied on the device first, within half of its free memory.
+
+    ``max_bytes_per_second`` slows the copies down until a writer waits at the fence. A stager belongs to no loop and
+    may be used from any thread. Use it as ``async with`` or call ``aclose()``. DCP takes it as
+    ``dcp.async_save(..., async_stager=stager)``. ``engine`` is for tests.
     """
 
     _synchronize_after_execute = False  # DCP: the future that stage() returns says when the sources are free
@@ -77,93 +66,141 @@ class AsyncStager:
         *,
         budget_bytes: int | None = None,
         mode: StageMode = "lazy",
+        when_full: WhenFull = "wait",
+        max_bytes_per_second: float | None = None,
         timeout_s: float = 600.0,
-        engine: Engine | None = None,
+        engine: DeviceEngine | HostEngine | None = None,
     ) -> None:
-        if mode not in ("lazy", "snapshot"):
-            raise InvalidOption(f'mode={mode!r} has to be "lazy" or "snapshot"')
+        check_choice("mode", mode, StageMode)
+        check_choice("when_full", when_full, WhenFull)
         check_timeout(timeout_s)
         if budget_bytes is not None:
             check_count("budget_bytes", budget_bytes)
-        self._mode = mode
+        if max_bytes_per_second is not None and not max_bytes_per_second > 0:
+            raise InvalidOption(f"max_bytes_per_second={max_bytes_per_second!r} has to be positive")
+        self._mode: StageMode = mode
+        self._when_full: WhenFull = when_full
+        self._bytes_per_second = max_bytes_per_second
         self._timeout_s = timeout_s
-        self._engine = engine or HostEngine()
+        self._host = engine if isinstance(engine, HostEngine) else engine.host if engine else HostEngine()
+        self._device = engine if isinstance(engine, DeviceEngine) else None
         self._arena = Arena(_half_of_memory() if budget_bytes is None else budget_bytes)
+        self._plans = PlanCache()
+        self._forecast = Forecast()
         self._threads = Threads("sidestream-stage", 1)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._futures: list[StagingFuture[Any]] = []
-        self._stagings: list[Staging] = []
+        self._stagings: list[Staging[Any]] = []
         self._closed = False
 
     # --- what users call ---
 
-    def stage(self, state_dict: Mapping[str, Any]) -> StagingFuture[StagedState]:
+    def stage(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        wait_streams: Sequence[Any] = (),
+        convert: Callable[[Any], Any] = copy.deepcopy,
+    ) -> StagingFuture[StagedState]:
         """Launch the copies of every tensor in ``state_dict`` and return at once; other values are copied here.
 
-        The result is a ``StagedState`` in host memory with the same structure, strides and shared storages. Raises
-        ``UnsupportedTensor`` before anything is copied and ``Closed``; the future raises ``ArenaExhausted`` when the
-        budget does not suffice. Cancelling an awaiter leaves the copy going.
+        What is staged is what the tensors hold after everything that the current streams, and ``wait_streams``, have
+        been given so far; values that are not tensors, numbers, strings or containers are copied by ``convert``. The
+        result is a ``StagedState`` in host memory with the same structure, strides and shared storages. Raises
+        ``Closed``, ``CapturingGraph``, ``InvalidOption`` and ``UnsafeObject`` at once; the future raises
+        ``UnsupportedTensor`` for what has no bytes, ``ArenaExhausted`` when the budget does not suffice, and
+        ``Skipped``. Cancelling an awaiter leaves the copy going.
         """
         self._check_usable()
-        template, layout = plan_stage(state_dict)
-        staging = Staging((layout,), Deadline.after(self._timeout_s))
         future: StagingFuture[StagedState] = StagingFuture()
-        self._launch((layout,), staging, partial(_build, template, staging, future))
+        staging = self._launch(
+            capture(state_dict, convert),
+            partial(plan_stage, self._plans),
+            Deadline.after(self._timeout_s),
+            wait_streams,
+            lambda staging: _deliver(staging, future),
+            outcome=future,
+        )
         self._track(future)
-        if self._mode == "snapshot":
-            wait([future])
+        self.settle(staging)
         return future
 
     def synchronize_staging(self) -> Awaitable[None]:
-        """Await it: every stage launched so far has been copied, so the sources may change. Raises what one raised."""
-        return Copied(self._outstanding())
+        """Await it: the sources of every stage launched so far may change. Raises what one of them raised."""
+        for staging in self._in_flight():
+            staging.pace.hurry()
+        return Copied([staging.free for staging in self._in_flight()] + [one for one in self._unheard() if one.done()])
 
     def fence(self, timeout_s: float | None = None) -> None:
-        """Block the calling thread until every stage launched so far has been copied. Raises what one of them raised,
-        and ``DeadlineExceeded``. On the loop, await ``synchronize_staging()`` instead."""
-        stages = self._outstanding()
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        _, unfinished = wait(stages, limit)
-        if unfinished:
-            raise DeadlineExceeded(f"{len(unfinished)} stages were not copied within timeout_s={limit:g}")
-        failed = [error for stage in stages if (error := stage.exception()) is not None]
+        """What the caller does next, on the host or on its current streams, comes after the reading of the sources.
+
+        Copies from a device are waited for on the device; copies from host memory, and copies that could not be
+        enqueued for want of memory, block the calling thread. Raises what a stage raised, ``ArenaExhausted``,
+        ``DeadlineExceeded``, ``CapturingGraph``. On the loop, await ``synchronize_staging()`` instead.
+        """
+        deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+        stagings = self._in_flight()
+        for staging in stagings:
+            self._forecast.fenced(staging)
+        hold_back(stagings, self._device, deadline)
+        failed = [error for one in self._unheard() if one.done() and (error := one.exception()) is not None]
+        failed = [error for error in failed if not isinstance(error, Skipped)]
         if failed:
             raise failed[0]
 
-    def guard(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Call ``fence()`` before each ``optimizer.step()``. Returns torch's handle; its ``remove()`` ends that."""
-        return optimizer.register_step_pre_hook(lambda *_: self.fence())
+    def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Call ``fence()`` before each ``optimizer.step()``; None: before each step of any optimizer, which is what
+        optimizers that step during backward need. Not seen by a replayed CUDA graph: call ``fence()`` before it.
+
+        Returns torch's handle; its ``remove()`` ends that.
+        """
+        return guard(self.fence, optimizer)
 
     def statistics(self) -> ArenaStatistics:
-        """Bytes reserved and leased right now."""
+        """Bytes reserved, registered and leased right now."""
         return self._arena.statistics()
 
-    def prewarm(self, nbytes: int) -> StagingFuture[None]:
-        """Map and touch ``nbytes`` in the stager's thread, so that the first stage is as fast as the later ones."""
+    def prewarm(self, state_dict: Mapping[str, Any] | int) -> StagingFuture[None]:
+        """Map and touch memory for ``state_dict`` (or so many bytes) in the stager's thread, so that the first stage is
+        as fast as the later ones. Nothing is copied."""
         self._check_usable()
+        if isinstance(state_dict, int):
+            nbytes, tensors = state_dict, []
+        else:
+            tensors = capture(state_dict, lambda value: value).tensors
+            # As a save lays them out, at most: whole pages and a frame each.
+            nbytes = sum(tensor.nbytes + 4096 + (PAGE_BYTES if tensor.nbytes >= 1 << 16 else 0) for tensor in tensors)
+        check_count("prewarm()", nbytes)
+        if tensors:
+            self._split(tensors)  # finds the engine, which registers what is mapped
         warmed: StagingFuture[None] = StagingFuture()
-        deadline = Deadline.after(self._timeout_s)
-        self._threads.submit(
-            _settle, warmed, lambda: self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
-        )
+        self._threads.submit(self._warm, warmed, nbytes, Deadline.after(self._timeout_s))
         self._track(warmed)
         return warmed
 
     # --- what sidestream.save calls ---
 
-    def stage_images(self, layouts: Sequence[ImageLayout], deadline: Deadline) -> Staging:
-        """Launch the filling of one image per layout, in order.
+    @property
+    def plans(self) -> PlanCache:
+        return self._plans
+
+    def launch(
+        self, captured: Captured, lay_out: Callable[[Captured], P], deadline: Deadline, wait_streams: Sequence[Any] = ()
+    ) -> Staging[P]:
+        """Launch the filling of the images that ``lay_out`` plans, in order; it is called in the stager's thread.
 
         Memory is leased image by image, so that a state larger than the budget passes through if earlier images are
-        released as they are read.
+        released as they are read. Whoever reads them calls ``settle()`` when it is ready to.
         """
-        self._check_usable()
-        staging = Staging(layouts, deadline)
-        self._launch(layouts, staging, lambda: None)
-        if self._mode == "snapshot":
-            wait([staging.copied])
+        staging = self._launch(captured, lay_out, deadline, wait_streams, lambda _: None)
+        self._track(staging.copied)
         return staging
+
+    def settle(self, staging: Staging[Any]) -> None:
+        """Keep the promise of ``mode="snapshot"`` for sources in host memory, which are copied before this returns."""
+        if self._mode == "snapshot" and staging.host:
+            wait([staging.issued])
 
     # --- DCP's AsyncStager protocol ---
 
@@ -175,7 +212,7 @@ class AsyncStager:
         """Take no more stages, let those in flight end, and give the memory back when the last reference is gone.
         Blocks; what is not copied within ``timeout_s`` fails with ``Closed``."""
         self._closed = True
-        wait(self._outstanding(), self._timeout_s)
+        wait(self._unheard(), self._timeout_s)
         self._shut_down()
 
     # --- closing ---
@@ -185,7 +222,7 @@ class AsyncStager:
         Cancelling it stops the stages in flight: their futures raise ``Closed``."""
         self._closed = True
         try:
-            await Copied(self._outstanding())
+            await Copied(self._unheard())
         finally:
             await finish(self._shut_down_off_loop)
 
@@ -194,11 +231,12 @@ class AsyncStager:
         await Threads("sidestream-close", 1).run(self._shut_down)
 
     def _shut_down(self) -> None:
-        with self._lock:
-            stagings, self._stagings = self._stagings, []
-        for staging in stagings:
+        for staging in self._in_flight():
             staging.stop.set()
         self._threads.close()
+        if self._device is not None:
+            self._device.close()
+        self._host.close()
         self._arena.close()
 
     async def __aenter__(self) -> AsyncStager:
@@ -209,41 +247,151 @@ class AsyncStager:
     ) -> None:
         await self.aclose()
 
-    # --- inside ---
+    # --- inside: the caller's thread ---
 
-    def _launch(self, layouts: Sequence[ImageLayout], staging: Staging, then: Callable[[], None]) -> None:
-        """Fill the images and resolve ``staging.copied``, then call ``then``, all in the stager's thread."""
-        fill = partial(self._fill, tuple(layouts), staging)
+    def _launch(
+        self,
+        captured: Captured,
+        lay_out: Callable[[Captured], P],
+        deadline: Deadline,
+        wait_streams: Sequence[Any],
+        then: Callable[[Staging[P]], None],
+        outcome: StagingFuture[Any] | None = None,
+    ) -> Staging[P]:
+        self._check_usable()
+        on_device = self._split(captured.tensors)
+        stage = None
+        if on_device and self._device is not None:
+            stage = self._device.begin(
+                on_device,
+                mode=self._mode,
+                volatile=captured.volatile,
+                lazily_bytes=self._forecast.lazily_bytes(),
+                wait_streams=wait_streams,
+            )
+        host = len(on_device) < len(captured.tensors)
+        pace = Pace(self._bytes_per_second)
+        staging: Staging[P] = Staging(captured, deadline, pace, device=stage, host=host, outcome=outcome)
+        staging.then = partial(self._ended, staging, then)
+        with self._lock:  # so that the order of the list is that of the thread
+            older = list(self._stagings) if self._when_full == "latest" else []
+            staging.work = self._threads.submit(self._conduct, staging, lay_out)
+            self._stagings.append(staging)
+        for earlier in older:
+            earlier.supersede()
+        if stage is not None and self._device is not None and not staging.reads_later:
+            self._device.watch_ready(stage, staging.freed)
+        return staging
 
-        def work() -> None:
-            _settle(staging.copied, fill)
-            then()
+    def _split(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those on a device; its engine is there afterwards."""
+        if self._device is not None:
+            where = self._device.driver.device_of
+            return [tensor for tensor in tensors if where(tensor) is not None and not tensor.is_meta]
+        if all(map(_IS_CPU, tensors)):
+            return []
+        found = [tensor for tensor in tensors if not tensor.is_cpu and not tensor.is_meta]
+        if found:
+            self._device = DeviceEngine(driver_for(found[0].device), self._host)
+        return found
 
-        staging.work = self._threads.submit(work)
-        self._track(staging.copied)
-        with self._lock:
-            self._stagings = [one for one in self._stagings if not one.copied.done()] + [staging]
+    # --- inside: the stager's thread ---
 
-    def _fill(self, layouts: Sequence[ImageLayout], staging: Staging) -> None:
-        """In the stager's thread."""
-        for index, (layout, image) in enumerate(zip(layouts, staging.images, strict=True)):
+    def _conduct(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
+        """Plan, lease, copy what is in host memory and enqueue what is not; the edge of the stager's thread."""
+        error: BaseException | None = None
+        try:
+            staging.stop.check()
+            self._fill(staging, lay_out)
+        except BaseException as failure:
+            stopped = isinstance(failure, Closed) and staging.stop.is_set()
+            error = clean(given_up(staging) if stopped else failure, "the stager's thread")
+            staging.fail(error)
+        staging.issued.set_result(None)
+        staging.part_done(error)
+
+    def _fill(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
+        plan = lay_out(staging.take())
+        staging.lay(plan)
+        self._check_room(staging, sum(layout.nbytes for layout in plan.images))
+        for layout, image in zip(plan.images, staging.images, strict=True):
+            image.begin(self._lease(staging, layout.nbytes))
             try:
-                staging.stop.check()
-                image.begin(self._arena.lease(layout.nbytes, deadline=staging.deadline, stop=staging.stop))
-                self._fill_image(layout, image, staging.stop)
+                self._fill_image(staging, layout, image)
             except BaseException as error:
-                for unfilled in staging.images[index:]:
-                    unfilled.fail(error)
+                image.fail(error)  # before finish(), which takes an image without an error for a filled one
                 raise
             finally:
                 image.finish()
 
-    def _fill_image(self, layout: ImageLayout, image: StagedImage, stop: Stop) -> None:
-        base = image.lease().address
-        for copy in politely(layout.copies, every=64):
-            advance = partial(image.advance_from, copy.offset)
-            self._engine.copy(copy, base + copy.offset, stop=stop, copied=advance)
-        image.advance(layout.nbytes)
+    def _check_room(self, staging: Staging[Any], nbytes: int) -> None:
+        """What ``when_full`` says. From here on a newer stage does not supersede this one, unless it has to wait."""
+        room = self._arena.has_room(nbytes)
+        if not room and self._when_full == "skip":
+            raise Skipped(f"no {nbytes} bytes of staging memory are free, and when_full is 'skip'")
+        if not room and self._when_full == "fail":
+            raise ArenaExhausted(
+                f"no {nbytes} bytes of staging memory are free: release() staged state dicts, raise budget_bytes=, or "
+                "choose another when_full="
+            )
+
+    def _lease(self, staging: Staging[Any], nbytes: int) -> Lease:
+        staging.waiting = True
+        try:
+            lease = self._arena.lease(nbytes, deadline=staging.deadline, stop=staging.stop)
+        finally:
+            staging.waiting = False
+        staging.begin()
+        return lease
+
+    def _fill_image(self, staging: Staging[Any], layout: ImageLayout, image: StagedImage) -> None:
+        engine, lease = self._device, image.lease()
+        host: Sequence[Any] = layout.copies
+        if staging.device is not None and engine is not None:
+            where = engine.driver.device_of
+            host = [copy for copy in layout.copies if where(copy.source) is None]
+            self._issue(engine, staging, [copy for copy in layout.copies if where(copy.source) is not None], image)
+        advance = image.advance if len(host) == len(layout.copies) else _ignore
+        self._host.fill(host, lease.address, advance=advance, pace=staging.pace, stop=staging.stop)
+
+    def _issue(self, engine: DeviceEngine, staging: Staging[Any], copies: list[Any], image: StagedImage) -> None:
+        assert staging.device is not None
+        self._arena.pin(engine.driver)
+        small = partial(self._lease, staging)
+        parts = engine.issue(staging.device, copies, image.lease(), small=small, pace=staging.pace, stop=staging.stop)
+        for part in parts:
+            image.join()
+            staging.join()
+            engine.watch(part, staging.stop, partial(self._landed, staging, image))
+
+    # --- inside: whichever thread comes last ---
+
+    def _landed(self, staging: Staging[Any], image: StagedImage, error: BaseException | None) -> None:
+        if error is not None:
+            error = clean(error, "the device's thread")
+            staging.fail(error)
+        image.finish()
+        staging.part_done(error)
+
+    def _ended(self, staging: Staging[P], then: Callable[[Staging[P]], None]) -> None:
+        if staging.device is not None and Future.exception(staging.copied) is None:
+            seconds = time.monotonic() - staging.started
+            self._forecast.copied(sum(image.nbytes for image in staging.images), seconds)
+        with self._lock:
+            self._stagings = [one for one in self._stagings if one is not staging]
+        then(staging)
+
+    def _warm(self, warmed: StagingFuture[None], nbytes: int, deadline: Deadline) -> None:
+        try:
+            if self._device is not None:
+                self._arena.pin(self._device.driver)
+            self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
+        except BaseException as error:
+            warmed.set_exception(clean(error, "the stager's thread"))
+        else:
+            warmed.set_result(None)
+
+    # --- inside: who has heard of what ---
 
     def _track(self, future: StagingFuture[Any]) -> None:
         with self._lock:
@@ -252,14 +400,19 @@ class AsyncStager:
 
     def _forget(self, future: Future[Any]) -> None:
         """Only failures are kept, until somebody has heard of them: a result would keep its memory."""
-        if Future.exception(future) is None:
+        error = Future.exception(future)
+        if error is None or isinstance(error, Skipped):
             with self._lock:
                 self._futures = [one for one in self._futures if one is not future]
 
-    def _outstanding(self) -> list[StagingFuture[Any]]:
+    def _unheard(self) -> list[StagingFuture[Any]]:
         """In flight, or failed and not heard of yet."""
         with self._lock:
             return [one for one in self._futures if not one.heard]
+
+    def _in_flight(self) -> list[Staging[Any]]:
+        with self._lock:
+            return list(self._stagings)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -268,29 +421,22 @@ class AsyncStager:
             raise Closed("this stager is closed; make a new one")
 
 
-def _build(template: Template, staging: Staging, future: StagingFuture[StagedState]) -> None:
-    """In the stager's thread, which has just filled the one image of ``staging``: the state dict over it."""
-    (image,) = staging.images
-
-    def state() -> StagedState:
-        staging.copied.result()
-        return template.build(image.lease())
-
-    _settle(future, state)
-    image.release()
+def _ignore(_: int) -> None:
+    """Parts from elsewhere lie between: the image is there as a whole when all writers have finished."""
 
 
-def _settle(future: StagingFuture[T], work: Callable[[], T]) -> None:
-    """The edge of the stager's thread: whatever happens ends in the future."""
-    try:
-        result = work()
-    except BaseException as error:
-        if not isinstance(error, SidestreamError):
-            error.add_note("in the stager's thread:\n" + "".join(traceback.format_tb(error.__traceback__)))
-        # The frames behind the traceback would keep the sources alive for as long as somebody keeps the error.
-        future.set_exception(error.with_traceback(None))
+def _deliver(staging: Staging[StagePlan], future: StagingFuture[StagedState]) -> None:
+    """The state dict over the images, or what went wrong."""
+    error = Future.exception(staging.copied)
+    if error is not None:
+        future.set_exception(error)
     else:
-        future.set_result(result)
+        try:
+            future.set_result(staging.laid.result().build([image.lease() for image in staging.images]))
+        except BaseException as failure:
+            future.set_exception(clean(failure, "putting a state dict together"))
+    for image in staging.images:
+        image.release()
 
 
 def _half_of_memory() -> int:

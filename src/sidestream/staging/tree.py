@@ -1,24 +1,28 @@
-"""What ``AsyncStager.stage`` copies of a nested state dict, and how the copy is put together again."""
+"""What ``AsyncStager.stage`` copies of a captured state dict, and how the copy is put together again."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from .._torch import Stateful, check_tensor
-from ..errors import InvalidOption, UnsafeObject
+from .._torch import check_tensor
 from .arena import Lease
+from .capture import Captured
+from .composite import Composite
 from .image import Copy, ImageLayout
+from .plans import PlanCache, fingerprint
 
-__all__ = ["StagedState", "Template", "plan_stage"]
+__all__ = ["StagePlan", "StagedState", "plan_stage"]
 
 _ALIGN_BYTES = 64
 _ELEMENT_BYTES = 16
-_MAX_DEPTH = 64
+_IMAGE_BYTES = 8 << 30
+"""An image is closed before it grows beyond this; a larger storage has one of its own."""
 
 
 class StagedState(dict[str, Any]):
@@ -37,6 +41,7 @@ class _View:
     """A tensor within a slot: ``start`` and ``nbytes`` delimit the slot in the image, ``offset`` elements into it."""
 
     dtype: torch.dtype
+    image: int
     start: int
     nbytes: int
     offset: int
@@ -45,74 +50,74 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
-    """The structure of a state dict with a view where each tensor stands; everything else has been copied already."""
+class StagePlan:
+    """A state dict with a view of ``images`` for each of its tensors; everything else has been copied already."""
 
     root: Any
+    """The structure, with the index of its view where a tensor stands."""
     views: tuple[_View, ...]
+    images: tuple[ImageLayout, ...]
 
-    def build(self, lease: Lease) -> StagedState:
-        """The state dict over ``lease``, which has been filled according to its layout."""
-        slots: dict[int, torch.Tensor] = {}
-        tensors = [_tensor(view, lease, slots) for view in self.views]
-        return StagedState(_fill(self.root, tensors))
+    def without_sources(self) -> StagePlan:
+        """The plan without the copies, which refer to the tensors that it was made from."""
+        return replace(self, images=())
+
+    def build(self, leases: Sequence[Lease]) -> StagedState:
+        """The state dict over ``leases``, each of which has been filled according to its image."""
+        slots: dict[tuple[int, int], torch.Tensor] = {}
+        return StagedState(self._fill(self.root, leases, slots))
+
+    def _fill(self, node: Any, leases: Sequence[Lease], slots: dict[tuple[int, int], torch.Tensor]) -> Any:
+        kind = type(node)
+        if kind is _Leaf:
+            return _tensor(self.views[node], leases, slots)
+        if kind is _Parts:
+            return node.rebuild([self._fill(part, leases, slots) for part in node.parts])
+        if kind is dict or kind is OrderedDict:
+            return kind((key, self._fill(item, leases, slots)) for key, item in node.items())
+        if kind is list or kind is tuple:
+            return kind(self._fill(item, leases, slots) for item in node)
+        return node
 
 
 class _Leaf(int):
     """The index of a tensor's view, standing where the tensor stood."""
 
 
-def plan_stage(state_dict: Mapping[str, Any]) -> tuple[Template, ImageLayout]:
-    """Walk ``state_dict`` (``Stateful`` objects give theirs) and lay out one image for its tensors.
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A composite tensor, standing where it stood."""
+
+    parts: tuple[Any, ...]
+    rebuild: Any
+
+
+def plan_stage(plans: PlanCache, captured: Captured) -> StagePlan:
+    """Lay out images for everything in ``captured``, as before if ``plans`` knows a state dict like this one.
 
     Tensors that share a storage share it in the copy too, and bytes that no tensor refers to are not copied. Raises
-    ``UnsupportedTensor`` for what cannot be staged, before anything is copied.
+    ``UnsupportedTensor`` for what cannot be staged. Nothing but the copies refers to a source.
     """
-    if not isinstance(state_dict, Mapping):
-        raise InvalidOption(
-            f"a state dict is a mapping from names to tensors and values, not {type(state_dict).__name__}"
+    root = _template(captured.root, "", itertools.count())
+    tensors = captured.tensors
+    views, images = plans.get(("stage", fingerprint(tensors)), lambda: _place(tensors))
+    return StagePlan(root, views, tuple(image.over(tensors) for image in images))
+
+
+def _template(node: Any, path: str, numbers: Iterator[int]) -> Any:
+    """``node`` with numbers for its tensors, which stand in it in the order in which they were captured."""
+    kind = type(node)
+    if isinstance(node, torch.Tensor):
+        check_tensor(node, path)
+        return _Leaf(next(numbers))
+    if kind is Composite:
+        return _Parts(tuple(_template(part, path, numbers) for part in node.parts), node.rebuild)
+    if kind is dict or kind is OrderedDict:
+        return kind(
+            (key, _template(item, f"{path}.{key}" if path else str(key), numbers)) for key, item in node.items()
         )
-    found: dict[int, tuple[torch.Tensor, _Leaf]] = {}
-    root = _walk(state_dict, "", found, 0)
-    tensors = [tensor for tensor, _ in found.values()]
-    views, layout = _place(tensors)
-    return Template(root, tuple(views)), layout
-
-
-def _walk(value: Any, path: str, found: dict[int, tuple[torch.Tensor, _Leaf]], depth: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        if id(value) not in found:
-            check_tensor(value, path)
-            # An alias pins the storage of the call: param.data may be bound to another while it is copied.
-            found[id(value)] = (value.detach(), _Leaf(len(found)))
-        return found[id(value)][1]
-    if depth > _MAX_DEPTH:
-        raise InvalidOption(f"{path}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself")
-    if isinstance(value, Mapping):
-        return {
-            key: _walk(item, f"{path}.{key}" if path else str(key), found, depth + 1) for key, item in value.items()
-        }
-    if isinstance(value, list):
-        return [_walk(item, f"{path}.{index}", found, depth + 1) for index, item in enumerate(value)]
-    if type(value) is tuple:
-        return tuple(_walk(item, f"{path}.{index}", found, depth + 1) for index, item in enumerate(value))
-    if isinstance(value, Stateful) and not isinstance(value, type):
-        return _walk(value.state_dict(), path, found, depth + 1)
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:
-        raise UnsafeObject(f"{path}: a {type(value).__qualname__} cannot be copied: {error}") from error
-
-
-def _fill(node: Any, tensors: list[torch.Tensor]) -> Any:
-    if type(node) is _Leaf:
-        return tensors[node]
-    if type(node) is dict:
-        return {key: _fill(item, tensors) for key, item in node.items()}
-    if type(node) is list:
-        return [_fill(item, tensors) for item in node]
-    if type(node) is tuple:
-        return tuple(_fill(item, tensors) for item in node)
+    if kind is list or kind is tuple:
+        return kind(_template(item, f"{path}.{index}", numbers) for index, item in enumerate(node))
     return node
 
 
@@ -120,38 +125,76 @@ def _fill(node: Any, tensors: list[torch.Tensor]) -> Any:
 class _Run:
     """Bytes ``start`` to ``end`` of one storage, with the tensors (by index) that lie in it."""
 
-    source: torch.Tensor
     start: int
     end: int
     members: list[int]
 
 
-def _place(tensors: list[torch.Tensor]) -> tuple[list[_View], ImageLayout]:
-    views: list[_View | None] = [None] * len(tensors)
-    copies: list[Copy] = []
-    position = 0
-    for run in _runs(tensors):
-        position = -(-position // _ALIGN_BYTES) * _ALIGN_BYTES
+class _Place(NamedTuple):
+    """A copy, with the index of its source."""
+
+    source: int
+    offset: int
+    nbytes: int
+    storage_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """The layout of an image, without the tensors."""
+
+    nbytes: int
+    places: tuple[_Place, ...]
+
+    def over(self, tensors: Sequence[torch.Tensor]) -> ImageLayout:
+        return ImageLayout(self.nbytes, tuple([Copy(tensors[place[0]], *place[1:]) for place in self.places]))
+
+
+class _Images:
+    """Images being filled from their beginning."""
+
+    def __init__(self) -> None:
+        self.closed: list[_Image] = []
+        self._places: list[_Place] = []
+        self._position = 0
+
+    def place(self, source: int, nbytes: int, storage_start: int | None = None) -> tuple[int, int]:
+        """Number of the image and offset in it for so many bytes."""
+        start = -(-self._position // _ALIGN_BYTES) * _ALIGN_BYTES
+        if self._places and start + nbytes > _IMAGE_BYTES:
+            self.close()
+            start = 0
+        if nbytes:
+            self._places.append(_Place(source, start, nbytes, storage_start))
+        self._position = start + nbytes
+        return len(self.closed), start
+
+    def close(self) -> None:
+        if self._places:
+            self.closed.append(_Image(self._position, tuple(self._places)))
+        self._places, self._position = [], 0
+
+
+def _place(tensors: list[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[_Image, ...]]:
+    views: dict[int, _View] = {}
+    images = _Images()
+    for run in sorted(_runs(tensors), key=lambda run: run.members[0]):
         nbytes = run.end - run.start
-        copies.append(Copy(run.source, position, nbytes, storage_start=run.start))
+        image, start = images.place(run.members[0], nbytes, run.start)
         for index in run.members:
             tensor = tensors[index]
             offset = (int(tensor.storage_offset()) * tensor.itemsize - run.start) // tensor.itemsize
-            views[index] = _View(tensor.dtype, position, nbytes, offset, tensor.shape, tensor.stride())
-        position += nbytes
+            views[index] = _View(tensor.dtype, image, start, nbytes, offset, tensor.shape, tensor.stride())
     for index, tensor in enumerate(tensors):
-        if views[index] is not None:
-            continue
-        position = -(-position // _ALIGN_BYTES) * _ALIGN_BYTES
-        stride = torch.empty(tensor.shape, device="meta").stride()
-        views[index] = _View(tensor.dtype, position, tensor.nbytes, 0, tensor.shape, stride)
-        if tensor.nbytes:
-            copies.append(Copy(tensor, position, tensor.nbytes))
-        position += tensor.nbytes
-    return [view for view in views if view is not None], ImageLayout(position, tuple(copies))
+        if index not in views:
+            image, start = images.place(index, tensor.nbytes)
+            stride = torch.empty(tensor.shape, device="meta").stride()
+            views[index] = _View(tensor.dtype, image, start, tensor.nbytes, 0, tensor.shape, stride)
+    images.close()
+    return tuple(views[index] for index in range(len(tensors))), tuple(images.closed)
 
 
-def _runs(tensors: list[torch.Tensor]) -> Iterable[_Run]:
+def _runs(tensors: list[torch.Tensor]) -> Iterator[_Run]:
     """Group tensors by storage and join those whose bytes overlap. Lazily conjugated, negated and empty ones are left
     out: their values are not the bytes of their storage."""
     storages: dict[int, list[tuple[int, int, int]]] = {}
@@ -172,16 +215,17 @@ def _runs(tensors: list[torch.Tensor]) -> Iterable[_Run]:
                 continue
             if current is not None:
                 yield current
-            current = _Run(tensors[index], start, end, [index])
+            current = _Run(start, end, [index])
         if current is not None:
             yield current
 
 
-def _tensor(view: _View, lease: Lease, slots: dict[int, torch.Tensor]) -> torch.Tensor:
+def _tensor(view: _View, leases: Sequence[Lease], slots: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
     if view.nbytes == 0:
         return torch.empty(view.shape, dtype=view.dtype)
-    slot = slots.get(view.start)
+    slot = slots.get((view.image, view.start))
     if slot is None:  # a storage of exactly these bytes: writers that save whole storages write no neighbours
-        slot = torch.frombuffer(lease.array, dtype=torch.uint8, count=view.nbytes, offset=view.start)
-        slots[view.start] = slot
+        array = leases[view.image].array
+        slot = torch.frombuffer(array, dtype=torch.uint8, count=view.nbytes, offset=view.start)
+        slots[view.image, view.start] = slot
     return torch.empty(0, dtype=view.dtype).set_(slot.untyped_storage(), view.offset, view.shape, view.stride)

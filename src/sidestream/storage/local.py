@@ -8,7 +8,7 @@ import mmap
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,10 +36,23 @@ class LocalStore:
         self.root = root
         self._modes: dict[str, int] = {}  # what the umask gave each attempt of ours, kept for the published directory
 
-    async def create(self, attempt: str, *, durability: Durability, deadline: Deadline) -> None:
-        self._modes[attempt] = await io_threads().run(
-            _create, self.root, self.root / attempt, durability, deadline=deadline
-        )
+    def write(
+        self,
+        attempt: str,
+        target: str,
+        files: Iterable[tuple[str, Body]],
+        *,
+        durability: Durability,
+        stop: Stop,
+        deadline: Deadline,
+    ) -> None:
+        stop.check()
+        if not _is_vacant(self.root / target):
+            raise _occupied(self.root / target)
+        self._modes[attempt] = _create(self.root, self.root / attempt, durability)
+        for name, body in files:
+            _write(self.root / attempt / name, body, durability, stop, deadline)
+            del body  # and with it the memory, while the next one is waited for
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
         stop = Stop()
@@ -50,8 +63,11 @@ class LocalStore:
         await io_threads().run(_publish, self.root / attempt, self.root / target, mode, durability, deadline=deadline)
 
     async def discard(self, attempt: str, *, deadline: Deadline) -> None:
+        await io_threads().run(self.discard_here, attempt, deadline=deadline)
+
+    def discard_here(self, attempt: str) -> None:
         self._modes.pop(attempt, None)
-        await io_threads().run(_discard, self.root / attempt, deadline=deadline)
+        _discard(self.root / attempt)
 
     async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
         stop = Stop()
@@ -62,9 +78,6 @@ class LocalStore:
 
     async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
         return await io_threads().run(_read_tail, self.root / name, nbytes, deadline=deadline)
-
-    async def is_vacant(self, name: str, *, deadline: Deadline) -> bool:
-        return await io_threads().run(_is_vacant, self.root / name, deadline=deadline)
 
     async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
         return await io_threads().run(_sizes, self.root / directory, deadline=deadline)
@@ -180,9 +193,7 @@ def _publish(attempt: Path, target: Path, mode: int, durability: Durability) -> 
         os.rename(attempt, target)
     except OSError as error:
         if error.errno in _OCCUPIED:
-            raise Conflict(
-                f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step"
-            ) from error
+            raise _occupied(target) from error
         raise from_os_error(error, "publishing", str(target)) from error
     if durability == "fsync":
         try:
@@ -191,6 +202,10 @@ def _publish(attempt: Path, target: Path, mode: int, durability: Durability) -> 
             raise NotDurable(
                 error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
             ) from error
+
+
+def _occupied(target: Path) -> Conflict:
+    return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
 
 
 def _is_vacant(target: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Protocol, runtime_checkable
@@ -44,8 +44,22 @@ class Store(Protocol):
     raise ``StorageError`` (or a subclass) for what the storage refuses, ``DeadlineExceeded`` when ``deadline`` passes.
     """
 
-    async def create(self, attempt: str, *, durability: Durability, deadline: Deadline) -> None:
-        """Make the private directory ``attempt`` and, durably, every missing parent. It must not exist yet."""
+    def write(
+        self,
+        attempt: str,
+        target: str,
+        files: Iterable[tuple[str, Body]],
+        *,
+        durability: Durability,
+        stop: Stop,
+        deadline: Deadline,
+    ) -> None:
+        """In the calling thread, and without needing a loop: make the private directory ``attempt`` (it must not exist
+        yet) and, durably, every missing parent, and write ``files`` into it one after the other, as ``put`` does.
+
+        ``files`` may block until it knows the next one. Raises ``Conflict``, having made nothing, if ``target`` exists
+        and is not an empty directory, and ``Closed`` when ``stop`` is set. A failure may leave an attempt behind.
+        """
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
         """Write a new file. When this returns it is complete and, with ``"fsync"``, its content is durable; its name
@@ -56,11 +70,11 @@ class Store(Protocol):
         nothing, if ``target`` exists and is not an empty directory; ``NotDurable`` if it is visible and a sync failed.
         """
 
-    async def is_vacant(self, name: str, *, deadline: Deadline) -> bool:
-        """Whether ``name`` does not exist or is an empty directory, so that something can be published there."""
-
     async def discard(self, attempt: str, *, deadline: Deadline) -> None:
         """Delete an attempt and everything in it. Does nothing if it is not there."""
+
+    def discard_here(self, attempt: str) -> None:
+        """``discard``, in the calling thread."""
 
     async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
         """Fill every range. Raises ``Corrupt`` if the file ends before, ``FileNotFoundError`` if there is none.

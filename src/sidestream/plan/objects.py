@@ -1,0 +1,88 @@
+"""Objects of types that the caller allowed, made again from what another writer pickled of them.
+
+Only those types' own code runs, as it would in unpickling: ``__new__`` or the call, ``__setstate__`` or plain
+attributes, ``append`` and item assignment. Nothing is looked up by name in a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from ..errors import InvalidOption, UnsafeObject, UnsupportedCheckpoint
+
+__all__ = ["NOTHING_ALLOWED", "Allowed", "allowed_types", "lookup", "rebuild", "rebuild_member"]
+
+Allowed = Mapping[str, type]
+"""Types by their qualified names, as a pickle has them."""
+
+NOTHING_ALLOWED: Allowed = {}
+
+
+def allowed_types(allow: Iterable[type]) -> Allowed:
+    """Raises ``InvalidOption`` for what is no class, and for classes of classes, which could make any."""
+    try:
+        kinds: list[Any] = list(allow)
+    except TypeError:
+        raise InvalidOption(f"allow={allow!r} has to be a list of types") from None
+    for kind in kinds:
+        if not isinstance(kind, type) or issubclass(kind, type):
+            raise InvalidOption(f"allow= takes types, not {kind!r}")
+    return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
+
+
+def rebuild(content: Any, decode: Callable[[Any], Any], allow: Allowed) -> Any:
+    """The object of an ``object`` node.
+
+    Raises ``UnsafeObject`` if its type is not allowed, ``UnsupportedCheckpoint`` if the type does not take what was
+    saved, its own exception being the cause.
+    """
+    kind = lookup(content["type"], allow)
+    args = [decode(arg) for arg in content["args"]]
+    elements = [decode(element) for element in content.get("elements", ())]
+    items = [(decode(key), decode(value)) for key, value in content.get("items", ())]
+    state = decode(content["state"]) if "state" in content else None
+    try:
+        instance = kind.__new__(kind, *args) if content["new"] else kind(*args)
+        for element in elements:
+            instance.append(element)
+        for key, value in items:
+            instance[key] = value
+        if state is not None:
+            _set_state(instance, state)
+    except Exception as error:
+        raise UnsupportedCheckpoint(
+            f"{content['type']} does not take what was saved of it: {type(error).__name__}: {error}"
+        ) from error
+    return instance
+
+
+def lookup(name: str, allow: Allowed) -> type:
+    """The type of that name. Raises ``UnsafeObject`` if it is not allowed."""
+    try:
+        return allow[name]
+    except KeyError:
+        raise UnsafeObject(f"the value holds a {name}, which is not among the types that were allowed") from None
+
+
+def rebuild_member(enum: str, member: str, allow: Allowed) -> Any:
+    """A member of an enum, as some releases of Python pickle it; nothing else is got from a class by name."""
+    kind = lookup(enum, allow)
+    if not issubclass(kind, Enum) or member not in kind.__members__:
+        raise UnsafeObject(f"the value asks for {enum}.{member}, which is no member of an enum")
+    return kind.__members__[member]
+
+
+def _set_state(instance: Any, state: Any) -> None:
+    set_state = getattr(instance, "__setstate__", None)
+    if set_state is not None:
+        set_state(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if attributes:
+        vars(instance).update(attributes)
+    for name, value in (slots or {}).items():
+        if name.startswith("__"):
+            raise TypeError(f"a slot named {name}")
+        setattr(instance, name, value)

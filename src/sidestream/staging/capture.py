@@ -1,0 +1,131 @@
+"""The moment of the call: what a state dict holds now, taken in some 0.7 us per tensor on the caller's thread.
+
+Everything that takes longer (names, checks, layout) is done afterwards, from what is captured here, in another thread.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from .._torch import Stateful
+from ..errors import InvalidOption, UnsafeObject
+from .composite import Composite, dismantle
+
+__all__ = ["Captured", "capture"]
+
+_MAX_DEPTH = 64
+_IMMUTABLE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_STRIDED = frozenset({torch.strided})
+_detach = torch.Tensor.detach
+_layout = attrgetter("layout")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A state dict that nobody else changes: containers and values copied, each tensor replaced by an alias of its
+    storage (or by a ``Composite`` of such), objects with ``state_dict()`` by what that returned.
+
+    An alias pins the memory of the call: ``param.data`` may be bound to other memory while it is copied. ``tensors``
+    are all aliases in ``root``, in the order in which they were met. ``volatile`` are the addresses of the storages
+    of modules' buffers, which forward changes.
+    """
+
+    root: dict[Any, Any]
+    tensors: list[torch.Tensor]
+    volatile: set[int]
+
+
+def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepcopy) -> Captured:
+    """Take hold of ``state`` without touching the bytes of a tensor.
+
+    ``convert`` copies a value of a type that is not a container; what it raises becomes ``UnsafeObject``. Raises
+    ``InvalidOption`` if ``state`` is no mapping or contains itself, ``UnsupportedTensor`` for a tensor that has no
+    bytes. Dicts stay dicts (of any mapping), lists lists; tuples and what is in them keep their types.
+    """
+    if not isinstance(state, Mapping):
+        raise InvalidOption(
+            f"state is a mapping from names to tensors, values and objects with state_dict(), not a "
+            f'{type(state).__name__}; write {{"model": model}}'
+        )
+    walk = _Walk(convert)
+    return Captured(walk.mapping(state, "", 0), walk.tensors, walk.volatile)
+
+
+class _Walk:
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.volatile: set[int] = set()
+        self._convert = convert
+
+    def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
+        if _PLAIN_TENSORS.issuperset(map(type, value.values())) and _STRIDED.issuperset(map(_layout, value.values())):
+            aliases = list(map(_detach, value.values()))  # all in C: 0.5 us per tensor, not 0.9
+            self.tensors.extend(aliases)
+            return dict(zip(value, aliases, strict=True))
+        taken: dict[Any, Any] = {}
+        keep = self.tensors.append
+        for key, item in value.items():
+            kind = type(item)
+            if kind in _PLAIN_TENSORS and item.layout is torch.strided:
+                alias = _detach(item)
+                keep(alias)
+                taken[key] = alias
+            elif kind in _IMMUTABLE:
+                taken[key] = item
+            else:
+                taken[key] = self.item(item, f"{path}.{key}" if path else str(key), depth + 1)
+        return taken
+
+    def item(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if kind in _IMMUTABLE:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, path)
+        if depth > _MAX_DEPTH:
+            raise InvalidOption(
+                f"{path[:200]}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself"
+            )
+        if kind is list:
+            if _IMMUTABLE.issuperset(map(type, value)):
+                return list(value)
+            return [self.item(item, f"{path}.{index}", depth + 1) for index, item in enumerate(value)]
+        if kind is tuple:
+            return tuple(self.inside(item, f"{path}.{index}", depth + 1) for index, item in enumerate(value))
+        if isinstance(value, Mapping):
+            return self.mapping(value, path, depth)
+        if isinstance(value, Stateful) and not isinstance(value, type):
+            if isinstance(value, torch.nn.Module):
+                plain = (buffer for buffer in value.buffers() if buffer.layout is torch.strided)
+                self.volatile.update(buffer.untyped_storage().data_ptr() for buffer in plain)
+            return self.item(value.state_dict(), path, depth + 1)
+        return self.value(value, path)
+
+    def inside(self, value: Any, path: str, depth: int) -> Any:
+        """Within a tuple, which is one value to DCP: the types of mappings matter."""
+        if type(value) is OrderedDict:
+            return OrderedDict(self.mapping(value, path, depth))
+        return self.item(value, path, depth)
+
+    def tensor(self, value: torch.Tensor, path: str) -> torch.Tensor | Composite:
+        composite = dismantle(value, path)
+        if composite is not None:
+            self.tensors.extend(composite.tensors())
+            return composite
+        alias = value.detach()
+        self.tensors.append(alias)
+        return alias
+
+    def value(self, value: Any, path: str) -> Any:
+        try:
+            return self._convert(value)
+        except Exception as error:
+            raise UnsafeObject(f"{path}: a {type(value).__qualname__} cannot be copied: {error}") from error

@@ -1,0 +1,142 @@
+"""Tensors without bytes of their own: taken apart into plain ones, and put together again over the copies."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._torch import tensor_class
+from ..errors import UnsupportedTensor
+
+__all__ = ["Composite", "dismantle"]
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """``rebuild(parts)`` makes a tensor of ``kind`` (as errors call it) over copies of ``parts``, in their order.
+
+    It refers to the parts alone, not to the tensor that they were taken from.
+    """
+
+    kind: str
+    parts: tuple[torch.Tensor | Composite, ...]
+    rebuild: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for part in self.parts:
+            if isinstance(part, Composite):
+                yield from part.tensors()
+            else:
+                yield part
+
+
+def dismantle(tensor: torch.Tensor, path: str) -> Composite | None:
+    """The parts of ``tensor``, or None if it is a plain one. Raises ``UnsupportedTensor``, naming ``path``."""
+    kind = type(tensor)
+    if (fake := tensor_class("torch._subclasses.fake_tensor", "FakeTensor")) and isinstance(tensor, fake):
+        raise UnsupportedTensor(f"{path}: cannot save a fake tensor: it has no bytes")
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnsupportedTensor(f"{path}: cannot save an uninitialized {kind.__name__}: run the module once first")
+    if (sharded := tensor_class("torch.distributed._shard.sharded_tensor", "ShardedTensor")) and kind is sharded:
+        return _sharded(tensor, path)
+    if (dtensor := tensor_class("torch.distributed.tensor", "DTensor")) and isinstance(tensor, dtensor):
+        return _dtensor(tensor, path)
+    if tensor.layout is torch.sparse_coo:
+        return _coordinates(tensor, path)
+    if tensor.layout in _COMPRESSED:
+        return _compressed(tensor, path)
+    if kind not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+        return _wrapper(tensor, path, f"the wrapper subclass {kind.__name__}")
+    return None
+
+
+def _part(tensor: torch.Tensor, path: str) -> torch.Tensor | Composite:
+    return dismantle(tensor, path) or tensor.detach()
+
+
+def _dtensor(tensor: Any, path: str) -> Composite:
+    """``__tensor_flatten__`` of a DTensor gives the local tensor, which a collective may still be writing."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedTensor(
+            f"{path}: a DTensor with a Partial placement holds a share of a sum that nobody has added up yet; "
+            "redistribute() it first"
+        )
+    pending = tensor_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if pending is not None and isinstance(tensor._local_tensor, pending):
+        tensor._local_tensor.trigger_wait()  # type: ignore[attr-defined]
+    return _wrapper(tensor, path, "a DTensor")
+
+
+def _wrapper(tensor: Any, path: str, name: str) -> Composite:
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    # From torch 2.13 on a DTensor names its mesh among them.
+    others = {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in inner.items() if name not in others}
+    kind, size, stride = type(tensor), tensor.size(), tensor.stride()
+    del tensor, inner
+
+    def rebuild(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        inner = dict(zip(order, parts, strict=True)) | others
+        made: torch.Tensor = kind.__tensor_unflatten__(inner, context, size, stride)
+        return made.detach()
+
+    order = tuple(tensors)
+    return Composite(name, tuple(_part(value, f"{path}.{one}") for one, value in tensors.items()), rebuild)
+
+
+def _coordinates(tensor: torch.Tensor, path: str) -> Composite:
+    size, coalesced = tensor.size(), tensor.is_coalesced()
+    parts = (_part(tensor._indices(), path), _part(tensor._values(), path))
+    make: Any = torch.sparse_coo_tensor  # its stub lacks is_coalesced
+
+    def rebuild(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        indices, values = parts
+        made: torch.Tensor = make(indices, values, size, is_coalesced=coalesced, check_invariants=False)
+        return made
+
+    return Composite(f"a tensor of layout {tensor.layout}", parts, rebuild)
+
+
+def _compressed(tensor: torch.Tensor, path: str) -> Composite:
+    size, layout = tensor.size(), tensor.layout
+    names = (*_COMPRESSED[layout], "values")
+    make: Any = torch.sparse_compressed_tensor
+    parts = tuple(_part(getattr(tensor, name)(), path) for name in names)
+
+    def rebuild(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        compressed, plain, values = parts
+        made: torch.Tensor = make(compressed, plain, values, size, layout=layout, check_invariants=False)
+        return made
+
+    return Composite(f"a tensor of layout {layout}", parts, rebuild)
+
+
+def _sharded(tensor: Any, path: str) -> Composite:
+    metadata, group = tensor.metadata(), tensor._process_group
+    placed = [shard.metadata for shard in tensor.local_shards()]
+    parts = tuple(_part(shard.tensor, f"{path} (shard {n})") for n, shard in enumerate(tensor.local_shards()))
+    module = sys.modules["torch.distributed._shard.sharded_tensor"]
+
+    def rebuild(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole, own = copy.deepcopy((metadata, placed))
+        for shard in (*whole.shards_metadata, *own):
+            shard.placement._device = torch.device("cpu")
+        made: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(
+            [module.Shard(part, one) for part, one in zip(parts, own, strict=True)], whole, process_group=group
+        )
+        return made
+
+    return Composite("a ShardedTensor", parts, rebuild)

@@ -1,0 +1,211 @@
+"""The data of a save on its way to storage: staged, framed, checksummed and written in threads that need no loop.
+
+A thread of the save's own takes each image as it is filled and gives its memory back when it is written. Nothing in it
+waits for the event loop, so that code on the loop may block at the fence while a later stage waits for that memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import iscoroutinefunction
+from typing import Any, Protocol
+
+from ._threads import Deadline, Stop, Threads, io_threads, politely
+from ._torch import Stateful
+from .catalog import attempt_name
+from .commit import BytesBody
+from .errors import InvalidOption, Skipped
+from .format.shard import Sealer, ShardLayout
+from .options import Durability
+from .plan.save import SavePlan, plan_save, shard_name
+from .plan.values import copy_value
+from .staging import AsyncStager, Captured, StagedImage, Staging, capture
+from .storage import Location
+
+__all__ = ["ForeignStage", "SaveOrder", "Stager", "Writing"]
+
+_WRITE_BYTES = 32 << 20
+_GRACE_S = 5.0
+
+
+class Stager(Protocol):
+    """What ``stager=`` takes beside our own: torch's stagers, or any object with this method. It returns a state dict
+    in host memory that nobody changes, or a ``concurrent.futures.Future`` of one."""
+
+    def stage(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """What a save was asked to do; the files of an attempt are private to ``save_id``."""
+
+    location: Location
+    durability: Durability
+    deadline: Deadline
+    step: int | None
+    generation: int
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def attempt(self) -> str:
+        return attempt_name(self.location.name, self.save_id)
+
+
+class Writing:
+    """A launched stage and the thread that writes it; without a ``stager``, memory is mapped for this save alone.
+
+    With ``mode="snapshot"`` the sources have been read when this is made.
+    """
+
+    def __init__(self, order: SaveOrder, captured: Captured, stager: AsyncStager | None) -> None:
+        self._order = order
+        self._stop = Stop()
+        self._own = AsyncStager(timeout_s=order.deadline.timeout_s) if stager is None else None
+        stager = stager or self._own
+        assert stager is not None
+        lay_out = partial(plan_save, stager.plans)
+        self._staging: Staging[SavePlan] = stager.launch(captured, lay_out, order.deadline)
+        self._crcs: list[list[bytes]] = []
+        self._threads = Threads("sidestream-write", 1)
+        self._done = self._threads.submit(self._write)
+        self._threads.close()
+        stager.settle(self._staging)
+
+    def pass_on(self, staged: asyncio.Future[None]) -> None:
+        """Resolve ``staged`` when the sources may change, one way or the other."""
+        asyncio.wrap_future(self._staging.free).add_done_callback(partial(_pass_on, staged))
+
+    async def ended(self) -> tuple[SavePlan, list[list[bytes]]]:
+        """Wait until all data is on storage: the plan, and for each shard the packed block CRCs of its items."""
+        with self._stop.waking(self._staging.release):
+            await self._threads.wait(self._done, "writing", stop=self._stop, deadline=self._order.deadline)
+        return self._staging.laid.result(0), self._crcs
+
+    async def release(self) -> None:
+        """Give all memory back; no copy reads a source or writes into memory any more when this returns.
+
+        A device that hangs is not waited for beyond the deadline: its copies keep their memory until they end.
+        """
+        self._staging.release()
+        copied = asyncio.wrap_future(self._staging.copied)
+        copied.add_done_callback(lambda done: done.cancelled() or done.exception())  # told by other means
+        await asyncio.wait([copied], timeout=max(self._order.deadline.remaining_s(), _GRACE_S))
+        if self._own is not None:
+            await self._own.aclose()
+
+    def abandon(self) -> None:
+        """Nobody will wait for it: stop, and leave nothing behind."""
+        self._stop.set()
+        self._staging.release()
+        if self._own is not None:
+            self._own.close()
+        wait([self._done], _GRACE_S)
+        self._order.location.store.discard_here(self._order.attempt)
+
+    # --- the thread ---
+
+    def _write(self) -> None:
+        order = self._order
+        plan = self._plan()  # what cannot be saved is refused before anything is made
+        order.location.store.write(
+            order.attempt,
+            order.location.name,
+            self._files(plan),
+            durability=order.durability,
+            stop=self._stop,
+            deadline=order.deadline,
+        )
+
+    def _files(self, plan: SavePlan) -> Iterator[tuple[str, BytesBody | _ShardBody]]:
+        """Small values first, then shard after shard in the order in which they are staged."""
+        if plan.values:
+            yield plan.values_file, BytesBody(plan.values)
+        for index, (layout, image) in enumerate(zip(plan.shards, self._staging.images, strict=True)):
+            body = _ShardBody(layout, image)
+            self._crcs.append(body.crcs)
+            yield shard_name(index), body
+
+    def _plan(self) -> SavePlan:
+        try:
+            return self._staging.laid.result(self._order.deadline.remaining_s())
+        except TimeoutError as error:
+            if self._staging.laid.done():
+                raise
+            raise self._order.deadline.exceeded("waiting for earlier stages") from error
+
+
+def _pass_on(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
+    error = None if free.cancelled() else free.exception()
+    if staged.done():
+        return
+    if error is None or isinstance(error, Skipped):  # nothing of it will be read any more
+        staged.set_result(None)
+    else:
+        staged.set_exception(error)
+        staged.exception()  # the save itself raises it too
+
+
+class ForeignStage:
+    """Another stager makes the first copy, as it does under DCP: on this thread, from state dicts. It may use its
+    memory again for the next stage, so ours is a second copy, and the sources are free when that one has ended."""
+
+    def __init__(self, order: SaveOrder, state: Mapping[str, Any], stager: Stager) -> None:
+        if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
+            raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
+        if not isinstance(state, Mapping):
+            raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
+        state_dict = {key: item.state_dict() if isinstance(item, Stateful) else item for key, item in state.items()}
+        self._order = order
+        self._stager: Any = stager
+        self._result = stager.stage(state_dict)
+
+    async def launch(self) -> Writing:
+        """Our own stage of what the other one made, once it has."""
+        result, self._result = self._result, None
+        deadline = self._order.deadline
+        if isinstance(result, Future):
+            try:
+                async with asyncio.timeout(deadline.remaining_s()):
+                    result = await asyncio.wrap_future(result)
+            except TimeoutError as error:
+                raise deadline.exceeded("the stager that was passed in") from error
+        elif getattr(self._stager, "should_synchronize_after_execute", False):
+            await io_threads().run(self._stager.synchronize_staging, deadline=deadline)
+        return Writing(self._order, capture(result, copy_value), None)
+
+    def abandon(self) -> None:
+        self._result = None
+
+
+class _ShardBody:
+    """A shard as it is staged: each part is framed and checksummed on its way to storage, in the writer's thread."""
+
+    aligned = True
+
+    def __init__(self, layout: ShardLayout, image: StagedImage) -> None:
+        self.nbytes = layout.nbytes
+        self._sealer = Sealer(layout)
+        self._image = image
+
+    @property
+    def crcs(self) -> list[bytes]:
+        """The block CRCs of every item, packed; complete when the last part has been written."""
+        return self._sealer.crcs
+
+    def buffers(self, stop: Stop, deadline: Deadline) -> Iterator[memoryview]:
+        """The image gives its memory back when the last part has been written."""
+        try:
+            for start in range(0, self.nbytes, _WRITE_BYTES):
+                end = min(start + _WRITE_BYTES, self.nbytes)
+                view = self._image.wait(end, deadline=deadline, stop=stop)
+                for _ in politely(self._sealer.seal(view, end)):
+                    stop.check()
+                yield view[start:end]
+                del view
+        finally:
+            self._image.release()

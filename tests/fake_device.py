@@ -1,0 +1,213 @@
+"""An accelerator whose copies and events happen when the test says so, in any order that streams allow.
+
+Its memory is host memory: a tensor is on the device when the test has put it there. What a real driver enqueues stands
+in queues here, one per stream; ``step`` runs the next operation of a stream that is not waiting for an event. So an
+ordering that a real device would keep by luck can be taken away from the code under test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Event:
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.error: Exception | None = None
+
+
+class Stream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.queue: deque[Event | Callable[[], None]] = deque()
+
+    def ready(self) -> bool:
+        """Whether its next operation may run now."""
+        return bool(self.queue) and (not isinstance(self.queue[0], Event) or self.queue[0].passed.is_set())
+
+
+class FakeDriver:
+    """A ``Driver``. Every tensor that ``put`` has seen is on a device; all others are in host memory."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.capture = False
+        self.registered: dict[int, int] = {}
+        self.free: int | None = None
+        self.gaps = 0
+        self.copies: list[int] = []
+        self.fail: Exception | None = None
+        """Raised by the device at the next copy."""
+        self.held: set[str] = set()
+        """Names of streams that get nowhere."""
+        self._devices: dict[int, Hashable] = {}
+        self._temporaries: list[torch.Tensor] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._current: dict[Hashable, Stream] = {}
+        self._streams: list[Stream] = []
+        self._local = threading.local()
+        self._lock = threading.RLock()
+        self._random = random.Random(seed)
+
+    # --- what a test does with it ---
+
+    def put(self, tensor: torch.Tensor, device: Hashable = 0) -> torch.Tensor:
+        """Say that the memory of ``tensor`` is on ``device``."""
+        self._devices[tensor.untyped_storage().data_ptr()] = device
+        self._storages.append(tensor.untyped_storage())  # its address stays its own
+        return tensor
+
+    def forget(self) -> None:
+        """Keep no storage alive that was ``put``."""
+        self._storages.clear()
+
+    def launch(self, kernel: Callable[[], Any], device: Hashable = 0) -> None:
+        """Enqueue a kernel of the training on the current stream."""
+        self._enqueue(self.current_stream(device), kernel)
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream, device: Hashable = 0) -> Iterator[None]:
+        """Make ``stream`` the current one of ``device``."""
+        before = self.current_stream(device)
+        self._current[device] = stream
+        try:
+            yield
+        finally:
+            self._current[device] = before
+
+    def stream(self, name: str = "user") -> Stream:
+        with self._lock:
+            stream = Stream(name)
+            self._streams.append(stream)
+            return stream
+
+    def step(self, *, side_first: bool | None = None) -> bool:
+        """Run one operation of a stream that can: of any, or of the side streams (the current ones) first."""
+        with self._lock:
+            able = [stream for stream in self._streams if stream.ready() and stream.name not in self.held]
+            if not able:
+                return False
+            if side_first is not None:
+                favoured = [one for one in able if (one.name == "side") == side_first]
+                able = favoured or able
+            operation = self._random.choice(able).queue.popleft()
+            if not isinstance(operation, Event):
+                operation()
+            return True
+
+    def run(self) -> None:
+        """Everything that can run, in a random order."""
+        while self.step():
+            pass
+
+    async def drive(self, awaitable: Awaitable[T], *, side_first: bool | None = None) -> T:
+        """Keep the device going until ``awaitable`` is done."""
+        task = asyncio.ensure_future(awaitable)
+        while not task.done():
+            moved = self.step(side_first=side_first)
+            await asyncio.sleep(0 if moved else 0.0002)  # the threads under test need the GIL to go on
+        return await task
+
+    def idle(self) -> bool:
+        return not any(stream.queue for stream in self._streams)
+
+    # --- Driver ---
+
+    def device_of(self, tensor: torch.Tensor) -> Hashable | None:
+        return self._devices.get(tensor.untyped_storage().data_ptr())
+
+    def capturing(self) -> bool:
+        return self.capture
+
+    def enter(self, device: Hashable) -> None:
+        self._local.device = device
+
+    def current_stream(self, device: Hashable) -> Stream:
+        with self._lock:
+            if device not in self._current:
+                self._current[device] = self.stream("current")
+            return self._current[device]
+
+    def side_stream(self, device: Hashable) -> Stream:
+        return self.stream("side")
+
+    @contextlib.contextmanager
+    def _using(self, stream: Stream) -> Iterator[None]:
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            del self._local.stream
+
+    def using(self, stream: Stream) -> AbstractContextManager[Any]:
+        return self._using(stream)
+
+    def record(self, stream: Stream) -> Event:
+        event = Event()
+        self._enqueue(stream, event.passed.set)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._enqueue(stream, event)
+
+    def synchronize(self, event: Event) -> None:
+        assert event.passed.wait(60), "nobody drives the device"
+        if self.fail is not None:
+            raise self.fail
+
+    def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        made = torch.empty(sum(source.nbytes for source in sources), dtype=torch.uint8)
+        self._enqueue(self._stream_of(sources[0]), lambda: made.copy_(torch.cat(list(sources))))
+        return made
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(source)
+        self._enqueue(self._stream_of(source), lambda: made.copy_(source))
+        return made
+
+    def contiguous(self, source: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(source.shape, dtype=source.dtype)
+        self._temporaries.append(made)  # a real allocator gives it to nobody but later work of the same stream
+        self._enqueue(self._local.stream, lambda: made.copy_(source))
+        return made
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """By address, as a real device: the operation keeps neither memory alive."""
+        assert target.nbytes == source.nbytes
+        self.copies.append(source.nbytes)
+        arguments = (target.data_ptr(), source.data_ptr(), source.nbytes)
+        self._enqueue(self._local.stream, lambda: ctypes.memmove(*arguments))
+
+    def gap(self, device: Hashable) -> None:
+        self.gaps += 1
+
+    def free_bytes(self, device: Hashable) -> int | None:
+        return self.free
+
+    def register(self, address: int, nbytes: int) -> None:
+        assert nbytes > 0
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    # --- inside ---
+
+    def _stream_of(self, tensor: torch.Tensor) -> Stream:
+        device = self._devices.get(tensor.untyped_storage().data_ptr())
+        return self.current_stream(device)
+
+    def _enqueue(self, stream: Stream, operation: Event | Callable[[], Any]) -> None:
+        with self._lock:
+            stream.queue.append(operation)

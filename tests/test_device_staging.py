@@ -1,0 +1,438 @@
+"""Staging from a device, on one whose copies and events run when and in which order the test says.
+
+Each ordering rule is tried with many schedules: take the rule out of ``staging/device.py`` or ``staging/stager.py``,
+and the seeds below find a schedule that shows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDriver
+from leases import all_returned
+from states import assert_same
+
+import sidestream
+from sidestream.errors import ArenaExhausted, CapturingGraph, Closed, DeadlineExceeded
+from sidestream.staging import AsyncStager, DeviceEngine, StageMode
+from sidestream.staging.device import held_back
+
+SEEDS = range(40)
+
+
+def on_fake(driver: FakeDriver, **options: Any) -> AsyncStager:
+    """A stager for ``driver``: 64 bytes are small, chunks have 256, so that a few KiB take many operations."""
+    options.setdefault("budget_bytes", 1 << 24)
+    return AsyncStager(engine=DeviceEngine(driver, small_bytes=64, chunk_bytes=256), **options)
+
+
+def put(driver: FakeDriver, value: float, numel: int = 1000, device: int = 0) -> torch.Tensor:
+    return driver.put(torch.full((numel,), value), device)
+
+
+# --- a snapshot is the state at the call, in stream order ---
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_work_before_the_call_is_in_it_and_work_behind_the_fence_is_not(seed: int) -> None:
+    driver = FakeDriver(seed)
+    large, small = put(driver, 0.0), put(driver, 0.0, 3)
+    async with on_fake(driver) as stager:
+        for step in range(1, 4):
+            driver.launch(lambda step=step: (large.fill_(step), small.fill_(step)))
+            future = stager.stage({"large": large, "small": small})
+            await asyncio.to_thread(stager.fence)
+            driver.launch(lambda: (large.fill_(-1.0), small.fill_(-1.0)))
+            staged = await driver.drive(future)
+            assert (staged["large"] == step).all()
+            assert (staged["small"] == step).all()
+            staged.release()
+        del staged, future
+        await all_returned(stager)
+
+
+def hazards(fenced: bool) -> int:
+    """How many of the schedules show a writer in the copy."""
+
+    async def torn(seed: int) -> bool:
+        driver = FakeDriver(seed)
+        source = put(driver, 1.0)
+        async with on_fake(driver) as stager:
+            future = stager.stage({"t": source})
+            if fenced:
+                await asyncio.to_thread(stager.fence)
+            driver.launch(lambda: source.fill_(2.0))
+            staged = await driver.drive(future, side_first=False)
+            return not bool((staged["t"] == 1.0).all())
+
+    return sum(asyncio.run(torn(seed)) for seed in SEEDS)
+
+
+def test_the_fence_is_what_keeps_the_writer_out() -> None:
+    assert hazards(fenced=True) == 0
+    assert hazards(fenced=False) > 0, "the device of this test does not reorder, so it proves nothing"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_small_tensors_and_buffers_need_no_fence(seed: int) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.register_buffer("running", torch.ones(1000))
+
+    driver = FakeDriver(seed)
+    model = Model()
+    driver.put(model.weight.data)
+    driver.put(model.running)
+    async with on_fake(driver) as stager:
+        future = stager.stage({"model": model})
+        driver.launch(lambda: model.running.fill_(2.0))
+        driver.launch(lambda: model.weight.data.fill_(2.0))
+        staged = await driver.drive(future, side_first=False)
+        assert (staged["model"]["running"] == 1.0).all()
+        assert (staged["model"]["weight"] == 1.0).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_a_snapshot_needs_no_fence_and_frees_the_sources_first(seed: int) -> None:
+    driver = FakeDriver(seed)
+    source = put(driver, 1.0)
+    async with on_fake(driver, mode="snapshot") as stager:
+        future = stager.stage({"t": source})
+        driver.launch(lambda: source.fill_(2.0))
+        driver.held.add("side")  # the copies to the host
+        await driver.drive(stager.synchronize_staging())
+        assert not future.done()
+        driver.held.clear()
+        assert ((await driver.drive(future))["t"] == 1.0).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_streams_of_the_users_own(seed: int) -> None:
+    driver = FakeDriver(seed)
+    source, small = put(driver, 0.0), put(driver, 0.0, 2)
+    user = driver.stream()
+    async with on_fake(driver) as stager:
+        with driver.on(user):
+            driver.launch(lambda: (source.fill_(1.0), small.fill_(1.0)))
+        staged = await driver.drive(stager.stage({"t": source, "s": small}, wait_streams=[user]))
+        assert (staged["t"] == 1.0).all()
+        assert (staged["s"] == 1.0).all()
+
+
+async def test_a_guarded_optimizer_waits_on_the_device_not_on_the_host() -> None:
+    driver = FakeDriver()
+    parameter = torch.nn.Parameter(put(driver, 1.0))
+    parameter.grad = torch.ones(1000)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    async with on_fake(driver) as stager:
+        handles = [stager.guard(optimizer), stager.guard()]
+        future = stager.stage({"p": parameter})
+        await asyncio.to_thread(
+            optimizer.step
+        )  # returns though nothing has been copied; its kernels are not queued here
+        assert not future.done()
+        waits = [one for one in driver.current_stream(0).queue if not callable(one)]
+        assert len(waits) == 2
+        await driver.drive(future)
+        for handle in handles:
+            handle.remove()
+
+
+async def test_two_devices_and_the_host_in_one_state() -> None:
+    driver = FakeDriver()
+    first, second, host = put(driver, 1.0, device=0), put(driver, 2.0, device=1), torch.full((1000,), 3.0)
+    async with on_fake(driver) as stager:
+        driver.launch(lambda: first.fill_(4.0), 0)
+        driver.launch(lambda: second.fill_(5.0), 1)
+        future = stager.stage({"a": first, "b": [second, {"c": host}]})
+        await asyncio.to_thread(stager.fence)
+        driver.launch(lambda: first.fill_(-1.0), 0)
+        driver.launch(lambda: second.fill_(-1.0), 1)
+        staged = await driver.drive(future)
+        assert_same({"a": torch.full((1000,), 4.0), "b": [torch.full((1000,), 5.0), {"c": host}]}, staged)
+
+
+async def test_layouts_survive_the_way_through_the_scratch_and_past_it() -> None:
+    driver = FakeDriver()
+    large, small = driver.put(torch.randn(40, 50)), driver.put(torch.randn(4, 3))
+    half = driver.put(torch.randn(7).to(torch.bfloat16))
+    complexes = driver.put(torch.randn(300, dtype=torch.complex64))
+    state = {
+        "large": [large, large.t(), large[3:7], large[10:20, ::2]],
+        "small": [small, small.t(), small[1:, :2]],
+        "odd": [half, half[1:], driver.put(torch.arange(3, dtype=torch.uint8)), driver.put(torch.tensor(2.5))],
+        "lazy": [complexes.conj(), complexes.conj().imag],
+        "sparse": driver.put(torch.eye(30).to_sparse()._values()),
+    }
+    async with on_fake(driver) as stager:
+        staged = await driver.drive(stager.stage(state))
+        assert_same(state, staged)
+        large_copy = staged["large"]
+        assert large_copy[1].untyped_storage().data_ptr() == large_copy[0].untyped_storage().data_ptr()
+        assert staged["small"][1].untyped_storage().data_ptr() == staged["small"][0].untyped_storage().data_ptr()
+        assert max(driver.copies) <= max(256, 10_000), "large sources go in chunks"
+        assert driver.gaps > 0
+
+
+@pytest.mark.parametrize("mode", ["lazy", "snapshot", "hybrid"])
+async def test_a_save_from_a_device(mode: StageMode, tmp_path: Path) -> None:
+    driver = FakeDriver()
+    state = {
+        "w": driver.put(torch.randn(100, 30)),
+        "t": driver.put(torch.randn(30, 20)).t(),
+        "b": driver.put(torch.randn(5)),
+        "host": torch.randn(100),
+        "step": 7,
+    }
+    expected = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    async with on_fake(driver, mode=mode) as stager:
+        pending = sidestream.async_save(state, tmp_path / "c", stager=stager)
+        await driver.drive(pending.staged)
+        state["w"].zero_()
+        await pending
+        del pending
+        await all_returned(stager)
+    loaded = {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for key, value in expected.items()}
+    await sidestream.load(loaded, tmp_path / "c")
+    assert_same(expected, loaded)
+
+
+# --- memory: never reused under a copy, bounded, registered, and given back ---
+
+
+async def test_memory_in_flight_is_not_handed_out_again_after_a_cancel(tmp_path: Path) -> None:
+    driver = FakeDriver()
+    source, other = put(driver, 1.0), torch.full((1000,), 9.0)
+    async with on_fake(driver, budget_bytes=8192) as stager:
+        pending = sidestream.async_save({"t": source}, tmp_path / "c", stager=stager)
+        await asyncio.to_thread(stager.fence)  # enqueued
+        pending.cancel()
+        waiting = stager.stage({"t": other})
+        while stager.statistics().waiters == 0:
+            await asyncio.sleep(0)
+        assert not waiting.done(), "a copy is still on its way into that memory"
+        staged = await driver.drive(waiting)
+        driver.run()
+        assert (staged["t"] == 9.0).all()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        staged.release()
+        del staged, waiting
+        await all_returned(stager)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_device_memory_is_referred_to_until_it_has_been_read_and_no_longer() -> None:
+    driver = FakeDriver()
+    gone = []
+
+    def source(nbytes: int) -> torch.Tensor:
+        memory = (ctypes.c_char * nbytes)()
+        gone.append(weakref.ref(memory))
+        return driver.put(torch.frombuffer(memory, dtype=torch.uint8))
+
+    async with on_fake(driver) as stager:
+        for mode in ("lazy", "snapshot"):
+            stager._mode = mode
+            state = {"large": source(4000), "small": source(10), "t": source(4000).view(50, 80).t()}
+            future = stager.stage(state)
+            state.clear()
+            driver.forget()
+            await asyncio.to_thread(stager.fence)  # everything is enqueued
+            gc.collect()
+            assert mode == "snapshot" or all(ref() for ref in gone[-3:]), "the allocator would hand it out again"
+            await driver.drive(stager.synchronize_staging())
+            await driver.drive(future)
+            gc.collect()
+            assert [ref() for ref in gone] == [None] * len(gone)
+
+
+async def test_segments_are_registered_once_and_unregistered_before_they_are_unmapped() -> None:
+    driver = FakeDriver()
+    stager = on_fake(driver)
+    staged = await driver.drive(stager.stage({"t": put(driver, 1.0), "s": put(driver, 1.0, 2)}))
+    assert sum(driver.registered.values()) == stager.statistics().registered_bytes == stager.statistics().reserved_bytes
+    await stager.aclose()
+    assert driver.registered, "a tensor still lies in it"
+    kept = staged["t"]
+    staged.release()
+    del staged
+    assert (kept == 1.0).all()
+    del kept
+    gc.collect()
+    assert not driver.registered
+
+
+async def test_scratch_counts_against_the_budget_and_comes_back() -> None:
+    driver = FakeDriver()
+    async with on_fake(driver, budget_bytes=16384) as stager:
+        state = {"large": put(driver, 1.0), "small": [put(driver, 2.0, 10) for _ in range(50)]}
+        for _ in range(20):
+            staged = await driver.drive(stager.stage(state))
+            assert (staged["small"][49] == 2.0).all()
+            staged.release()
+            del staged
+        assert stager.statistics().peak_leased_bytes <= 16384
+        await all_returned(stager)
+
+
+# --- errors ---
+
+
+async def test_what_the_device_raises_reaches_future_fence_and_synchronize() -> None:
+    driver = FakeDriver()
+    driver.fail = RuntimeError("an illegal memory access")
+    source = put(driver, 1.0)
+    stager = on_fake(driver)
+    future, synchronized = stager.stage({"t": source}), stager.synchronize_staging()
+    for attempt in (synchronized, future):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            await driver.drive(attempt)
+    failed = stager.stage({"t": source})
+    await asyncio.to_thread(stager.fence)  # it stands behind a copy whose error nobody knows yet
+    while not failed.done():
+        driver.step()
+        await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        stager.fence()
+    await stager.aclose()
+    del future, failed
+    await all_returned(stager)
+
+
+async def test_nothing_is_enqueued_while_a_graph_is_captured() -> None:
+    driver = FakeDriver()
+    source = put(driver, 1.0)
+    async with on_fake(driver) as stager:
+        driver.capture = True
+        with pytest.raises(CapturingGraph, match="before or after the capture"):
+            stager.stage({"t": source})
+        assert driver.idle()
+        driver.capture = False
+        future = stager.stage({"t": source})
+        driver.capture = True
+        with pytest.raises(CapturingGraph):
+            await asyncio.to_thread(stager.fence)
+        driver.capture = False
+        await driver.drive(future)
+
+
+async def test_the_fence_of_a_stage_without_memory() -> None:
+    driver = FakeDriver()
+    source = put(driver, 1.0)
+    async with on_fake(driver, budget_bytes=8192) as stager:
+        first = await driver.drive(stager.stage({"t": source}))
+        second = await driver.drive(stager.stage({"t": source}))
+        third = stager.stage({"t": source})
+        while stager.statistics().waiters == 0:
+            await asyncio.sleep(0)
+        with pytest.raises(ArenaExhausted, match="release"):
+            stager.fence(timeout_s=0.01)
+        first.release()
+        del first
+        await asyncio.to_thread(stager.fence)
+        driver.launch(lambda: source.fill_(2.0))
+        assert ((await driver.drive(third))["t"] == 1.0).all()
+        second.release()
+
+
+async def test_a_snapshot_that_waits_for_memory_holds_no_writer_back() -> None:
+    driver = FakeDriver()
+    source = put(driver, 1.0)
+    async with on_fake(driver, budget_bytes=4096, mode="snapshot") as stager:
+        first = await driver.drive(stager.stage({"t": source}))
+        second = stager.stage({"t": source})
+        stager.fence(timeout_s=0.01)
+        driver.launch(lambda: source.fill_(2.0))
+        first.release()
+        del first
+        assert ((await driver.drive(second))["t"] == 1.0).all()
+
+
+async def test_closing_while_the_device_is_busy() -> None:
+    driver = FakeDriver()
+    stager = on_fake(driver)
+    future = stager.stage({"t": put(driver, 1.0)})
+    closing = asyncio.create_task(stager.aclose())
+    await driver.drive(closing)
+    assert ((await future)["t"] == 1.0).all()
+    with pytest.raises(Closed):
+        stager.stage({"t": put(driver, 1.0)})
+
+
+async def test_a_stuck_device_and_a_deadline() -> None:
+    driver = FakeDriver()
+    async with on_fake(driver) as stager:
+        future = stager.stage({"t": put(driver, 1.0)})
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stager.synchronize_staging(), 0.02)  # type: ignore[arg-type]
+        with pytest.raises(DeadlineExceeded):
+            await sidestream.save({"t": put(driver, 1.0)}, "never", stager=stager, timeout_s=0.1)
+        await driver.drive(future)
+
+
+# --- many at once ---
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_overlapping_stages_hold_what_was_live_at_their_own_call(seed: int) -> None:
+    driver = FakeDriver(seed)
+    source, small = put(driver, 0.0, 300), put(driver, 0.0, 4)
+    wrong = 0
+    async with on_fake(driver, budget_bytes=1 << 16) as stager:
+        futures = []
+        for step in range(100):
+            driver.launch(lambda step=step: (source.fill_(step), small.fill_(step)))
+            futures.append(stager.stage({"t": source, "s": small}))
+            fencing = asyncio.create_task(asyncio.to_thread(stager.fence))
+            while len(futures) > 6 or (not fencing.done() and futures):
+                staged = await driver.drive(futures.pop(0))
+                expected = step - len(futures)
+                wrong += int((staged["t"] != expected).sum() + (staged["s"] != expected).sum())
+                staged.release()
+                del staged
+            await driver.drive(fencing)
+            for _ in range(seed):
+                driver.step()
+        for back, future in enumerate(reversed(futures)):
+            staged = await driver.drive(future)
+            wrong += int((staged["t"] != 99 - back).sum() + (staged["s"] != 99 - back).sum())
+            staged.release()
+    assert wrong == 0
+
+
+# --- deciding ---
+
+
+def test_what_is_held_back() -> None:
+    assert held_back([5, 5, 5], "lazy", 0, 100) == set()
+    assert held_back([5, 5, 5], "snapshot", 0, 0) == {0, 1, 2}
+    assert held_back([5, 5, 5], "hybrid", float("inf"), 100) == set()
+    assert held_back([5, 5, 5], "hybrid", 10, 100) == {2}
+    assert held_back([5, 5, 5], "hybrid", 9, 100) == {1, 2}
+    assert held_back([5, 5, 50], "hybrid", 0, 30) == {0, 1}, "what does not fit is copied lazily"
+
+
+async def test_hybrid_learns_from_the_stages_before() -> None:
+    driver = FakeDriver()
+    driver.free = 1 << 30
+    source = put(driver, 1.0)
+    async with on_fake(driver, mode="hybrid") as stager:
+        (await driver.drive(stager.stage({"t": source}))).release()  # knows nothing yet: lazy
+        assert stager._forecast.lazily_bytes() == float("inf")
+        slow = stager.stage({"t": source})
+        await asyncio.to_thread(stager.fence)
+        (await driver.drive(slow)).release()
+        stager._forecast._bytes_per_second = 1.0
+        third = stager.stage({"t": source})
+        driver.launch(lambda: source.fill_(2.0))
+        assert ((await driver.drive(third, side_first=False))["t"] == 1.0).all()
