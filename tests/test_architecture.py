@@ -20,7 +20,7 @@ PACKAGE = "sidestream"
 SOURCES = Path(__file__).parents[1] / "src" / PACKAGE
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "options", "events", "_torch", "_threads", "_tasks", "_garbage"}),
+    frozenset({"errors", "options", "events", "_torch", "_threads", "_tasks"}),
     frozenset({"staging", "storage", "ranks"}),
     frozenset({"plan", "format"}),
     frozenset(

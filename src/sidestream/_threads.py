@@ -18,13 +18,13 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import anyio
 
 from .errors import Closed, DeadlineExceeded, ForkedProcess
 
-__all__ = ["Deadline", "Stop", "Threads", "io_threads", "politely"]
+__all__ = ["Deadline", "Stop", "Threads", "io_threads", "let_go", "politely"]
 
 with suppress(ImportError):
     import_module("anyio._backends._asyncio")  # or the first cancel scope imports it, for 100 ms, on the running loop
@@ -225,6 +225,13 @@ def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
         if number % every == 0 and time.perf_counter() - rested > _SLICE_S:
             time.sleep(10e-6)
             rested = time.perf_counter()
+
+
+def let_go(*containers: dict[Any, Any] | list[Any]) -> None:
+    """In a worker thread: empty them bit by bit. Freed all at once, 10,000 records hold the GIL for milliseconds."""
+    for container in containers:
+        for _ in politely(range(len(container))):
+            container.popitem() if isinstance(container, dict) else container.pop()
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None] | None], idle: threading.Semaphore) -> None:

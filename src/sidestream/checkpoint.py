@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ._garbage import collected_later
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
@@ -53,8 +52,7 @@ async def open_checkpoint(
     check_choice("verify", verify, Verify)
     check_timeout(timeout_s)
     location, allowed = locate_directory(url), allowed_types(allow)
-    with collected_later():
-        manifest = await read_manifest(location.store, location.name, location.url, Deadline.after(timeout_s))
+    manifest = await read_manifest(location.store, location.name, location.url, Deadline.after(timeout_s))
     return Checkpoint(location, manifest, verify, timeout_s, allowed)
 
 
@@ -146,12 +144,6 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         leaves nothing behind.
         """
         device = None if memory == "host" else _memory(memory)
-        with collected_later():
-            return await self._state_dict(memory, device, progress)
-
-    async def _state_dict(
-        self, memory: Memory, device: torch.device | None, progress: Progress | None
-    ) -> dict[Any, Any]:
         deadline = Deadline.after(self._timeout_s)
         entries = self._manifest.entries
         fqns, value_entries = await io_threads().run(_sorted_out, entries, deadline=deadline)

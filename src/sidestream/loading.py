@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ._garbage import collected_later, let_go
 from ._tasks import finish, running_loop
-from ._threads import Deadline, io_threads, politely
+from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
 from .catalog import read_manifest
 from .errors import Corrupt, Mismatch, SidestreamError
@@ -104,11 +103,10 @@ class LoadOptions:
 
 async def load_from(location: Location, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
     """``load`` from a resolved location."""
-    with collected_later():
-        deadline = Deadline.after(options.timeout_s)
-        manifest = await read_manifest(location.store, location.name, location.url, deadline)
-        report = await _load(location, state, manifest, options, deadline)
-        await io_threads().run(let_go, manifest.entries)
+    deadline = Deadline.after(options.timeout_s)
+    manifest = await read_manifest(location.store, location.name, location.url, deadline)
+    report = await _load(location, state, manifest, options, deadline)
+    await io_threads().run(let_go, manifest.entries)
     return report
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ._garbage import let_go
-from ._threads import Deadline, io_threads, politely
+from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
 from .errors import Corrupt, SidestreamError
 from .foreign import Located, locate_tensor, read_item, unpack_chunk
