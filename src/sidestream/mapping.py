@@ -44,7 +44,8 @@ def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, Te
         if not math.prod(entry.shape) or len(entry.chunks) != 1:
             continue
         (chunk,) = entry.chunks
-        if chunk.payload_offset is not None and chunk.payload_offset % itemsize(entry.dtype) == 0:
+        start = None if chunk.transform else chunk.payload_offset
+        if start is not None and start % itemsize(entry.dtype) == 0:
             found[fqn] = entry
     return found
 
