@@ -34,6 +34,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "reading",
             "handover",
             "mapping",
+            "streams",
             "foreign",
             "foreign_manifest",
             "checkpoint",

@@ -114,6 +114,11 @@ async def test_a_device(tmp_path: Path) -> None:
     for device in ("meta", "nowhere", 1.5):
         with pytest.raises(errors.InvalidOption, match="device="):
             await checkpoint.tensor("w", device=device)
+    for absent in ("cuda:99", "xpu", "hpu"):
+        with pytest.raises(errors.InvalidOption, match=f"'{absent}' is no device of this machine"):
+            await checkpoint.tensor("w", device=absent)
+        with pytest.raises(errors.InvalidOption, match=f"'{absent}' is no device of this machine"):
+            await checkpoint.state_dict(memory=torch.device(absent))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")

@@ -49,7 +49,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def check_tensor(tensor: torch.Tensor, fqn: str) -> None:
+def check_tensor(tensor: torch.Tensor, fqn: str, verb: str = "save") -> None:
     """Refuse by name what bytes alone cannot represent."""
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -63,7 +63,7 @@ def check_tensor(tensor: torch.Tensor, fqn: str) -> None:
     else:
         problem = _plain_problem(tensor)
     if problem is not None:
-        raise UnsupportedTensor(f"{fqn}: cannot save {problem}")
+        raise UnsupportedTensor(f"{fqn}: cannot {verb} {problem}")
 
 
 def tensor_class(module: str, name: str) -> type[torch.Tensor] | None:

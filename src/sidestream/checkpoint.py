@@ -24,6 +24,7 @@ from .plan.objects import Allowed, allowed_types
 from .plan.ranges import Box
 from .reading import Reader, Wanted, whole
 from .storage import Location, locate_directory
+from .streams import Streams, streams_of
 
 __all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint"]
 
@@ -107,7 +108,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
 
         Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. Raises ``MissingKeys``,
-        ``InvalidOption`` for a slice with a step or for no device, ``Corrupt``. A cancel leaves nothing behind.
+        ``InvalidOption`` for a slice with a step or a device that is not there, ``Corrupt``. A cancel leaves nothing behind.
         """
         info = self.info(fqn)
         where = _device(device)
@@ -115,11 +116,15 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         assert isinstance(entry, TensorEntry)
         box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
 
-        def new() -> torch.Tensor:  # in a thread: the first one on a device starts it
-            return torch.empty(box.sizes, dtype=info.dtype, device=where)
+        deadline = Deadline.after(self._timeout_s)
+        streams = await streams_of([where], deadline)
 
-        target = await io_threads().run(new)
-        await self._reader().read([Wanted(fqn, entry, box, target)], own=self._manifest.own)
+        def new() -> torch.Tensor:
+            with streams.current():
+                return torch.empty(box.sizes, dtype=info.dtype, device=where)
+
+        target = await io_threads().run(new, deadline=deadline)
+        await self._reader(deadline, None, streams).read([Wanted(fqn, entry, box, target)], own=self._manifest.own)
         return target
 
     async def value(self, fqn: str) -> Any:
@@ -155,10 +160,16 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             except FileNotFoundError as error:
                 raise Corrupt(f"{self.url}: {error.filename} is missing") from error
         unmapped = [fqn for fqn in fqns if fqn not in mapped]
-        tensors = await io_threads().run(new_tensors, entries, unmapped, device, deadline=deadline)
+        streams = await streams_of([] if device is None else [device], deadline)
+
+        def new() -> dict[str, torch.Tensor]:
+            with streams.current():
+                return new_tensors(entries, unmapped, device)
+
+        tensors = await io_threads().run(new, deadline=deadline)
         verified = mapped if self._verify == "always" else {}
         wanted = await io_threads().run(_distinct, entries, tensors, verified, deadline=deadline)
-        await self._reader(progress).read(wanted, own=self._manifest.own)
+        await self._reader(deadline, progress, streams).read(wanted, own=self._manifest.own)
         return await io_threads().run(_nested, entries, {**values, **tensors, **mapped}, deadline=deadline)
 
     def _entry(self, fqn: str) -> TensorEntry | ValueEntry | EmptyEntry:
@@ -167,9 +178,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         except KeyError:
             raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
 
-    def _reader(self, progress: Progress | None = None) -> Reader:
-        deadline = Deadline.after(self._timeout_s)
-        return Reader(self._location.store, self._location.name, self._verify, deadline, progress)
+    def _reader(self, deadline: Deadline, progress: Progress | None, streams: Streams) -> Reader:
+        return Reader(self._location.store, self._location.name, self._verify, deadline, progress, streams)
 
     async def _values(self, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
         store, directory = self._location.store, self._location.name

@@ -117,7 +117,7 @@ class Skipped(SidestreamError, RuntimeError):
 
 
 class CapturingGraph(SidestreamError, RuntimeError):
-    """Staging was asked for while the current stream records a graph. Nothing was enqueued."""
+    """Staging, or a load to a device, was asked for while the current stream records a graph. Nothing was enqueued."""
 
 
 class DeadlineExceeded(SidestreamError, TimeoutError):

@@ -24,6 +24,7 @@ from .plan.match import LoadPlan, match
 from .plan.objects import Allowed, allowed_types
 from .reading import Reader, Wanted, whole
 from .storage import Location, locate_directory
+from .streams import streams_of
 
 __all__ = ["LoadOptions", "LoadReport", "load", "load_from", "new_tensors"]
 
@@ -118,7 +119,8 @@ async def _load(
         await asyncio.sleep(0)
     threads = io_threads()
     plan = await threads.run(match, state, answers, manifest, location.url, options.strict, deadline=deadline)
-    reader = Reader(location.store, location.name, options.verify, deadline, options.progress)
+    streams = await streams_of(await threads.run(_devices, plan.tensors, deadline=deadline), deadline)
+    reader = Reader(location.store, location.name, options.verify, deadline, options.progress, streams)
     work = _Load(location, manifest, plan, reader, options.atomic, options.allow)
     try:
         return await work.run()
@@ -194,7 +196,7 @@ class _Load:
 
         async def install() -> None:
             if self.atomic:
-                await threads.run(_copy_all, prepared.places, self.plan.tensors)
+                await threads.run(self._copy_all, prepared.places)
             await threads.run(_count_versions, self.plan.tensors)
             await hand_over(prepared.handover)
 
@@ -247,6 +249,14 @@ class _Load:
         assert isinstance(entry, TensorEntry)
         return Wanted(fqn, entry, whole(entry), tensor)
 
+    def _copy_all(self, places: Mapping[str, torch.Tensor]) -> None:
+        with self.reader.streams.current():
+            for fqn, source in politely(places.items()):
+                target = self.plan.tensors[fqn]
+                with torch.inference_mode(target.is_inference()), torch.no_grad():
+                    target.copy_(source)
+        self.reader.streams.finish()
+
     def _check_ties(self, again: Iterable[Wanted], places: Mapping[str, torch.Tensor]) -> None:
         for one in again:
             leader = self.plan.leaders[one.fqn]
@@ -271,11 +281,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return plain.reshape(-1).view(torch.uint8) if plain.numel() else plain
 
 
-def _copy_all(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-    for fqn, source in politely(sources.items()):
-        target = targets[fqn]
-        with torch.inference_mode(target.is_inference()), torch.no_grad():
-            target.copy_(source)
+def _devices(tensors: Mapping[str, torch.Tensor]) -> set[torch.device]:
+    return {tensor.device for tensor in politely(tensors.values())}
 
 
 def _count_versions(tensors: Mapping[str, torch.Tensor]) -> None:

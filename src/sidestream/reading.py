@@ -22,6 +22,7 @@ from .format.transforms import require
 from .options import Progress, Verify
 from .plan.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .storage import ReadRange, Store
+from .streams import Streams
 
 __all__ = ["Reader", "Wanted", "whole"]
 
@@ -43,7 +44,7 @@ class Wanted:
         """Whether the bytes of the file may be read to where the elements belong."""
         target = self.target
         return target is None or (
-            target.device.type == "cpu"
+            target.is_cpu
             and target.dtype == dtype_from_name(self.entry.dtype)
             and target.is_contiguous()
             and not target.is_conj()
@@ -89,6 +90,7 @@ class Reader:
     verify: Verify
     deadline: Deadline
     progress: Progress | None = None
+    streams: Streams = field(default_factory=Streams)
     touched: set[str] = field(default_factory=set)
     unverified: set[str] = field(default_factory=set)
     nbytes: int = 0
@@ -111,6 +113,7 @@ class Reader:
         await _in_parallel(lambda: self._work(queue, targets, total))
         rest = iter(packed)
         await _in_parallel(lambda: self._work_packed(rest, total))
+        await io_threads().run(self.streams.finish, deadline=self.deadline)
         await io_threads().run(let_go, planned, targets, wanted)
 
     async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
@@ -136,7 +139,7 @@ class Reader:
             self.unverified.add(one.fqn)
         if wanted.target is not None and not isinstance(one.into, Direct):
             self.touched.add(one.fqn)
-            _place(one, buffer, wanted.entry, wanted.target)
+            _place(one, buffer, wanted.entry, wanted.target, self.streams)
 
     async def _work_packed(self, queue: Iterator[tuple[Wanted, Chunk]], total: int) -> None:
         for one, chunk in queue:
@@ -155,7 +158,7 @@ class Reader:
                     raise _altered(piece, chunk.item_offset)
                 if one.target is not None:
                     self.touched.add(one.fqn)
-                    _place(piece, buffer, one.entry, one.target)
+                    _place(piece, buffer, one.entry, one.target, self.streams)
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
@@ -273,7 +276,7 @@ def _altered(one: Range, offset: int) -> Corrupt:
     )
 
 
-def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor) -> None:
+def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor, streams: Streams) -> None:
     if isinstance(one.into, Direct):
         _memory(target, one.into.start, one.nbytes)[:] = buffer
         return
@@ -286,7 +289,7 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
     elements = torch.frombuffer(buffer, dtype=dtype_from_name(entry.dtype), offset=into.skip)
     strides = into.strides or torch.empty(into.shape, device="meta").stride()
     source = elements.as_strided(into.shape, strides)[_slices(into.source)]
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
+    with torch.inference_mode(target.is_inference()), torch.no_grad(), streams.current():
         target[_slices(Box(into.target, into.source.sizes))].copy_(source)
 
 

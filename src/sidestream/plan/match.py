@@ -167,7 +167,7 @@ def _not_asked_for(manifest: Manifest, asked: set[str], top: set[str], findings:
 
 def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
     tensor = leaf.value
-    check_tensor(tensor, leaf.fqn)
+    check_tensor(tensor, leaf.fqn, "load into")
     if entry is None:
         findings.add_missing(leaf.fqn)
     elif not isinstance(entry, TensorEntry):
