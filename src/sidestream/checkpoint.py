@@ -108,7 +108,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
 
         Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. Raises ``MissingKeys``,
-        ``InvalidOption`` for a slice with a step or a device that is not there, ``Corrupt``. A cancel leaves nothing behind.
+        ``InvalidOption`` for a slice with a step or for no device of this machine, ``Corrupt``. A cancel leaves nothing
+        behind.
         """
         info = self.info(fqn)
         where = _device(device)
