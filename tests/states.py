@@ -36,7 +36,8 @@ def assert_same(a: Any, b: Any, path: str = "state") -> None:
     if isinstance(a, torch.Tensor):
         assert isinstance(b, torch.Tensor), path
         assert (a.dtype, a.shape) == (b.dtype, b.shape), path
-        same = torch.equal(a, b) if a.dtype in (torch.float32, torch.int64) and a.numel() else False
+        equal = a.dtype in (torch.float32, torch.int64, torch.bfloat16, torch.complex64) and a.numel()
+        same = torch.equal(a, b) if equal else False
         assert same or raw_bytes(a) == raw_bytes(b), path
     elif isinstance(a, Mapping):
         assert isinstance(b, Mapping), path

@@ -44,7 +44,7 @@ async def test_many_saves_share_a_small_budget_and_a_load_goes_on_beside(
 async def test_deadline_and_cancel_while_waiting_for_memory(tmp_path: Path) -> None:
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         staged = await stager.stage({"t": torch.zeros(200_000)})
-        with pytest.raises(ArenaExhausted, match=r"within 0\.2 s"):
+        with pytest.raises((ArenaExhausted, DeadlineExceeded), match=r"0\.2"):
             await sidestream.save({"t": torch.ones(200_000)}, tmp_path / "a", stager=stager, timeout_s=0.2)
         pending = sidestream.async_save({"t": torch.ones(200_000)}, tmp_path / "b", stager=stager)
         while stager.statistics().waiters == 0:

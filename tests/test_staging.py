@@ -89,6 +89,18 @@ async def test_a_kept_tensor_survives_release_and_a_hundred_stages() -> None:
         await all_returned(stager)
 
 
+async def test_memory_comes_back_without_a_release_and_without_the_garbage_collector(stager: AsyncStager) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        await stager.stage({"t": torch.zeros(1 << 20), "u": [torch.zeros(3)]})
+        async with asyncio.timeout(30):
+            while stager.statistics().leases:
+                await asyncio.sleep(0)
+    finally:
+        gc.enable()
+
+
 async def test_memory_is_reused_not_mapped_again(stager: AsyncStager) -> None:
     source = {"t": torch.zeros(1 << 20)}
     addresses = set()

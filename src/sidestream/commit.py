@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,13 +33,21 @@ class BytesBody:
 
     content: bytes
     aligned: bool = False
+    offset: int = 0
 
     @property
     def nbytes(self) -> int:
         return len(self.content)
 
-    def buffers(self, stop: Stop, deadline: Deadline) -> Iterator[memoryview]:
-        yield memoryview(self.content)
+    @property
+    def parts(self) -> Sequence[BytesBody]:
+        return (self,)
+
+    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        return memoryview(self.content)
+
+    def release(self) -> None:
+        """It is the caller's."""
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, politely
 from .commit import Verdict, clean_up, commit
+from .errors import InvalidOption
 from .format.records import Manifest
 from .options import Durability, check_choice, check_timeout
 from .pending import PendingSave, SaveInfo
@@ -24,12 +25,15 @@ from .writing import ForeignStage, SaveOrder, Stager, Writing
 
 __all__ = ["async_save", "save", "start_save"]
 
+_STREAM_BYTES = 256 << 20
+
 
 async def save(
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
     *,
     stager: AsyncStager | Stager | None = None,
+    snapshot: bool = True,
     durability: Durability = "fsync",
     timeout_s: float = 600.0,
 ) -> SaveInfo:
@@ -38,7 +42,9 @@ async def save(
     ``state`` is what DCP takes: nested dicts and lists of tensors, plain values, and objects with ``state_dict()``.
     What is saved is what they hold at the call, provided that no tensor changes before it is staged (``async_save``
     tells when that is). ``stager`` brings warm memory from save to save; without one, memory is mapped for this save
-    alone. ``durability="flush"`` leaves out the syncs. The whole save has ``timeout_s``.
+    alone. ``snapshot=False`` is for weights that nobody changes while they are saved, and for hosts with less memory
+    than the state has: it passes through 256 MiB of memory, and ``staged`` is done when nearly everything is written.
+    ``durability="flush"`` leaves out the syncs. The whole save has ``timeout_s``.
 
     Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption`` before anything is written,
     ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``, ``ArenaExhausted``,
@@ -46,7 +52,7 @@ async def save(
     untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a commit that was sent and did not end well. Cancelling
     leaves nothing behind either, unless the commit had been sent: then it is finished, and the checkpoint is there.
     """
-    pending = async_save(state, url, stager=stager, durability=durability, timeout_s=timeout_s)
+    pending = async_save(state, url, stager=stager, snapshot=snapshot, durability=durability, timeout_s=timeout_s)
     try:
         return await pending
     except asyncio.CancelledError:
@@ -60,6 +66,7 @@ def async_save(
     url: str | os.PathLike[str],
     *,
     stager: AsyncStager | Stager | None = None,
+    snapshot: bool = True,
     durability: Durability = "fsync",
     timeout_s: float = 600.0,
 ) -> PendingSave:
@@ -69,7 +76,15 @@ def async_save(
     here and now. Raises what is wrong with ``url`` and options at once; the rest is raised by ``pending``, what is
     wrong with a tensor or value of ``state`` before anything has been written.
     """
-    return start_save(state, locate_directory(url), stager=stager, durability=durability, timeout_s=timeout_s)
+    location = locate_directory(url)
+    if not snapshot and stager is not None:
+        raise InvalidOption(
+            "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
+        )
+    budget_bytes = None if snapshot else _STREAM_BYTES
+    return start_save(
+        state, location, stager=stager, durability=durability, timeout_s=timeout_s, budget_bytes=budget_bytes
+    )
 
 
 def start_save(
@@ -81,12 +96,14 @@ def start_save(
     timeout_s: float,
     step: int | None = None,
     generation: int = 1,
+    budget_bytes: int | None = None,
 ) -> PendingSave:
-    """``async_save`` to a resolved location; ``step`` and ``generation`` go into the marker."""
+    """``async_save`` to a resolved location; ``step`` and ``generation`` go into the marker. ``budget_bytes`` bounds
+    the memory of a save without a ``stager``."""
     running_loop("async_save")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
-    order = SaveOrder(location, durability, Deadline.after(timeout_s), step, generation)
+    order = SaveOrder(location, durability, Deadline.after(timeout_s), step, generation, budget_bytes)
     if stager is None or isinstance(stager, AsyncStager):
         return PendingSave(SaveJob(order, Writing(order, capture(state, copy_value), stager)))
     return PendingSave(SaveJob(order, ForeignStage(order, state, stager)))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import iscoroutinefunction
+from itertools import islice
 from typing import Any, Protocol
 
 from ._threads import Deadline, Stop, Threads, io_threads, politely
@@ -20,7 +21,7 @@ from ._torch import Stateful
 from .catalog import attempt_name
 from .commit import BytesBody
 from .errors import InvalidOption, Skipped
-from .format.shard import Sealer, ShardLayout
+from .format.shard import Sealer, ShardLayout, Window
 from .options import Durability
 from .plan.save import SavePlan, plan_save, shard_name
 from .plan.values import copy_value
@@ -29,7 +30,7 @@ from .storage import Location
 
 __all__ = ["ForeignStage", "SaveOrder", "Stager", "Writing"]
 
-_WRITE_BYTES = 32 << 20
+_WRITE_THREADS = 4
 _GRACE_S = 5.0
 
 
@@ -49,6 +50,8 @@ class SaveOrder:
     deadline: Deadline
     step: int | None
     generation: int
+    budget_bytes: int | None = None
+    """Of the memory that is mapped for this save alone."""
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -65,15 +68,15 @@ class Writing:
     def __init__(self, order: SaveOrder, captured: Captured, stager: AsyncStager | None) -> None:
         self._order = order
         self._stop = Stop()
-        self._own = AsyncStager(timeout_s=order.deadline.timeout_s) if stager is None else None
-        stager = stager or self._own
-        assert stager is not None
-        lay_out = partial(plan_save, stager.plans)
+        self._own: AsyncStager | None = None
+        if stager is None:
+            stager = self._own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=order.deadline.timeout_s)
+        lay_out = partial(plan_save, stager.plans, stager.budget_bytes)
         self._staging: Staging[SavePlan] = stager.launch(captured, lay_out, order.deadline)
         self._crcs: list[list[bytes]] = []
-        self._threads = Threads("sidestream-write", 1)
+        self._threads = Threads("sidestream-write", _WRITE_THREADS)
         self._done = self._threads.submit(self._write)
-        self._threads.close()
+        self._done.add_done_callback(lambda _: self._threads.close())
         stager.settle(self._staging)
 
     def pass_on(self, staged: asyncio.Future[None]) -> None:
@@ -116,6 +119,7 @@ class Writing:
             order.attempt,
             order.location.name,
             self._files(plan),
+            threads=self._threads,
             durability=order.durability,
             stop=self._stop,
             deadline=order.deadline,
@@ -125,8 +129,9 @@ class Writing:
         """Small values first, then shard after shard in the order in which they are staged."""
         if plan.values:
             yield plan.values_file, BytesBody(plan.values)
-        for index, (layout, image) in enumerate(zip(plan.shards, self._staging.images, strict=True)):
-            body = _ShardBody(layout, image)
+        images = iter(self._staging.images)
+        for index, layout in enumerate(plan.shards):
+            body = _ShardBody(layout, tuple(islice(images, len(layout.windows))))
             self._crcs.append(body.crcs)
             yield shard_name(index), body
 
@@ -183,29 +188,43 @@ class ForeignStage:
 
 
 class _ShardBody:
-    """A shard as it is staged: each part is framed and checksummed on its way to storage, in the writer's thread."""
+    """A shard as it is staged: each window is framed and checksummed on its way to storage, in a writer's thread."""
 
     aligned = True
 
-    def __init__(self, layout: ShardLayout, image: StagedImage) -> None:
+    def __init__(self, layout: ShardLayout, images: Sequence[StagedImage]) -> None:
         self.nbytes = layout.nbytes
         self._sealer = Sealer(layout)
-        self._image = image
+        pairs = zip(layout.windows, images, strict=True)
+        self.parts = tuple(_WindowPart(window, image, self._sealer) for window, image in pairs)
 
     @property
     def crcs(self) -> list[bytes]:
-        """The block CRCs of every item, packed; complete when the last part has been written."""
+        """The block CRCs of every item, packed; complete when the last part has been taken."""
         return self._sealer.crcs
 
-    def buffers(self, stop: Stop, deadline: Deadline) -> Iterator[memoryview]:
-        """The image gives its memory back when the last part has been written."""
-        try:
-            for start in range(0, self.nbytes, _WRITE_BYTES):
-                end = min(start + _WRITE_BYTES, self.nbytes)
-                view = self._image.wait(end, deadline=deadline, stop=stop)
-                for _ in politely(self._sealer.seal(view, end)):
-                    stop.check()
-                yield view[start:end]
-                del view
-        finally:
-            self._image.release()
+
+@dataclass(frozen=True, slots=True)
+class _WindowPart:
+    """A window, whose memory goes back when it has been written."""
+
+    window: Window
+    image: StagedImage
+    sealer: Sealer
+
+    @property
+    def offset(self) -> int:
+        return self.window.start
+
+    @property
+    def nbytes(self) -> int:
+        return self.image.nbytes
+
+    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
+        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline)):
+            stop.check()
+        return view[: self.nbytes]
+
+    def release(self) -> None:
+        self.image.release()

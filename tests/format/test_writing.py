@@ -8,6 +8,7 @@ import math
 import pickle
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import assert_same, filled, raw_bytes
 
-from sidestream.errors import Corrupt, UnsupportedCheckpoint
+from sidestream._threads import Deadline, Stop
+from sidestream.errors import Closed, Corrupt, DeadlineExceeded, UnsupportedCheckpoint
 from sidestream.format import checksum
 from sidestream.format.dcp_write import dcp_metadata
 from sidestream.format.dtypes import DTYPES
@@ -25,7 +27,7 @@ from sidestream.format.frame import frame_tensor, frame_value
 from sidestream.format.manifest import parse_manifest, write_manifest
 from sidestream.format.marker import TAIL_BYTES, Marker, find_marker
 from sidestream.format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Manifest, TensorEntry, ValueEntry
-from sidestream.format.shard import PAGE_BYTES, Sealer, lay_out
+from sidestream.format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
 from sidestream.format.values import pickle_node
 from sidestream.plan.values import decode_value, encode_value
 
@@ -89,12 +91,17 @@ def test_damaged_values(node: object) -> None:
         decode_value(node, "v")  # type: ignore[arg-type]
 
 
-@given(st.lists(st.integers(0, 300_000), min_size=1, max_size=20), st.randoms(use_true_random=False))
-def test_layout_and_sealing(sizes: list[int], random) -> None:  # type: ignore[no-untyped-def]
-    """Items in order, aligned, apart; sealed in any steps the image is the same, and no old byte is left in it."""
+SIZES = st.lists(st.integers(0, 300_000) | st.integers(1 << 20, 5 << 20), min_size=1, max_size=12)
+
+
+@given(SIZES, st.integers(1, 3), st.randoms(use_true_random=False))
+def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> None:  # type: ignore[no-untyped-def]
+    """Items in order, aligned, apart; windows without holes, cut where they may be; sealed by threads in any order the
+    image is the same, and no old byte is left in it."""
     frames = [frame_tensor("uint8", (size,)) for size in sizes]
-    for shard in lay_out(frames, shard_bytes=1 << 20):
+    for shard in lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
         assert shard.nbytes % PAGE_BYTES == 0
+        check_windows(shard, window_blocks * BLOCK_BYTES)
         end = 0
         for placed in shard.items:
             assert placed.item_offset >= end
@@ -103,19 +110,63 @@ def test_layout_and_sealing(sizes: list[int], random) -> None:  # type: ignore[n
             end = placed.item_offset + placed.frame.item_bytes
         assert end <= shard.nbytes
         images = []
-        for old, steps in ((b"\xaa", []), (b"\x55", sorted(random.randrange(shard.nbytes) for _ in range(5)))):
+        for old in (b"\xaa", b"\x55"):
             image = bytearray(old * shard.nbytes)
-            for placed in shard.items:
-                image[placed.payload_offset : placed.trailer_offset] = bytes(placed.frame.payload_bytes)
+            for number, placed in enumerate(shard.items):
+                content = bytes([number + 1]) * placed.frame.payload_bytes
+                image[placed.payload_offset : placed.trailer_offset] = content
             sealer = Sealer(shard)
-            for step in (*steps, shard.nbytes):
-                list(sealer.seal(memoryview(image), step))
-            assert len(sealer.crcs) == len(shard.items)
+            windows = list(shard.windows)
+            random.shuffle(windows)
+            seal_in_threads(sealer, image, windows)
+            for number, placed in enumerate(shard.items):
+                content = bytes([number + 1]) * placed.frame.payload_bytes
+                blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
+                assert sealer.crcs[number] == checksum.pack_crcs([zlib.crc32(block) for block in blocks])
             images.append(image)
         assert images[0] == images[1]
         for placed in shard.items:
             item = bytes(images[0][placed.item_offset : placed.item_offset + placed.frame.item_bytes])
             assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
+
+
+def check_windows(shard: ShardLayout, window_bytes: int) -> None:
+    assert [window.start for window in shard.windows] == [0, *(window.end for window in shard.windows[:-1])]
+    assert shard.windows[-1].end == shard.nbytes
+    for window in shard.windows:
+        assert window.start % PAGE_BYTES == 0
+        largest = max(placed.frame.item_bytes for placed in shard.items)
+        assert window.end - window.start <= max(window_bytes, min(largest, window_bytes)) + 3 * PAGE_BYTES
+        for placed in shard.items:
+            if placed.item_offset < window.start < placed.end:
+                assert (window.start - placed.payload_offset) % BLOCK_BYTES == 0
+                assert placed.payload_offset < window.start < placed.trailer_offset
+        touched = [
+            number for number, one in enumerate(shard.items) if one.item_offset < window.end and one.end > window.start
+        ]
+        assert touched == list(range(window.first, window.last))
+
+
+def seal_in_threads(sealer: Sealer, image: bytearray, windows: list[Window]) -> None:
+    def seal(window: Window) -> None:
+        view = memoryview(image)[window.start : window.end]
+        for _ in sealer.seal(view, window, stop=Stop(), deadline=Deadline.after(60.0)):
+            pass
+
+    with ThreadPoolExecutor(len(windows)) as pool:
+        list(pool.map(seal, windows))
+
+
+def test_a_trailer_does_not_wait_for_ever() -> None:
+    (shard,) = lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
+    last = shard.windows[-1]
+    view = memoryview(bytearray(last.end - last.start))
+    with pytest.raises(DeadlineExceeded, match="checksums of the windows before"):
+        list(Sealer(shard).seal(view, last, stop=Stop(), deadline=Deadline.after(0.01)))
+    stop = Stop()
+    stop.set()
+    with pytest.raises(Closed):
+        list(Sealer(shard).seal(view, last, stop=stop, deadline=Deadline.after(60.0)))
 
 
 @given(st.binary(max_size=2000), st.binary(max_size=2000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
@@ -97,6 +98,21 @@ def busy_threads() -> list[str]:
     while (busy := _sample()) and time.monotonic() < end:
         time.sleep(0.001)
     return busy
+
+
+def owned_threads(besides: list[str]) -> list[str]:
+    """Names of the threads that belong to one save or one closed stager, and have not ended; each name in ``besides``
+    may be there once, for the stager of the test."""
+    end = time.monotonic() + 2.0
+    while True:
+        left = [one.name for one in threading.enumerate() if one.name.startswith("sidestream-")]
+        left = [name for name in left if name != "sidestream-io"]  # the pool of the process
+        for name in besides:
+            if name in left:
+                left.remove(name)
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.001)
 
 
 def _sample() -> list[str]:

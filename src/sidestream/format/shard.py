@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .checksum import crc32, join_blocks, pack_crcs
+from .._threads import Deadline, Stop
+from .checksum import block_count, crc32, join_blocks, pack_crcs
 from .frame import Frame
 from .records import BLOCK_BYTES
 
-__all__ = ["PAGE_BYTES", "Placed", "Sealer", "ShardLayout", "lay_out"]
+__all__ = ["PAGE_BYTES", "Placed", "Sealer", "ShardLayout", "Window", "lay_out"]
 
 PAGE_BYTES = 4096
 _PAGED_PAYLOAD_BYTES = 64 << 10
@@ -31,89 +33,155 @@ class Placed(NamedTuple):
     def trailer_offset(self) -> int:
         return self.payload_offset + self.frame.payload_bytes
 
+    @property
+    def end(self) -> int:
+        return self.item_offset + self.frame.item_bytes
+
+
+class Window(NamedTuple):
+    """Bytes ``start`` to ``end`` of a shard, whole pages, that are staged and written as one; ``items[first:last]``
+    have bytes in it. It begins before an item, or within a payload at a multiple of ``BLOCK_BYTES``."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """A shard of ``nbytes`` (whole pages, so that direct I/O needs no tail of its own) and its items by offset."""
+    """A shard of ``nbytes`` (whole pages, so that direct I/O needs no tail of its own), its items by offset, and the
+    windows that it consists of."""
 
     nbytes: int
     items: tuple[Placed, ...]
+    windows: tuple[Window, ...]
 
 
-def lay_out(frames: Iterable[Frame], shard_bytes: int) -> Iterator[ShardLayout]:
+def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> Iterator[ShardLayout]:
     """Place the items in order, a new shard whenever one would grow beyond ``shard_bytes``.
 
     Payloads of 64 KiB and more begin on a page, for direct I/O and mmap; smaller ones are packed at 64 bytes. The gaps
-    lie before the items, where neither DCP nor a zip reader looks.
+    lie before the items, where neither DCP nor a zip reader looks. Windows have ``window_bytes`` (a multiple of
+    ``BLOCK_BYTES``) at most, and a header more where a payload is cut.
     """
-    items: list[Placed] = []
-    position = 0
+    shard = _Shard(window_bytes)
     for frame in frames:
-        if items and position + frame.item_bytes > shard_bytes:
-            yield _close(items, position)
-            items, position = [], 0
-        align = PAGE_BYTES if frame.payload_bytes >= _PAGED_PAYLOAD_BYTES else _PACKED_ALIGN_BYTES
-        lead = len(frame.header)
-        offset = -(-(position + lead) // align) * align - lead
-        items.append(Placed(frame, offset))
-        position = offset + frame.item_bytes
-    if items:
-        yield _close(items, position)
+        if shard.items and shard.position + frame.item_bytes > shard_bytes:
+            yield shard.close()
+            shard = _Shard(window_bytes)
+        shard.add(frame)
+    if shard.items:
+        yield shard.close()
 
 
-def _close(items: Sequence[Placed], position: int) -> ShardLayout:
-    return ShardLayout(-(-position // PAGE_BYTES) * PAGE_BYTES, tuple(items))
+class _Shard:
+    """A shard that is being laid out."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self.items: list[Placed] = []
+        self.position = 0
+        self._window_bytes = window_bytes
+        self._windows: list[Window] = []
+        self._start = self._first = 0  # of the window that is open
+
+    def add(self, frame: Frame) -> None:
+        offset = _offset(frame, self.position)
+        if self.position > self._start and offset + frame.item_bytes > self._start + self._window_bytes:
+            self._cut(_pages(self.position), len(self.items))
+            offset = _offset(frame, self._start)
+        item = Placed(frame, offset)
+        self.items.append(item)
+        self.position = item.end
+        if item.end > self._start + self._window_bytes and frame.payload_bytes > self._window_bytes:
+            for cut in range(item.payload_offset + self._window_bytes, item.trailer_offset, self._window_bytes):
+                self._cut(cut, len(self.items) - 1)
+
+    def close(self) -> ShardLayout:
+        nbytes = _pages(self.position)
+        self._cut(nbytes, len(self.items))
+        return ShardLayout(nbytes, tuple(self.items), tuple(self._windows))
+
+    def _cut(self, end: int, next_item: int) -> None:
+        """Close the window at ``end``; the next one begins within or before item ``next_item``."""
+        self._windows.append(Window(self._start, end, self._first, len(self.items)))
+        self._start, self._first = end, next_item
+
+
+def _offset(frame: Frame, position: int) -> int:
+    align = PAGE_BYTES if frame.payload_bytes >= _PAGED_PAYLOAD_BYTES else _PACKED_ALIGN_BYTES
+    lead = len(frame.header)
+    return -(-(position + lead) // align) * align - lead
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Sealer:
-    """Writes headers, checksums and trailers into the image of a shard, from its beginning on.
+    """Writes headers, checksums and trailers into the windows of a shard, in any order and by several threads.
 
     Memory is used again and again, so every byte that no payload covers is written too: gaps become zeros.
     """
 
     def __init__(self, layout: ShardLayout) -> None:
-        self._layout = layout
-        self._framed = 0  # items whose header stands in the image
-        self._sealed = 0  # items whose trailer stands in the image
-        self._written = 0  # end of what the items so far occupy
-        self._blocks: list[int] = []  # of the first item that is not sealed yet
-        self.crcs: list[bytes] = []
-        """For each sealed item the CRCs of its blocks, packed."""
+        self._items = layout.items
+        self._changed = threading.Condition()
+        self._cut: dict[int, list[int | None]] = {}  # block CRCs of items that lie in several windows
+        self.crcs: list[bytes] = [b""] * len(layout.items)
+        """For each item the CRCs of its blocks, packed; complete when every window has been sealed."""
 
-    def seal(self, image: memoryview, end: int) -> Iterator[None]:
-        """Finish everything that begins below ``end``, given that payload bytes below ``end`` are in place.
+    def seal(self, view: memoryview, window: Window, *, stop: Stop, deadline: Deadline) -> Iterator[None]:
+        """Finish ``window``, whose payload bytes are in ``view``. Iterating does the work, item by item.
 
-        Iterating does the work, item by item.
+        The window that holds the trailer of an item waits for the windows before it that hold its payload.
         """
-        items = self._layout.items
-        while self._framed < len(items) and items[self._framed].item_offset < end:
-            self._frame(image, items[self._framed])
-            self._framed += 1
-            self._checksum(image, end)
+        written = window.start
+        for index in range(window.first, window.last):
+            item = self._items[index]
+            if item.item_offset >= window.start:
+                _write(view, window, written, bytes(item.item_offset - written))
+                _write(view, window, item.item_offset, item.frame.header)
+            blocks = _checksums(view, window, item)
+            if item.item_offset < window.start or item.trailer_offset >= window.end:
+                blocks = self._collect(index, item, window, blocks, stop, deadline)
+            if item.end <= window.end:
+                trailer = item.frame.trailer(join_blocks(blocks, item.frame.payload_bytes))
+                _write(view, window, item.trailer_offset, trailer)
+                self.crcs[index] = pack_crcs(blocks)
+            written = min(item.end, window.end)
             yield
-        self._checksum(image, end)
-        if end == self._layout.nbytes:
-            image[self._written : end] = bytes(end - self._written)
+        _write(view, window, written, bytes(window.end - written))
 
-    def _frame(self, image: memoryview, item: Placed) -> None:
-        image[self._written : item.item_offset] = bytes(item.item_offset - self._written)
-        image[item.item_offset : item.payload_offset] = item.frame.header
-        self._written = item.item_offset + item.frame.item_bytes
+    def _collect(
+        self, index: int, item: Placed, window: Window, blocks: list[int], stop: Stop, deadline: Deadline
+    ) -> list[int]:
+        """Note the blocks of one window; all of the item's, if its trailer stands in this window."""
+        begin = (max(item.payload_offset, window.start) - item.payload_offset) // BLOCK_BYTES
+        with stop.waking(self._wake), self._changed:
+            known = self._cut.setdefault(index, [None] * block_count(item.frame.payload_bytes))
+            known[begin : begin + len(blocks)] = blocks
+            self._changed.notify_all()
+            if item.end > window.end:
+                return blocks
+            while None in known:
+                stop.check()
+                if not self._changed.wait(deadline.remaining_s()):
+                    raise deadline.exceeded("checksums of the windows before")
+            return [block for block in known if block is not None]
 
-    def _checksum(self, image: memoryview, end: int) -> None:
-        """Check in the blocks that are complete; an item is sealed once its payload has ended."""
-        while self._sealed < self._framed:
-            item = self._layout.items[self._sealed]
-            nbytes, start = item.frame.payload_bytes, item.payload_offset
-            while (done := len(self._blocks) * BLOCK_BYTES) < nbytes:
-                stop = min(done + BLOCK_BYTES, nbytes)
-                if start + stop > end:
-                    return
-                self._blocks.append(crc32(image[start + done : start + stop]))
-            if item.trailer_offset > end:
-                return
-            trailer = item.frame.trailer(join_blocks(self._blocks, nbytes))
-            image[item.trailer_offset : item.trailer_offset + len(trailer)] = trailer
-            self.crcs.append(pack_crcs(self._blocks))
-            self._blocks = []
-            self._sealed += 1
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _checksums(view: memoryview, window: Window, item: Placed) -> list[int]:
+    """The CRCs of the item's blocks in this window."""
+    begin = max(item.payload_offset, window.start) - window.start
+    end = min(item.trailer_offset, window.end) - window.start
+    return [crc32(view[start : min(start + BLOCK_BYTES, end)]) for start in range(begin, end, BLOCK_BYTES)]
+
+
+def _write(view: memoryview, window: Window, offset: int, content: bytes | Sequence[int]) -> None:
+    start = offset - window.start
+    view[start : start + len(content)] = content  # type: ignore[assignment]

@@ -13,8 +13,8 @@ from .._torch import check_tensor, dtype_name
 from ..errors import UnsupportedTensor
 from ..format.dtypes import DTYPES
 from ..format.frame import Frame, frame_tensor, frame_value
-from ..format.records import Chunk, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
-from ..format.shard import ShardLayout, lay_out
+from ..format.records import BLOCK_BYTES, Chunk, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
+from ..format.shard import ShardLayout, Window, lay_out
 from ..format.values import pickle_node
 from ..staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint
 from .flatten import Leaf, leaves_of
@@ -24,6 +24,10 @@ __all__ = ["SHARD_BYTES", "SavePlan", "plan_save", "shard_name"]
 
 SHARD_BYTES = 2 << 30
 """A shard file is closed before it grows beyond this; a larger tensor has one of its own."""
+
+_WINDOW_BYTES = (32 << 20, 512 << 20)
+_WINDOWS = 350  # of a large state: so many copies, and gaps between them, fit into the queue of a device's stream
+_BUDGET_WINDOWS = 4  # in a small budget: some are staged while others are written
 
 _RANK = 0
 _VALUES_FILE = f"__{_RANK}_0.distcp"
@@ -55,13 +59,20 @@ class _TensorLayout:
     outline: Mapping[str, _Tensor]
 
     def images(self, tensors: Sequence[torch.Tensor]) -> tuple[ImageLayout, ...]:
-        sources = (tensors[index] for index in self.items)
-        return tuple(ImageLayout(shard.nbytes, tuple(_copies(shard, sources))) for shard in self.shards)
+        images = []
+        before = 0  # items in the shards before
+        for shard in self.shards:
+            for window in politely(shard.windows, _EVERY):
+                copies = tuple(_copies(shard, window, self.items, before, tensors))
+                images.append(ImageLayout(window.end - window.start, copies))
+            before += len(shard.items)
+        return tuple(images)
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """``shards[i]`` lays out the file ``shard_name(i)``; ``images[i]`` says which tensors to copy where for it.
+    """``shards[i]`` lays out the file ``shard_name(i)``; ``images`` say which tensors to copy where, one for each
+    window of each shard, in this order.
 
     ``values`` is the finished content of the file of plain values (empty: no such file). ``nbytes`` is the size of all
     data files.
@@ -109,8 +120,10 @@ class SavePlan:
         return TensorEntry(planned.path, planned.dtype, planned.shape, (chunk,))
 
 
-def plan_save(plans: PlanCache, captured: Captured, *, shard_bytes: int = SHARD_BYTES) -> SavePlan:
+def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_bytes: int = SHARD_BYTES) -> SavePlan:
     """Name and encode what was captured, and place its tensors as before if ``plans`` knows a state dict like this one.
+
+    It is staged and written in windows, of which several fit into ``budget_bytes``.
 
     For a worker thread: it takes some 10 us per tensor. Tensors that are the same view of the same storage (tied
     weights) share one item. Raises ``UnsafeObject``, ``UnsupportedTensor`` or ``KeyCollision``, naming the FQN.
@@ -118,8 +131,15 @@ def plan_save(plans: PlanCache, captured: Captured, *, shard_bytes: int = SHARD_
     leaves = list(politely(leaves_of(captured.root), _EVERY))
     named = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
     tensors = [leaf.value for leaf in named]
-    key = ("save", shard_bytes, tuple([leaf.path for leaf in named]), fingerprint(politely(tensors, _EVERY)))
-    layout = plans.get(key, lambda: _lay_out(named, shard_bytes))
+    window_bytes = _window_bytes(sum(tensor.nbytes for tensor in tensors), budget_bytes)
+    key = (
+        "save",
+        shard_bytes,
+        window_bytes,
+        tuple([leaf.path for leaf in named]),
+        fingerprint(politely(tensors, _EVERY)),
+    )
+    layout = plans.get(key, lambda: _lay_out(named, shard_bytes, window_bytes))
     values = bytearray()
     outline: dict[str, _Tensor | ValueEntry | EmptyEntry] = {}
     for leaf in politely(leaves, _EVERY):
@@ -132,7 +152,13 @@ def plan_save(plans: PlanCache, captured: Captured, *, shard_bytes: int = SHARD_
     return SavePlan(layout.shards, layout.images(tensors), bytes(values), outline)
 
 
-def _lay_out(named: Sequence[Leaf], shard_bytes: int) -> _TensorLayout:
+def _window_bytes(total: int, budget_bytes: int) -> int:
+    low, high = _WINDOW_BYTES
+    wanted = min(max(total // _WINDOWS, low), high, budget_bytes // _BUDGET_WINDOWS)
+    return max(wanted // BLOCK_BYTES, 1) * BLOCK_BYTES
+
+
+def _lay_out(named: Sequence[Leaf], shard_bytes: int, window_bytes: int) -> _TensorLayout:
     numbers: list[int] = []  # the item of each tensor
     items: list[int] = []
     frames: list[Frame] = []
@@ -150,7 +176,7 @@ def _lay_out(named: Sequence[Leaf], shard_bytes: int) -> _TensorLayout:
             items.append(index)
             frames.append(frame_tensor(dtype, tuple(tensor.shape)))
         numbers.append(number)
-    shards = tuple(lay_out(politely(frames, _EVERY), shard_bytes))
+    shards = tuple(lay_out(politely(frames, _EVERY), shard_bytes, window_bytes))
     places = [(shard, item) for shard, layout in enumerate(shards) for item in range(len(layout.items))]
     outline = {
         leaf.fqn: _Tensor(leaf.path, dtype_name(leaf.value.dtype), tuple(leaf.value.shape), *places[number])
@@ -172,8 +198,12 @@ def _place_value(leaf: Leaf, values: bytearray) -> ValueEntry:
     return entry
 
 
-def _copies(shard: ShardLayout, sources: Iterator[torch.Tensor]) -> Iterator[Copy]:
-    pairs = zip(shard.items, sources, strict=False)  # the items come first: no source is taken for nothing
-    for placed, source in politely(pairs, _EVERY):
-        if placed.frame.payload_bytes:
-            yield Copy(source, placed.payload_offset, placed.frame.payload_bytes)
+def _copies(
+    shard: ShardLayout, window: Window, sources: Sequence[int], before: int, tensors: Sequence[torch.Tensor]
+) -> Iterator[Copy]:
+    for index in politely(range(window.first, window.last), _EVERY):
+        placed = shard.items[index]
+        start, end = max(placed.payload_offset, window.start), min(placed.trailer_offset, window.end)
+        if start < end:
+            source = tensors[sources[before + index]]
+            yield Copy(source, start - window.start, end - start, skip=start - placed.payload_offset)

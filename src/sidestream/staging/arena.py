@@ -30,6 +30,7 @@ __all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "Pinner
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
+_GROWTH_BYTES = 256 << 20  # touched in one go, before the first copy into it
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
 
 Backing = Literal["private", "shared"]
@@ -138,13 +139,14 @@ class Arena:
         self._turn = threading.Lock()
         # Finalizers run wherever the last reference dies, perhaps in a thread that holds a lock of ours, so they may
         # only touch this queue, whose put() is reentrant.
-        self._returned: queue.SimpleQueue[tuple[_Segment, int, int] | None] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[tuple[_Segment | None, int, int] | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._reserved = self._leased = self._peak = self._leases = self._waiters = 0
         self._closed = threading.Event()
 
-    def lease(self, nbytes: int, *, deadline: Deadline, stop: Stop) -> Lease:
+    def lease(self, nbytes: int, *, deadline: Deadline, stop: Stop, more_bytes: int = 0) -> Lease:
         """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
+        ``more_bytes`` will be asked for next, so that memory for them is mapped too, if any has to be.
 
         Raises ``ArenaExhausted`` at once if they can never fit the budget, and when ``deadline`` passes; ``Closed``
         when ``stop`` is set or the arena is closed meanwhile.
@@ -156,7 +158,7 @@ class Arena:
                 "raise budget_bytes= of the stager"
             )
         with stop.waking(self.wake):
-            segment, start = self._acquire(size, deadline, stop)
+            segment, start = self._acquire(size, more_bytes, deadline, stop)
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
         back = (segment, start, start + size)
         weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
@@ -195,13 +197,13 @@ class Arena:
             self._segments.clear()
             self._reserved = 0
 
-    def _acquire(self, size: int, deadline: Deadline, stop: Stop) -> tuple[_Segment, int]:
+    def _acquire(self, size: int, more: int, deadline: Deadline, stop: Stop) -> tuple[_Segment, int]:
         self._waiters += 1
         try:
             if not self._turn.acquire(timeout=deadline.remaining_s()):
                 raise self._exhausted(size, deadline)
             try:
-                return self._wait_for(size, deadline, stop)
+                return self._wait_for(size, more, deadline, stop)
             finally:
                 self._turn.release()
         finally:
@@ -209,13 +211,13 @@ class Arena:
 
     # --- everything below runs with the turn held, except _give_back ---
 
-    def _wait_for(self, size: int, deadline: Deadline, stop: Stop) -> tuple[_Segment, int]:
+    def _wait_for(self, size: int, more: int, deadline: Deadline, stop: Stop) -> tuple[_Segment, int]:
         while True:
             self._drain()
             stop.check()
             if self._closed.is_set():
                 raise Closed("the stager was closed while a stage waited for memory")
-            found = self._take(size) or self._grow(size)
+            found = self._take(size) or self._grow(size, more)
             if found is not None:
                 self._leased += size
                 self._leases += 1
@@ -249,8 +251,9 @@ class Arena:
             insort(segment.free, (start + size, end))
         return segment, start
 
-    def _grow(self, size: int) -> tuple[_Segment, int] | None:
-        wanted = max(self._segment_bytes, -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
+    def _grow(self, size: int, more: int) -> tuple[_Segment, int] | None:
+        expected = max(size, min(size + more, _GROWTH_BYTES))
+        wanted = max(self._segment_bytes, -(-expected // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
         wanted = min(wanted, max(size, self.budget_bytes - self._reserved))
         excess = self._reserved + wanted - self.budget_bytes
         if excess > 0 and excess <= sum(segment.nbytes for segment in self._segments if segment.idle()):
@@ -281,9 +284,9 @@ class Arena:
     def _give_back(
         returned: queue.SimpleQueue[Any], closed: threading.Event, pid: int, back: tuple[_Segment, int, int]
     ) -> None:
-        # A forked child shares the pages, so its finalizers must not hand them out; a closed arena takes nothing back.
-        if os.getpid() == pid and not closed.is_set():
-            returned.put(back)
+        if os.getpid() == pid:  # a forked child shares the pages, so its finalizers must not hand them out
+            segment, start, end = back
+            returned.put((None if closed.is_set() else segment, start, end))  # a closed arena keeps no memory mapped
 
     def _collect(self) -> None:
         if self._turn.acquire(blocking=False):  # a thread that holds the turn drains the queue itself
@@ -301,9 +304,11 @@ class Arena:
             if returned is not None:
                 self._put_back(*returned)
 
-    def _put_back(self, segment: _Segment, start: int, end: int) -> None:
+    def _put_back(self, segment: _Segment | None, start: int, end: int) -> None:
         self._leased -= end - start
         self._leases -= 1
+        if segment is None:
+            return
         insort(segment.free, (start, end))
         merged: list[tuple[int, int]] = []
         for extent in segment.free:

@@ -21,7 +21,7 @@ from .._torch import neg_view
 from ..errors import CapturingGraph
 from .arena import Lease
 from .driver import Driver
-from .host import HostEngine, raw_start
+from .host import HostEngine, raw_start, rows_with
 from .image import Copy
 from .pace import Pace
 
@@ -31,6 +31,7 @@ StageMode = Literal["lazy", "snapshot", "hybrid"]
 
 _SMALL_BYTES = 1 << 20
 _CHUNK_BYTES = (32 << 20, 512 << 20)
+_GAP_BYTES = 24 << 20
 _CHUNKS = 350  # a stream's queue takes some 1,000 operations before a launch blocks; each chunk has a gap beside it
 
 
@@ -69,6 +70,7 @@ class _Side:
     """Whether sources are still read after the call."""
     small: Lease | None = None
     begun: bool = False
+    since_gap: int = 0
     last: Any = None
     """The end of everything that was issued so far."""
     scatter: list[Copy] = field(default_factory=list)
@@ -243,7 +245,6 @@ class DeviceEngine:
                 if side.scratch is not None and side.small is not None:
                     self.driver.copy(_host(side.small, 0, side.scratch.nbytes), side.scratch)
                 side.begun = True
-            since_gap = 0
             for copy in copies:
                 if copy.source.untyped_storage().data_ptr() in side.slots:
                     scatter.append(copy)
@@ -254,10 +255,10 @@ class DeviceEngine:
                     pace.spend(size, stop)
                     stop.check()
                     self.driver.copy(_host(lease, copy.offset + start, size), raw[start : start + size])
-                    since_gap += size
-                    if since_gap >= chunk_bytes:
+                    side.since_gap += size
+                    if side.since_gap >= _GAP_BYTES or size == chunk_bytes:
                         self.driver.gap(side.device)
-                        since_gap = 0
+                        side.since_gap = 0
         side.last = self.driver.record(side.stream)
         return _Part(side, side.last, tuple(scatter), lease)
 
@@ -268,7 +269,8 @@ class DeviceEngine:
         if clone is not None:
             tensor = _replica(tensor, clone.untyped_storage())
         if start is None:
-            tensor, start = self.driver.contiguous(tensor), 0
+            tensor, start = rows_with(tensor, copy.skip, copy.nbytes)
+            tensor = self.driver.contiguous(tensor)
         return _raw(tensor.untyped_storage(), start, copy.nbytes)
 
     # --- one thread per device ---

@@ -89,9 +89,14 @@ class HostEngine:
             raise UnsupportedTensor("the storage of a tensor was freed or shrunk while it was staged: fence() first")
         if start is not None:
             self.move(source.untyped_storage().data_ptr() + start, address, copy.nbytes, stop, copied)
-        else:
+        elif copy.nbytes == source.nbytes:
             self._gather(source, address, copy.nbytes, stop)
             copied(copy.nbytes)
+        else:
+            rows, skip = rows_with(source, copy.skip, copy.nbytes)
+            whole = torch.empty(rows.shape, dtype=rows.dtype)
+            self._gather(rows, whole.data_ptr(), whole.nbytes, stop)
+            self.move(whole.data_ptr() + skip, address, copy.nbytes, stop, copied)
 
     @staticmethod
     def move(source: int, target: int, nbytes: int, stop: Stop, copied: Callable[[int], None]) -> None:
@@ -196,8 +201,21 @@ def raw_start(copy: Copy) -> int | None:
         return copy.storage_start
     source = copy.source
     if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-        return _start(source)
+        return _start(source) + copy.skip
     return None
+
+
+def rows_with(tensor: torch.Tensor, skip: int, nbytes: int) -> tuple[torch.Tensor, int]:
+    """The part of ``tensor`` that holds ``nbytes`` after the first ``skip`` of its row-major bytes, and how many of its
+    own bytes come before them."""
+    while tensor.dim():
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        first, last = skip // row_bytes, -(-(skip + nbytes) // row_bytes)
+        skip -= first * row_bytes
+        if last - first > 1 or tensor.dim() == 1:
+            return tensor[first:last], skip
+        tensor = tensor[first]
+    return tensor, skip
 
 
 def _start(tensor: torch.Tensor) -> int:

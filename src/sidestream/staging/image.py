@@ -18,14 +18,15 @@ __all__ = ["Copy", "ImageLayout", "StagedImage"]
 class Copy(NamedTuple):
     """Put ``nbytes`` of ``source`` at ``offset`` of the image.
 
-    ``storage_start`` is None for the elements of ``source`` in row-major order, whatever its strides; otherwise it is
-    where in the storage of ``source`` (bytes) a raw run of bytes begins.
+    ``storage_start`` is None for the elements of ``source`` in row-major order, whatever its strides, of which the
+    first ``skip`` bytes are left out; otherwise it is where in the storage of ``source`` a raw run of bytes begins.
     """
 
     source: torch.Tensor
     offset: int
     nbytes: int
     storage_start: int | None = None
+    skip: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,8 @@ class Staging(Generic[P]):
         self._captured = None
         self._resolve(self.free, error)
         self._resolve(self.copied, error)
-        self.then()
+        then, self.then = self.then, _nothing  # it refers to this stage and to its result: no cycle is to keep those
+        then()
 
     def freed(self, error: BaseException | None) -> None:
         """The sources may change already, though not everything is in host memory."""

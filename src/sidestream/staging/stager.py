@@ -185,6 +185,10 @@ class AsyncStager:
     def plans(self) -> PlanCache:
         return self._plans
 
+    @property
+    def budget_bytes(self) -> int:
+        return self._arena.budget_bytes
+
     def launch(
         self, captured: Captured, lay_out: Callable[[Captured], P], deadline: Deadline, wait_streams: Sequence[Any] = ()
     ) -> Staging[P]:
@@ -313,9 +317,11 @@ class AsyncStager:
     def _fill(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
         plan = lay_out(staging.take())
         staging.lay(plan)
-        self._check_room(staging, sum(layout.nbytes for layout in plan.images))
+        rest = sum(layout.nbytes for layout in plan.images)
+        self._check_room(staging, rest)
         for layout, image in zip(plan.images, staging.images, strict=True):
-            image.begin(self._lease(staging, layout.nbytes))
+            rest -= layout.nbytes
+            image.begin(self._lease(staging, layout.nbytes, rest))
             try:
                 self._fill_image(staging, layout, image)
             except BaseException as error:
@@ -335,10 +341,10 @@ class AsyncStager:
                 "choose another when_full="
             )
 
-    def _lease(self, staging: Staging[Any], nbytes: int) -> Lease:
+    def _lease(self, staging: Staging[Any], nbytes: int, more_bytes: int = 0) -> Lease:
         staging.waiting = True
         try:
-            lease = self._arena.lease(nbytes, deadline=staging.deadline, stop=staging.stop)
+            lease = self._arena.lease(nbytes, deadline=staging.deadline, stop=staging.stop, more_bytes=more_bytes)
         finally:
             staging.waiting = False
         staging.begin()

@@ -8,15 +8,17 @@ import mmap
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
 
-from .._threads import Deadline, Stop, io_threads
+from .._threads import Deadline, Stop, Threads, io_threads
 from ..errors import Conflict, Corrupt, NotDurable, SidestreamError, from_os_error
 from ..options import Durability
 from .coalesce import coalesce
-from .store import Body, ReadRange
+from .store import Body, Part, ReadRange
 
 __all__ = ["LocalStore"]
 
@@ -25,6 +27,7 @@ _GAP_BYTES = 16 << 10  # to read past as many bytes costs about as much as anoth
 _GAP = memoryview(bytearray(_GAP_BYTES))  # every thread reads into it, and none looks
 _RUN_BYTES = 2 << 20  # so much stays in the cache until its checksum has been computed
 _RUN_RANGES = 512  # with the gaps between them, what one readv takes (IOV_MAX)
+_WRITERS = 4  # so many direct writes in flight keep a fast disk busy
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
@@ -42,6 +45,7 @@ class LocalStore:
         target: str,
         files: Iterable[tuple[str, Body]],
         *,
+        threads: Threads,
         durability: Durability,
         stop: Stop,
         deadline: Deadline,
@@ -51,7 +55,7 @@ class LocalStore:
             raise _occupied(self.root / target)
         self._modes[attempt] = _create(self.root, self.root / attempt, durability)
         for name, body in files:
-            _write(self.root / attempt / name, body, durability, stop, deadline)
+            _write(self.root / attempt / name, body, durability, stop, deadline, threads)
             del body  # and with it the memory, while the next one is waited for
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
@@ -114,22 +118,18 @@ def _create(root: Path, attempt: Path, durability: Durability) -> int:
     return mode
 
 
-def _write(path: Path, body: Body, durability: Durability, stop: Stop, deadline: Deadline) -> None:
-    buffer: memoryview | None = None
+def _write(
+    path: Path, body: Body, durability: Durability, stop: Stop, deadline: Deadline, threads: Threads | None = None
+) -> None:
     try:
         descriptor, direct = _open_new(path, direct=body.aligned)
         try:
             if body.nbytes:
                 _preallocate(descriptor, body.nbytes)
-            position = 0
-            for buffer in body.buffers(stop, deadline):
-                stop.check()
-                direct = _write_buffer(descriptor, buffer, position, direct)
-                position += len(buffer)
+            _Parts(descriptor, direct, body, deadline).write(stop, threads)
             if durability == "fsync":
                 os.fsync(descriptor)
         finally:
-            buffer = None  # whoever keeps the error in order to retry shall not keep the memory with it
             os.close(descriptor)  # an error that NFS kept for close() is one of this write
     except FileExistsError as error:
         raise Conflict(f"{path} exists already: two saves share one attempt's name") from error
@@ -137,6 +137,58 @@ def _write(path: Path, body: Body, durability: Durability, stop: Stop, deadline:
         if isinstance(error, SidestreamError):  # of the staging: some are also an OSError
             raise
         raise from_os_error(error, "writing", str(path)) from error
+
+
+class _Parts:
+    """The parts of one file, written at their offsets by several threads."""
+
+    def __init__(self, descriptor: int, direct: bool, body: Body, deadline: Deadline) -> None:
+        self._descriptor = descriptor
+        self._direct = direct
+        self._parts = body.parts
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._next = 0
+        self._error: BaseException | None = None
+
+    def write(self, stop: Stop, threads: Threads | None) -> None:
+        """Return or raise when no thread writes any more; of several errors the first is raised."""
+        failed = Stop()
+        helpers = min(len(self._parts), _WRITERS) - 1 if threads is not None else 0
+        with stop.waking(failed.set):
+            stop.check()
+            others = [threads.submit(self._work, failed) for _ in range(helpers)] if threads is not None else []
+            self._work(failed)
+            wait([other for other in others if not other.cancel()])
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, failed: Stop) -> None:
+        while (part := self._take_one()) is not None:
+            try:
+                self._write_part(part, failed)
+            except BaseException as error:
+                with self._lock:
+                    self._error = self._error or error
+                failed.set()
+            finally:
+                part.release()
+
+    def _take_one(self) -> Part | None:
+        with self._lock:
+            if self._error is not None or self._next == len(self._parts):
+                return None
+            self._next += 1
+            return self._parts[self._next - 1]
+
+    def _write_part(self, part: Part, failed: Stop) -> None:
+        view: memoryview | None = part.take(failed, self._deadline)
+        try:
+            assert view is not None
+            failed.check()
+            self._direct = _write_buffer(self._descriptor, view, part.offset, self._direct)
+        finally:
+            view = None  # whoever keeps the error in order to retry shall not keep the memory with it
 
 
 def _open_new(path: Path, *, direct: bool) -> tuple[int, bool]:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Protocol, runtime_checkable
 
-from .._threads import Deadline, Stop
+from .._threads import Deadline, Stop, Threads
 from ..options import Durability
 
-__all__ = ["Body", "MappingStore", "ReadRange", "Store"]
+__all__ = ["Body", "MappingStore", "Part", "ReadRange", "Store"]
+
+
+class Part(Protocol):
+    """Some of a file. Whoever takes it releases it, when it has been written or will not be."""
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        """Block until the content is there. Raises what staging raised, ``Closed`` when ``stop`` is set."""
+
+    def release(self) -> None:
+        """The memory may be used for something else. Idempotent; also for a part that was never taken."""
 
 
 class Body(Protocol):
-    """The content of a file, produced in order in a thread of the store's own. It may block until bytes are staged."""
+    """The content of a file, one part after the other. Several threads may take parts at once, each in this order: a
+    part may wait for what comes of those before it."""
 
     @property
     def nbytes(self) -> int: ...
@@ -23,8 +40,8 @@ class Body(Protocol):
     def aligned(self) -> bool:
         """Whether every part begins on a page of memory and is a multiple of 4096 bytes, as direct I/O needs it."""
 
-    def buffers(self, stop: Stop, deadline: Deadline) -> Iterator[memoryview]:
-        """Consecutive parts; each is valid until the next one is asked for. Raises what staging raised."""
+    @property
+    def parts(self) -> Sequence[Part]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +67,13 @@ class Store(Protocol):
         target: str,
         files: Iterable[tuple[str, Body]],
         *,
+        threads: Threads,
         durability: Durability,
         stop: Stop,
         deadline: Deadline,
     ) -> None:
-        """In the calling thread, and without needing a loop: make the private directory ``attempt`` (it must not exist
-        yet) and, durably, every missing parent, and write ``files`` into it one after the other, as ``put`` does.
+        """In the calling thread and in ``threads``, without needing a loop: make the private directory ``attempt`` (it
+        must not exist yet) and, durably, every missing parent, and write ``files`` into it one after the other.
 
         ``files`` may block until it knows the next one. Raises ``Conflict``, having made nothing, if ``target`` exists
         and is not an empty directory, and ``Closed`` when ``stop`` is set. A failure may leave an attempt behind.
