@@ -57,6 +57,25 @@ def sparse_tensors() -> dict[str, torch.Tensor]:
 # --- composites ---
 
 
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("kind", ["DTensor", "sparse_coo", "sparse_csr", "TwoTensor", "meta"])
+async def test_none_is_loaded_into(kind: str, atomic: bool, mesh: Any, tmp_path: Path) -> None:
+    dense = torch.zeros(4, 4)
+    with warnings.catch_warnings(action="ignore"):
+        targets: dict[str, torch.Tensor] = {
+            "DTensor": distribute_tensor(dense, mesh, [Shard(0)]),
+            "sparse_coo": dense.to_sparse(),
+            "sparse_csr": dense.to_sparse_csr(),
+            "TwoTensor": TwoTensor(dense, dense.clone()),
+            "meta": dense.to("meta"),
+        }
+    await sidestream.save({"first": torch.ones(3), "x": torch.ones(4, 4)}, tmp_path / "c")
+    first = torch.zeros(3)
+    with pytest.raises(UnsupportedTensor, match=f"x: cannot load into .*{kind}"):
+        await sidestream.load({"first": first, "x": targets[kind]}, tmp_path / "c", atomic=atomic)
+    assert not first.any()
+
+
 async def test_sparse_tensors_go_by_their_parts(stager: AsyncStager) -> None:
     state = sparse_tensors()
     staged = await stager.stage(state)

@@ -55,6 +55,30 @@ async def test_everything_comes_back(options: dict[str, Any], package: str, tmp_
     assert await checkpoint.value("betas") == (0.9, 0.999)
 
 
+async def test_progress_counts_them_and_mapping_reads_them(package: str, tmp_path: Path) -> None:
+    state = nested_state()
+    packed_save(state, tmp_path / "c")
+    told: list[tuple[int, int]] = []
+    report = await sidestream.load(blank(state), tmp_path / "c", progress=lambda *bytes_: told.append(bytes_))
+    assert told[0][0] == 0
+    assert told == sorted(told)
+    assert told[-1] == (report.nbytes, report.nbytes)
+    assert {total for _, total in told} == {report.nbytes}
+    told.clear()
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    assert_same(state, await checkpoint.state_dict(memory="mapped", progress=lambda *bytes_: told.append(bytes_)))
+    assert told[-1] == (report.nbytes, report.nbytes)
+
+
+async def test_into_another_dtype(package: str, tmp_path: Path) -> None:
+    state = {"t": torch.randn(50, 20)}
+    packed_save(state, tmp_path / "c")
+    for atomic in (False, True):
+        target = {"t": torch.zeros(20, 50, dtype=torch.float64).t()}
+        await sidestream.load(target, tmp_path / "c", strict={"cast"}, atomic=atomic)
+        assert torch.equal(target["t"], state["t"].double())
+
+
 async def test_a_tensor_far_larger_than_its_file(package: str, tmp_path: Path) -> None:
     packed_save({"zeros": torch.zeros(1 << 24), "n": 1}, tmp_path / "c")
     assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 1 << 15

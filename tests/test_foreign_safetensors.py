@@ -57,6 +57,17 @@ async def test_shards(options: dict[str, Any], tmp_path: Path) -> None:
     assert torch.equal(await checkpoint.tensor("layers.0.w", rows=slice(7, 9)), state["layers"][0]["w"][7:9])
 
 
+async def test_shards_are_mapped(tmp_path: Path) -> None:
+    state = mixed_state()
+    shards_save(state, tmp_path / "c")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    told: list[int] = []
+    mapped = await checkpoint.state_dict(memory="mapped", progress=lambda done, _: told.append(done))
+    assert_same(state, mapped)
+    mapped["layers"][0]["w"].zero_()
+    assert_same(state, await checkpoint.state_dict())
+
+
 async def test_shards_into_memory_that_is_not_row_major(tmp_path: Path) -> None:
     state = {"w": torch.randn(30, 50)}
     shards_save(state, tmp_path / "c")

@@ -254,3 +254,15 @@ async def test_integer_keys_come_back_as_the_template_has_them(tmp_path: Path) -
     await sidestream.load(strings, tmp_path / "c")
     assert list(strings["plain"]) == ["0", "12"]
     assert strings["plain"]["12"] == stock_load({"plain": {"12": {"3": 0, "s": 0}}}, tmp_path / "c")["plain"]["12"]
+
+
+async def test_restored_by_a_checkpointer(tmp_path: Path) -> None:
+    stock_save({"elapsed": dt.timedelta(hours=3)}, tmp_path / "step-4")
+    state = {"elapsed": None}
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        with pytest.raises(errors.UnsafeObject, match="timedelta"):
+            await checkpoints.restore(state)
+        with pytest.raises(errors.InvalidOption, match="allow="):
+            await checkpoints.restore(state, allow=7)  # type: ignore[arg-type]
+        assert await checkpoints.restore(state, allow=[dt.timedelta]) == 4
+    assert state == {"elapsed": dt.timedelta(hours=3)}

@@ -57,7 +57,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def check_tensor(tensor: torch.Tensor, fqn: str, *, held: bool = False) -> None:
+def check_tensor(tensor: torch.Tensor, fqn: str, verb: str = "save", *, held: bool = False) -> None:
     """Refuse by name what bytes alone cannot represent. Of a tensor whose bytes are ``held`` elsewhere already the
     storage may be gone."""
     kind = type(tensor)
@@ -72,7 +72,7 @@ def check_tensor(tensor: torch.Tensor, fqn: str, *, held: bool = False) -> None:
     else:
         problem = _plain_problem(tensor, held)
     if problem is not None:
-        raise UnsupportedTensor(f"{fqn}: cannot save {problem}")
+        raise UnsupportedTensor(f"{fqn}: cannot {verb} {problem}")
 
 
 def tensor_class(module: str, name: str) -> type[torch.Tensor] | None:

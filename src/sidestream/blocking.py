@@ -185,14 +185,14 @@ class Checkpoint(Mapping[str, "_checkpoint.TensorInfo | None"]):
     def __len__(self) -> int:
         return len(self._checkpoint)
 
-    def tensor(self, fqn: str, rows: slice | None = None) -> torch.Tensor:
-        return _run(lambda: self._checkpoint.tensor(fqn, rows))
+    def tensor(self, fqn: str, rows: slice | None = None, **options: Any) -> torch.Tensor:
+        return _run(lambda: self._checkpoint.tensor(fqn, rows, **options))
 
     def value(self, fqn: str) -> Any:
         return _run(lambda: self._checkpoint.value(fqn))
 
-    def state_dict(self) -> dict[Any, Any]:
-        return _run(self._checkpoint.state_dict)
+    def state_dict(self, **options: Any) -> dict[Any, Any]:
+        return _run(lambda: self._checkpoint.state_dict(**options))
 
 
 class Checkpointer:
@@ -208,8 +208,13 @@ class Checkpointer:
     def save(self, state: Mapping[str, Any], *, step: int) -> PendingSave:
         return PendingSave(_run(lambda: self._inner.save(state, step=step)))
 
-    def restore(self, state: Mapping[str, Any], step: int | None = None) -> int | None:
-        return _run(lambda: self._inner.restore(state, step))
+    def restore(self, state: Mapping[str, Any], step: int | None = None, **options: Any) -> int | None:
+        return _run(lambda: self._inner.restore(state, step, **options))
+
+    @property
+    def restored(self) -> _loading.LoadReport | None:
+        """As ``sidestream.Checkpointer.restored``."""
+        return self._inner.restored
 
     def steps(self) -> list[int]:
         return _run(self._inner.steps)

@@ -149,15 +149,19 @@ async def _own_manifest(
     if sizes.get(name) != marker.manifest_bytes:
         raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
     raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
-    if crc32(raw) != marker.manifest_crc:
-        raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
-    manifest = await io_threads().run(parse_manifest, bytes(raw), deadline=deadline)
+    manifest = await io_threads().run(_parse, name, raw, marker, deadline=deadline)
     if (manifest.save_id, manifest.step, manifest.generation) != (marker.save_id, marker.step, marker.generation):
         raise Corrupt(f"{name} belongs to another save than the marker", file=name)
     for file, nbytes in manifest.files.items():
         if sizes.get(file) != nbytes:
             raise Corrupt(f"{file} has {sizes.get(file, 0)} bytes, {nbytes} were saved", file=file)
     return manifest
+
+
+def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest:
+    if crc32(raw) != marker.manifest_crc:
+        raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
+    return parse_manifest(bytes(raw))
 
 
 def _told(error: E, url: str) -> E:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from ._tasks import running_loop
-from ._threads import Deadline, io_threads
+from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
 from .catalog import read_manifest
-from .errors import InvalidOption, MissingKeys
+from .errors import Corrupt, InvalidOption, MissingKeys
 from .foreign import read_values
-from .format.records import EmptyEntry, Manifest, TensorEntry, ValueEntry
+from .format.records import EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
 from .loading import new_tensors
-from .options import Verify, check_choice, check_timeout
+from .mapping import map_tensors
+from .options import Progress, Verify, check_choice, check_timeout
 from .plan.assemble import assemble
 from .plan.objects import Allowed, allowed_types
 from .plan.ranges import Box
 from .reading import Reader, Wanted, whole
 from .storage import Location, locate_directory
+from .streams import Streams, streams_of
 
-__all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
+__all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint"]
+
+Memory: TypeAlias = Literal["host", "mapped"] | torch.device
+"""Where tensors go: new memory of the host or of a device, or ``"mapped"``, the files' own pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +104,28 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             raise InvalidOption(f"{fqn} is a plain value; await value({fqn!r})")
         return info
 
-    async def tensor(self, fqn: str, rows: slice | None = None) -> torch.Tensor:
-        """The tensor, or those ``rows`` of its first dimension, as a new one in host memory.
+    async def tensor(self, fqn: str, rows: slice | None = None, *, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
 
         Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. Raises ``MissingKeys``,
-        ``InvalidOption`` for a slice with a step, ``Corrupt``.
+        ``InvalidOption`` for a slice with a step or for no device of this machine, ``Corrupt``. A cancel leaves nothing
+        behind.
         """
         info = self.info(fqn)
+        where = _device(device)
         entry = self._manifest.entries[fqn]
         assert isinstance(entry, TensorEntry)
         box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
-        target = torch.empty(box.sizes, dtype=info.dtype)
-        await self._reader().read([Wanted(fqn, entry, box, target)], own=self._manifest.own)
+
+        deadline = Deadline.after(self._timeout_s)
+        streams = await streams_of([where], deadline)
+
+        def new() -> torch.Tensor:
+            with streams.current():
+                return torch.empty(box.sizes, dtype=info.dtype, device=where)
+
+        target = await io_threads().run(new, deadline=deadline)
+        await self._reader(deadline, None, streams).read([Wanted(fqn, entry, box, target)], own=self._manifest.own)
         return target
 
     async def value(self, fqn: str) -> Any:
@@ -120,23 +135,43 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             return await self.tensor(fqn)
         return (await self._values({fqn: entry} if isinstance(entry, ValueEntry) else {})).get(fqn, {})
 
-    async def state_dict(self) -> dict[Any, Any]:
-        """Everything, nested as it was saved, in new host memory; tied tensors are tied again.
+    async def state_dict(self, *, memory: Memory = "host", progress: Progress | None = None) -> dict[Any, Any]:
+        """Everything, nested as it was saved; tied tensors are tied again.
+
+        ``memory``: new memory of the ``"host"``, of a ``torch.device``, or ``"mapped"``: tensors over the files of a
+        checkpoint on this machine, without a copy. Mapped ones may be written to, which changes private copies of
+        their pages and never the file. Pages are read when they are first touched, by whoever touches them; with
+        ``verify="always"`` all are read and checked before this returns. Files that somebody cuts off later end the
+        process (SIGBUS). A tensor that does not lie in one piece, or is not aligned, is read into memory of its own:
+        in checkpoints of other writers that may be all of them.
 
         A checkpoint of stock DCP says neither where it had empty containers nor which keys were integers.
+        ``progress(done, total)`` is called on the loop with bytes. Raises ``Corrupt``, ``InvalidOption``. A cancel
+        leaves nothing behind.
         """
+        device = None if memory == "host" else _memory(memory)
+        deadline = Deadline.after(self._timeout_s)
         entries = self._manifest.entries
-        fqns = [fqn for fqn, entry in entries.items() if isinstance(entry, TensorEntry)]
-        tensors = await io_threads().run(new_tensors, entries, fqns)
-        values = await self._values({fqn: entry for fqn, entry in entries.items() if isinstance(entry, ValueEntry)})
-        distinct: dict[int, Wanted] = {}
-        for fqn in fqns:
-            entry = entries[fqn]
-            assert isinstance(entry, TensorEntry)
-            distinct.setdefault(id(tensors[fqn]), Wanted(fqn, entry, whole(entry), tensors[fqn]))
-        await self._reader().read(distinct.values(), own=self._manifest.own)
-        leaves = {**values, **tensors}
-        return assemble((entry.path, leaves.get(fqn, {})) for fqn, entry in entries.items())
+        fqns, value_entries = await io_threads().run(_sorted_out, entries, deadline=deadline)
+        values = await self._values(value_entries)
+        mapped = {}
+        if memory == "mapped":
+            try:
+                mapped = await map_tensors(self._location, self._manifest, fqns, deadline)
+            except FileNotFoundError as error:
+                raise Corrupt(f"{self.url}: {error.filename} is missing") from error
+        unmapped = [fqn for fqn in fqns if fqn not in mapped]
+        streams = await streams_of([] if device is None else [device], deadline)
+
+        def new() -> dict[str, torch.Tensor]:
+            with streams.current():
+                return new_tensors(entries, unmapped, device)
+
+        tensors = await io_threads().run(new, deadline=deadline)
+        verified = mapped if self._verify == "always" else {}
+        wanted = await io_threads().run(_distinct, entries, tensors, verified, deadline=deadline)
+        await self._reader(deadline, progress, streams).read(wanted, own=self._manifest.own)
+        return await io_threads().run(_nested, entries, {**values, **tensors, **mapped}, deadline=deadline)
 
     def _entry(self, fqn: str) -> TensorEntry | ValueEntry | EmptyEntry:
         try:
@@ -144,14 +179,59 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         except KeyError:
             raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
 
-    def _reader(self) -> Reader:
-        deadline = Deadline.after(self._timeout_s)
-        return Reader(self._location.store, self._location.name, self._verify, deadline)
+    def _reader(self, deadline: Deadline, progress: Progress | None, streams: Streams) -> Reader:
+        return Reader(self._location.store, self._location.name, self._verify, deadline, progress, streams)
 
     async def _values(self, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
         store, directory = self._location.store, self._location.name
         deadline = Deadline.after(self._timeout_s)
         return await read_values(store, directory, self._manifest, entries, deadline, self._allow)
+
+
+def _device(device: object) -> torch.device:
+    try:
+        found: torch.device = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise InvalidOption(f"device={device!r} is no device: {error}") from None
+    if found.type == "meta":
+        raise InvalidOption('device="meta" has no memory to load into')
+    return found
+
+
+def _memory(memory: object) -> torch.device | None:
+    if memory == "mapped":
+        return None
+    if isinstance(memory, torch.device):
+        return _device(memory)
+    raise InvalidOption(f'memory={memory!r} has to be "host", "mapped" or a torch.device')
+
+
+def _sorted_out(entries: Mapping[str, Entry]) -> tuple[list[str], dict[str, ValueEntry]]:
+    """The tensors, and the plain values."""
+    tensors, values = [], {}
+    for fqn, entry in politely(entries.items()):
+        if isinstance(entry, TensorEntry):
+            tensors.append(fqn)
+        elif isinstance(entry, ValueEntry):
+            values[fqn] = entry
+    return tensors, values
+
+
+def _distinct(
+    entries: Mapping[str, Entry], read: Mapping[str, torch.Tensor], verified: Mapping[str, torch.Tensor]
+) -> list[Wanted]:
+    """One read for each piece of memory: into the tensors to ``read``, and for those that are only ``verified``."""
+    wanted: dict[int, Wanted] = {}
+    for fqn, tensor in politely((*read.items(), *verified.items())):
+        if id(tensor) not in wanted:
+            entry = entries[fqn]
+            assert isinstance(entry, TensorEntry)
+            wanted[id(tensor)] = Wanted(fqn, entry, whole(entry), tensor if fqn in read else None)
+    return list(wanted.values())
+
+
+def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any, Any]:
+    return assemble((entry.path, leaves.get(fqn, {})) for fqn, entry in politely(entries.items()))
 
 
 def _rows(fqn: str, shape: tuple[int, ...], rows: slice) -> Box:

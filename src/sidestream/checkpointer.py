@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -12,9 +12,20 @@ from ._tasks import finish, running_loop
 from ._threads import Deadline
 from .catalog import list_steps, newest_step, next_generation, step_name
 from .errors import CheckpointNotFound, Closed, ForkedProcess, SidestreamError, WrongLoop
-from .loading import load_from
-from .options import Durability, Verify, check_choice, check_count, check_step, check_timeout
+from .loading import LoadOptions, LoadReport, load_from
+from .options import (
+    Allowance,
+    Durability,
+    Progress,
+    Verify,
+    check_choice,
+    check_count,
+    check_step,
+    check_strict,
+    check_timeout,
+)
 from .pending import PendingSave
+from .plan.objects import allowed_types
 from .saving import start_save
 from .staging import AsyncStager
 from .storage import Location, locate_run
@@ -58,6 +69,12 @@ class Checkpointer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._restored: LoadReport | None = None
+
+    @property
+    def restored(self) -> LoadReport | None:
+        """What the last ``restore`` did, and what its ``strict`` let pass; None before the first."""
+        return self._restored
 
     async def save(self, state: Mapping[str, Any], *, step: int) -> PendingSave:
         """Wait for a free slot, then launch the copies of ``state`` and return; see ``async_save`` for the result.
@@ -98,13 +115,33 @@ class Checkpointer:
         self._pending = [one for one in self._pending if not one.done() or one.unheard is not None] + [pending]
         return pending
 
-    async def restore(self, state: Mapping[str, Any], step: int | None = None) -> int | None:
+    async def restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        strict: Collection[Allowance] = (),
+        verify: Verify | None = None,
+        atomic: bool = False,
+        progress: Progress | None = None,
+        timeout_s: float | None = None,
+        allow: Iterable[type] = (),
+    ) -> int | None:
         """Load the newest committed step, or ``step``, into ``state`` and return its number; None if there is none yet.
 
-        As ``load``, in place. Raises ``CheckpointNotFound`` for a ``step`` that is not there, ``Corrupt`` for one that
-        is damaged: no older step is taken silently in its place.
+        As ``load``, in place, and with its keywords; ``verify`` and ``timeout_s`` are those of the ``Checkpointer``
+        unless they are given here. ``restored`` has the report. Raises ``CheckpointNotFound`` for a ``step`` that is
+        not there, ``Corrupt`` for one that is damaged: no older step is taken silently in its place.
         """
         self._check_usable()
+        options = LoadOptions(
+            self._verify if verify is None else verify,
+            check_strict(strict),
+            atomic,
+            progress,
+            self._timeout_s if timeout_s is None else timeout_s,
+            allowed_types(allow),
+        )
         if step is None:
             found = await newest_step(self._store, self._deadline())
             if found is None:
@@ -117,7 +154,7 @@ class Checkpointer:
         if found.damage is not None:
             raise found.damage
         location = Location(self._store, found.name, f"{self.url}/{found.name}")
-        await load_from(location, state, verify=self._verify, atomic=False, timeout_s=self._timeout_s)
+        self._restored = await load_from(location, state, options)
         return found.step
 
     async def steps(self) -> list[int]:

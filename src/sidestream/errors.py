@@ -118,7 +118,7 @@ class Skipped(SidestreamError, RuntimeError):
 
 
 class CapturingGraph(SidestreamError, RuntimeError):
-    """Staging was asked for while the current stream records a graph. Nothing was enqueued."""
+    """Staging, or a load to a device, was asked for while the current stream records a graph. Nothing was enqueued."""
 
 
 class DeviceFailed(SidestreamError, RuntimeError):
@@ -199,7 +199,7 @@ class ShapeMismatch(Mismatch):
 
 
 class DtypeMismatch(Mismatch):
-    """A tensor of the target has another dtype than the saved one; nothing is ever cast silently."""
+    """A tensor of the target has another dtype than the saved one; nothing is cast unless ``strict`` names it."""
 
 
 class KindMismatch(Mismatch):

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 import torch
 
-from ._threads import Deadline, io_threads
+from ._threads import Deadline, io_threads, politely
 from .errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from .format.checksum import crc32
 from .format.dtypes import itemsize
@@ -46,10 +46,14 @@ async def read_values(
     Raises ``UnsafeObject``, naming the FQN, for what is more than data and not of the types ``allow``; ``Corrupt``.
     """
     if manifest.own:
-        return {fqn: decode_value(entry.node, fqn) for fqn, entry in entries.items()}
+        return await io_threads().run(_own_values, entries, deadline=deadline)
     if any(entry.transform for entry in entries.values()):
         require()
     return {fqn: await _read_value(store, directory, fqn, entry, deadline, allow) for fqn, entry in entries.items()}
+
+
+def _own_values(entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
+    return {fqn: decode_value(entry.node, fqn) for fqn, entry in politely(entries.items())}
 
 
 async def _read_value(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ._threads import Deadline, io_threads
+from ._threads import Deadline, io_threads, politely
 from .errors import Corrupt
 from .foreign import agree
 from .format.dcp_metadata import read_dcp_metadata
@@ -49,8 +49,7 @@ async def read_foreign_manifest(store: Store, directory: str, sizes: Mapping[str
         manifest = await _read_ranks(store, directory, ranks, sizes, deadline)
     else:
         manifest = await _read_safetensors(store, directory, sizes, deadline)
-    used = {file for entry in manifest.entries.values() for file in _files(entry)}
-    return replace(manifest, files={name: nbytes for name, nbytes in sizes.items() if name in used})
+    return await io_threads().run(_with_files, manifest, sizes, deadline=deadline)
 
 
 async def _read_metadata(
@@ -117,6 +116,11 @@ async def _read_header(
     raw = bytearray(header_bytes(prefix, file_bytes - begin, file))
     await store.read(f"{directory}/{file}", [ReadRange(begin, memoryview(raw))], deadline=deadline)
     return await io_threads().run(parse_header, raw, begin + len(raw), file_bytes, file, deadline=deadline)
+
+
+def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:
+    used = {file for entry in politely(manifest.entries.values()) for file in _files(entry)}
+    return replace(manifest, files={name: nbytes for name, nbytes in politely(sizes.items()) if name in used})
 
 
 def _files(entry: Entry) -> Iterator[str]:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Collection
+from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import InvalidOption
 
-__all__ = ["Durability", "Verify", "WhenFull", "check_choice", "check_count", "check_step", "check_timeout"]
+__all__ = [
+    "Allowance",
+    "Durability",
+    "Progress",
+    "Verify",
+    "WhenFull",
+    "check_choice",
+    "check_count",
+    "check_step",
+    "check_strict",
+    "check_timeout",
+]
 
 Durability = Literal["fsync", "flush"]
 """``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: it survives the death of the process only."""
@@ -17,6 +29,13 @@ Verify = Literal["always", "manifest", "never"]
 """``"always"``: every byte that is used is checked against its checksum. ``"manifest"``: manifest, file sizes and
 layout are checked, the payload is not. ``"never"``: the same, for callers that verify by other means."""
 
+Allowance = Literal["partial", "cast", "ignore_unexpected"]
+"""What ``strict=`` of a load may name. ``"partial"``: keys that the checkpoint lacks are left as they are. ``"cast"``:
+tensors of another dtype are converted. ``"ignore_unexpected"``: keys that the target lacks are not loaded."""
+
+Progress: TypeAlias = Callable[[int, int], object]
+"""Called on the event loop with the bytes read so far and the bytes to read, first with 0. What it raises ends the
+load, as an error of storage would."""
 
 WhenFull = Literal["wait", "skip", "latest", "fail"]
 """What a stage does that finds no memory free. ``"wait"``: wait for some. ``"skip"``: raise ``Skipped``. ``"latest"``:
@@ -28,6 +47,17 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     allowed = get_args(choices)
     if value not in allowed:
         raise InvalidOption(f"{name}={value!r} has to be one of {', '.join(map(repr, allowed))}")
+
+
+def check_strict(strict: object) -> frozenset[str]:
+    """Its names. Raise ``InvalidOption`` for anything but a collection of what ``Allowance`` lists."""
+    names = get_args(Allowance)
+    if isinstance(strict, str) or not isinstance(strict, Collection) or any(name not in names for name in strict):
+        raise InvalidOption(
+            f"strict={strict!r} has to be a set or sequence of {', '.join(map(repr, names))}: each name loosens the "
+            'comparison of target and checkpoint, as in strict={"partial"}'
+        )
+    return frozenset(strict)
 
 
 def check_timeout(timeout_s: object) -> None:

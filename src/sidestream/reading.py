@@ -7,20 +7,22 @@ import ctypes
 import mmap
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from ._threads import Deadline, io_threads
+from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
 from .errors import Corrupt, SidestreamError
 from .foreign import Located, locate_tensor, read_item, unpack_chunk
 from .format.checksum import crc32, unpack_crcs
 from .format.records import BLOCK_BYTES, Chunk, TensorEntry
 from .format.transforms import require
-from .options import Verify
+from .options import Progress, Verify
 from .plan.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .storage import ReadRange, Store
+from .streams import Streams
 
 __all__ = ["Reader", "Wanted", "whole"]
 
@@ -29,16 +31,50 @@ _IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Box ``box`` of the tensor ``entry`` is to be read into ``target``, whose shape is ``box.sizes``."""
+    """Box ``box`` of the tensor ``entry`` is to be read into ``target``, whose shape is ``box.sizes``; its device and
+    dtype may be others than the saved ones. None: it is only to be verified."""
 
     fqn: str
     entry: TensorEntry
     box: Box
-    target: torch.Tensor
+    target: torch.Tensor | None
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether the bytes of the file may be read to where the elements belong."""
+        target = self.target
+        return target is None or (
+            target.is_cpu
+            and target.dtype == dtype_from_name(self.entry.dtype)
+            and target.is_contiguous()
+            and not target.is_conj()
+            and not target.is_neg()
+        )
 
 
 def whole(entry: TensorEntry) -> Box:
     return Box((0,) * len(entry.shape), entry.shape)
+
+
+class _Scratch:
+    """Memory for what cannot be read to its place, used again and again: touching new pages costs more than reading."""
+
+    def __init__(self) -> None:
+        self._spare: list[mmap.mmap] = []  # as many as batches are in flight at once; list methods are atomic
+
+    def take(self, nbytes: int) -> mmap.mmap | bytearray:
+        if nbytes <= 1 << 16:
+            return bytearray(nbytes)  # a large one would be cleared, page by page, while the GIL is held
+        try:
+            spare = self._spare.pop()
+        except IndexError:
+            return mmap.mmap(-1, nbytes)
+        return spare if len(spare) >= nbytes else mmap.mmap(-1, nbytes)
+
+    def give_back(self, memory: mmap.mmap | bytearray | None) -> None:
+        """Only what no thread reads into any more."""
+        if isinstance(memory, mmap.mmap):
+            self._spare.append(memory)
 
 
 @dataclass(slots=True)
@@ -46,46 +82,71 @@ class Reader:
     """Reads from the checkpoint in ``directory``.
 
     ``touched`` has the FQNs of the tensors that may have been written to so far, ``unverified`` those of which some
-    byte had no checksum, ``nbytes`` what was read.
+    byte had no checksum, ``nbytes`` what was read. A reader is good for one ``read``.
     """
 
     store: Store
     directory: str
     verify: Verify
     deadline: Deadline
+    progress: Progress | None = None
+    streams: Streams = field(default_factory=Streams)
     touched: set[str] = field(default_factory=set)
     unverified: set[str] = field(default_factory=set)
     nbytes: int = 0
+    scratch: _Scratch = field(default_factory=_Scratch)
 
-    async def read(self, wanted: Iterable[Wanted], *, own: bool) -> None:
-        """Fill every target. The targets are row-major or not; those that are are read into directly.
+    async def read(self, wanted: list[Wanted], *, own: bool) -> None:
+        """Fill every target, and empty the list. Those that are row-major, on the host and of the saved dtype are read
+        into directly.
 
         Raises ``Corrupt``, naming file, offset and FQN, and ``MissingExtra`` before anything is read. When this raises,
         no thread writes into a target any more.
         """
-        targets = {one.fqn: one for one in wanted}
+        targets = await io_threads().run(_by_fqn, wanted, deadline=self.deadline)
         packed = [] if own else await io_threads().run(_packed, targets, deadline=self.deadline)
         foreign = None if own else await self._locate(targets)
-        planned = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
+        planned, total = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
+        total += sum(chunk.item_bytes for _, chunk in packed)
+        self._tell(total)
         queue = iter(planned)
-        await _in_parallel(lambda: self._work(queue, targets))
+        await _in_parallel(lambda: self._work(queue, targets, total))
         rest = iter(packed)
-        await _in_parallel(lambda: self._work_packed(rest))
+        await _in_parallel(lambda: self._work_packed(rest, total))
+        await io_threads().run(self.streams.finish, deadline=self.deadline)
+        await io_threads().run(let_go, planned, targets, wanted)
 
-    async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted]) -> None:
+    async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
         for batch in queue:
-            buffers = await io_threads().run(_buffers, batch, targets, deadline=self.deadline)
+            buffers = await io_threads().run(_buffers, batch, targets, self.scratch, deadline=self.deadline)
             self.touched.update(one.fqn for one in batch.ranges if isinstance(one.into, Direct))
-            reads = [ReadRange(one.offset, buffer) for one, buffer in zip(batch.ranges, buffers, strict=True)]
+            reads = [
+                ReadRange(one.offset, buffer, partial(self._arrived, one, buffer, targets[one.fqn]))
+                for one, buffer in zip(batch.ranges, buffers.views, strict=True)
+            ]
             await self.store.read(f"{self.directory}/{batch.file}", reads, deadline=self.deadline)
-            await io_threads().run(self._finish, batch, buffers, targets, deadline=self.deadline)
+            self.scratch.give_back(buffers.scratch)
             self.nbytes += batch.nbytes
+            self._tell(total)
 
-    async def _work_packed(self, queue: Iterator[tuple[Wanted, Chunk]]) -> None:
+    def _tell(self, total: int) -> None:
+        if self.progress is not None:
+            self.progress(self.nbytes, total)
+
+    def _arrived(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
+        """In a thread of the store: check it, then put in place what was not read there directly."""
+        if self.verify == "always" and not _verified(one, buffer):
+            self.unverified.add(one.fqn)
+        if wanted.target is not None and not isinstance(one.into, Direct):
+            self.touched.add(one.fqn)
+            _place(one, buffer, wanted.entry, wanted.target, self.streams)
+
+    async def _work_packed(self, queue: Iterator[tuple[Wanted, Chunk]], total: int) -> None:
         for one, chunk in queue:
             raw = await read_item(self.store, self.directory, chunk, self.deadline)
             await io_threads().run(self._finish_packed, one, chunk, raw, deadline=self.deadline)
             self.nbytes += len(raw)
+            self._tell(total)
 
     def _finish_packed(self, one: Wanted, chunk: Chunk, raw: bytearray) -> None:
         """In a thread: a compressed item holds one tensor whole, which is checked and put in place from memory."""
@@ -95,20 +156,9 @@ class Reader:
                 buffer = view[piece.offset : piece.offset + piece.nbytes]
                 if self.verify == "always" and crc32(buffer) != piece.crc:
                     raise _altered(piece, chunk.item_offset)
-                self.touched.add(one.fqn)
-                if isinstance(piece.into, Direct):
-                    _memory(one.target, piece.into.start, piece.nbytes)[:] = buffer
-                else:
-                    _place(piece, buffer, one)
-
-    def _finish(self, batch: Batch, buffers: list[memoryview], targets: Mapping[str, Wanted]) -> None:
-        """In a thread: check what has arrived, then put in place what was not read there directly."""
-        for one, buffer in zip(batch.ranges, buffers, strict=True):
-            if self.verify == "always" and not _verified(one, buffer):
-                self.unverified.add(one.fqn)
-            if not isinstance(one.into, Direct):
-                self.touched.add(one.fqn)
-                _place(one, buffer, targets[one.fqn])
+                if one.target is not None:
+                    self.touched.add(one.fqn)
+                    _place(piece, buffer, one.entry, one.target, self.streams)
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
@@ -133,11 +183,28 @@ async def _in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         raise _first(errors) from None
 
 
+def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
+    return {one.fqn: one for one in politely(wanted)}
+
+
+def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) -> tuple[list[Batch], int]:
+    ranges: list[Range] = []
+    for fqn, one in politely(targets.items()):
+        ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn]))
+    planned = batches(ranges)
+    return planned, sum(batch.nbytes for batch in planned)
+
+
+def _ranges(one: Wanted, located: Located) -> Iterator[Range]:
+    entry, payloads = located
+    return plan_ranges(one.fqn, entry, one.box, row_major=one.takes_bytes, foreign=payloads)
+
+
 def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
     """The compressed chunks. Raises ``MissingExtra`` where there are some and nothing can decompress them."""
     found = [
         (one, chunk)
-        for one in targets.values()
+        for one in politely(targets.values())
         for chunk in one.entry.chunks
         if chunk.transform and overlaps(chunk, one.box)
     ]
@@ -146,29 +213,36 @@ def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
     return found
 
 
-def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) -> list[Batch]:
-    ranges: list[Range] = []
-    for fqn, one in targets.items():
-        ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn]))
-    return batches(ranges)
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Where the bytes of each range of a batch are read to, and the scratch that some of these views are over."""
+
+    views: list[memoryview]
+    scratch: mmap.mmap | bytearray | None
 
 
-def _ranges(one: Wanted, located: Located) -> Iterator[Range]:
-    entry, payloads = located
-    row_major = one.target.is_contiguous() and not one.target.is_conj() and not one.target.is_neg()
-    return plan_ranges(one.fqn, entry, one.box, row_major=row_major, foreign=payloads)
+def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: _Scratch) -> _Buffers:
+    def aside(one: Range) -> bool:
+        return not isinstance(one.into, Direct) or targets[one.fqn].target is None
+
+    nbytes = sum(_aligned(one.nbytes) for one in batch.ranges if aside(one))
+    memory = scratch.take(nbytes) if nbytes else None
+    views = []
+    position = 0
+    for one in batch.ranges:
+        target = targets[one.fqn].target
+        if isinstance(one.into, Direct) and target is not None:
+            views.append(_memory(target, one.into.start, one.nbytes))
+        else:
+            assert memory is not None
+            views.append(memoryview(memory)[position : position + one.nbytes])
+            position += _aligned(one.nbytes)
+    return _Buffers(views, memory)
 
 
-def _buffers(batch: Batch, targets: Mapping[str, Wanted]) -> list[memoryview]:
-    """Where the bytes of each range are read to."""
-    return [_buffer(one, targets[one.fqn].target) for one in batch.ranges]
-
-
-def _buffer(one: Range, target: torch.Tensor) -> memoryview:
-    if isinstance(one.into, Direct):
-        return _memory(target, one.into.start, one.nbytes)
-    # A large bytearray would be cleared, page by page, while the GIL is held.
-    return memoryview(bytearray(one.nbytes) if one.nbytes <= 1 << 16 else mmap.mmap(-1, one.nbytes))
+def _aligned(nbytes: int) -> int:
+    """Ranges begin where elements of every dtype may."""
+    return -(-nbytes // 64) * 64
 
 
 def _memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
@@ -202,18 +276,20 @@ def _altered(one: Range, offset: int) -> Corrupt:
     )
 
 
-def _place(one: Range, buffer: memoryview, wanted: Wanted) -> None:
-    target = wanted.target
+def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor, streams: Streams) -> None:
+    if isinstance(one.into, Direct):
+        _memory(target, one.into.start, one.nbytes)[:] = buffer
+        return
     if isinstance(one.into, Part):
         nbytes = one.into.nbytes
         _memory(target, one.into.start, nbytes)[:] = buffer[one.into.skip : one.into.skip + nbytes]
         return
     assert isinstance(one.into, Scatter)
     into = one.into
-    elements = torch.frombuffer(buffer, dtype=dtype_from_name(wanted.entry.dtype), offset=into.skip)
+    elements = torch.frombuffer(buffer, dtype=dtype_from_name(entry.dtype), offset=into.skip)
     strides = into.strides or torch.empty(into.shape, device="meta").stride()
     source = elements.as_strided(into.shape, strides)[_slices(into.source)]
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
+    with torch.inference_mode(target.is_inference()), torch.no_grad(), streams.current():
         target[_slices(Box(into.target, into.source.sizes))].copy_(source)
 
 

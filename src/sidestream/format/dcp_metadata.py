@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._threads import let_go, politely
 from ..errors import Corrupt, UnsupportedCheckpoint
 from .dtypes import DTYPES
 from .foreign_tensors import DtypeNames, is_dtype
@@ -62,7 +63,7 @@ def read_dcp_metadata(data: bytes) -> Manifest:
     locations = _locations(metadata.get("storage_data"))
     paths = _paths(metadata.get("planner_data"))
     entries: dict[str, Entry] = {}
-    for key, described in _pairs(metadata.get("state_dict_metadata"), "state_dict_metadata"):
+    for key, described in politely(_pairs(metadata.get("state_dict_metadata"), "state_dict_metadata")):
         fqn = _fqn(key)
         if fqn in entries:
             raise Corrupt(f".metadata: {fqn!r} is described twice", fqn=fqn)
@@ -72,6 +73,7 @@ def read_dcp_metadata(data: bytes) -> Manifest:
             entries[fqn] = ValueEntry(path, where.file, where.offset, where.length, transform=where.transform)
         else:
             entries[fqn] = _tensor_entry(fqn, path, described, locations)
+    let_go(*(value.flat for value in metadata.values() if isinstance(value, Pairs)))
     return Manifest(save_id="", entries=entries, files={})
 
 
@@ -122,7 +124,7 @@ def _dtype(properties: object, fqn: str) -> str:
 
 def _locations(storage_data: object) -> dict[_Index, _Location]:
     locations: dict[_Index, _Location] = {}
-    for key, value in _pairs(storage_data, "storage_data"):
+    for key, value in politely(_pairs(storage_data, "storage_data")):
         index = _attributes(key, f"{_METADATA}.MetadataIndex")
         fqn = _fqn(index.get("fqn"))
         offset = index.get("offset")
@@ -142,7 +144,7 @@ def _locations(storage_data: object) -> dict[_Index, _Location]:
 def _paths(planner_data: object) -> dict[str, object] | None:
     if planner_data is None:
         return None
-    return {key: path for key, path in _pairs(planner_data, "planner_data") if isinstance(key, str)}
+    return {key: path for key, path in politely(_pairs(planner_data, "planner_data")) if isinstance(key, str)}
 
 
 def _path(fqn: str, paths: dict[str, object]) -> tuple[Key, ...]:

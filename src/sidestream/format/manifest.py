@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from .._threads import politely
 from ..errors import Corrupt, UnsupportedCheckpoint
 from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, TensorEntry, ValueEntry
 
@@ -56,7 +57,7 @@ def _chunk(chunk: Chunk) -> list[object]:
 
 def parse_manifest(raw: bytes) -> Manifest:
     """Raises ``Corrupt`` where the text is not what ``write_manifest`` writes, ``UnsupportedCheckpoint`` for a later
-    version. The content is not validated here (``validate.py``)."""
+    version. The content is not validated here (``validate.py``). In a worker thread."""
     lines = raw.split(b"\n")
     if lines.pop() != b"":
         raise Corrupt("the manifest is cut off")
@@ -66,7 +67,7 @@ def parse_manifest(raw: bytes) -> Manifest:
             raise UnsupportedCheckpoint(
                 f"the manifest has version {head['sidestream']}, this sidestream reads {_VERSION}: upgrade it"
             )
-        entries = dict(_parse_entry(json.loads(line)) for line in lines[1:])
+        entries = dict(_parse_entry(json.loads(line)) for line in politely(lines[1:]))
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
             raise Corrupt(f"the manifest announces {head['entries']} entries and has {len(entries)}")
         files = {_is(str, name): _is(int, nbytes) for name, nbytes in head["files"].items()}

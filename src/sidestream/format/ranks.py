@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from .._threads import politely
 from ..errors import Corrupt
 from .records import Chunk, Entry, Manifest, TensorEntry, ValueEntry
 
@@ -48,7 +49,7 @@ def merge_ranks(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
     boxes: dict[str, dict[object, Chunk]] = {}
     replicas: list[Replica] = []
     for rank, part in enumerate(parts):
-        for fqn, entry in part.entries.items():
+        for fqn, entry in politely(part.entries.items()):
             first = entries.setdefault(fqn, entry)
             if _meaning(first) != _meaning(entry):
                 raise Corrupt(
@@ -76,7 +77,7 @@ def _gather(fqn: str, entry: TensorEntry, boxes: dict[object, Chunk]) -> list[Re
 def _with_chunks(entries: dict[str, Entry], boxes: Mapping[str, Mapping[object, Chunk]]) -> dict[str, Entry]:
     return {
         fqn: replace(entry, chunks=tuple(boxes[fqn].values())) if isinstance(entry, TensorEntry) else entry
-        for fqn, entry in entries.items()
+        for fqn, entry in politely(entries.items())
     }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .._threads import politely
 from ..errors import Corrupt, UnsupportedCheckpoint
 from .dtypes import itemsize
 from .records import Chunk, Entry, Manifest, TensorEntry
@@ -96,7 +97,7 @@ def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str)
         content = _parse_json(raw)
         extra = content.pop("__metadata__", {})
         sharding = _parse_json(extra.get("DCP_SHARDING_INFO", "{}"))
-        header = {name: _slice(name, described, sharding, start, file) for name, described in content.items()}
+        header = {name: _slice(name, described, sharding, start, file) for name, described in politely(content.items())}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
             raise
@@ -157,7 +158,7 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     ends: dict[str, tuple[bool, int]] = {}  # of the files with compressed items: whether all are bare, and their end
-    for fqn, entry in manifest.entries.items():
+    for fqn, entry in politely(manifest.entries.items()):
         if not isinstance(entry, TensorEntry):
             continue
         for chunk in entry.chunks:
@@ -176,7 +177,7 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
 def locate_shards(manifest: Manifest, headers: Mapping[str, Header]) -> Manifest:
     """The manifest with the tensors in these files located. Raises ``Corrupt`` where a header contradicts it."""
     entries: dict[str, Entry] = {}
-    for fqn, entry in manifest.entries.items():
+    for fqn, entry in politely(manifest.entries.items()):
         entries[fqn] = entry
         if isinstance(entry, TensorEntry) and any(chunk.file in headers for chunk in entry.chunks):
             chunks = [_locate(fqn, entry.dtype, chunk, headers.get(chunk.file)) for chunk in entry.chunks]
@@ -220,7 +221,7 @@ def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] 
     """
     entries: dict[str, Entry] = {}
     for file, header in headers.items():
-        for fqn, found in header.items():
+        for fqn, found in politely(header.items()):
             if index is not None and index.get(fqn) != file:
                 continue
             chunk = Chunk(found.offsets, found.sizes, file, found.start, found.nbytes, payload_offset=found.start)

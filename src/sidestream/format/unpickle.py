@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Container, Sequence
 
+from .._threads import politely
 from ..errors import Corrupt
 from .pickle_machine import Call, Global, Limits, Machine, Pairs, Persistent
 from .pickle_opcodes import HANDLERS
@@ -21,6 +22,7 @@ __all__ = ["Call", "Global", "Limits", "Pairs", "Persistent", "decode"]
 
 _DEFAULT_LIMITS = Limits()
 _STOP = ord(".")
+_SLICE = 512  # opcodes, a fraction of a microsecond each
 
 
 def decode(data: bytes, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS) -> object:
@@ -49,14 +51,15 @@ def decode(data: bytes, allowed: Container[str], limits: Limits = _DEFAULT_LIMIT
 def _run(machine: Machine, opcodes: int) -> object:
     data = machine.data
     handlers = HANDLERS
-    for _ in range(opcodes):
-        opcode = data[machine.position]
-        machine.position += 1
-        if opcode == _STOP:
-            if machine.marks or len(machine.stack) != 1 or machine.position != len(data):
-                raise machine.malformed("values or bytes are left over at its end")
-            return machine.stack[0]
-        handlers[opcode](machine)
+    for done in politely(range(0, opcodes, _SLICE), every=1):
+        for _ in range(min(_SLICE, opcodes - done)):
+            opcode = data[machine.position]
+            machine.position += 1
+            if opcode == _STOP:
+                if machine.marks or len(machine.stack) != 1 or machine.position != len(data):
+                    raise machine.malformed("values or bytes are left over at its end")
+                return machine.stack[0]
+            handlers[opcode](machine)
     raise machine.malformed(f"more than {opcodes} opcodes")
 
 

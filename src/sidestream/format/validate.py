@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from .._threads import politely
 from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
 from .cover import TooIntricateError, find_overlap, volume
 from .dtypes import DTYPES, itemsize
@@ -37,7 +38,8 @@ _Range = tuple[int, int, str, object]
 
 
 def validate(manifest: Manifest) -> None:
-    """Return if the manifest is sound; ``manifest.files`` has to hold the real sizes, fields the types they declare.
+    """In a worker thread: return if the manifest is sound. ``manifest.files`` has to hold the real sizes, fields the
+    types they declare.
 
     Then each data file is named by one plain component; each item lies within its file and either apart from all others
     or exactly where another one lies (tied tensors); each payload fits into its item; the chunks of each tensor lie
@@ -51,7 +53,7 @@ def validate(manifest: Manifest) -> None:
         _check_file(name, size)
     ranges: dict[str, list[_Range]] = {}
     holes: list[str] = []
-    for fqn, entry in manifest.entries.items():
+    for fqn, entry in politely(manifest.entries.items()):
         _check_names(fqn, entry)
         for file, start, length, content in _items(entry):
             check_item(manifest.files, fqn, file, start, length)
@@ -123,7 +125,7 @@ def _check_apart(file: str, items: list[_Range]) -> None:
     """Raise where two items share bytes without being the very same range."""
     items.sort(key=lambda item: item[:2])
     reached: _Range = (0, 0, "", None)
-    for item in items:
+    for item in politely(items):
         start, end, fqn, content = item
         if start == end or ((start, end) == reached[:2] and content is not None and content == reached[3]):
             continue

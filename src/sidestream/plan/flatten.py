@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from .._torch import Stateful
 from ..errors import InvalidOption, KeyCollision, UnsafeObject
 from ..format.records import DictKey, Key
 
-__all__ = ["Leaf", "StatefulRoot", "flatten", "leaves_of"]
+__all__ = ["Ask", "Leaf", "StatefulRoot", "is_mapping", "is_stateful", "leaves_of"]
 
 _MAX_DEPTH = 64
 
@@ -44,14 +44,31 @@ class StatefulRoot:
     """The ``_metadata`` of a module's state dict: which version of its layout it expects."""
 
 
+class Ask(Protocol):
+    """How objects and mappings are asked for what is in them."""
+
+    def state_dict(self, instance: Any) -> Any: ...
+
+    def items(self, mapping: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]: ...
+
+
+class _Directly:
+    def state_dict(self, instance: Any) -> Any:
+        return instance.state_dict()
+
+    def items(self, mapping: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
+        return mapping.items()
+
+
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
         self.stateful = 0
 
     def mapping(
         self, value: Mapping[Any, Any], prefix: str, path: tuple[Key, ...], owner: int | None
     ) -> Iterator[Leaf]:
-        for key, item in value.items():
+        for key, item in self.ask.items(value):
             fqn = f"{prefix}.{key}" if prefix else str(key)
             yield from self.item(item, fqn, (*path, _dict_key(key, fqn)), value, key, owner)
 
@@ -65,23 +82,23 @@ class _Walk:
             raise InvalidOption(
                 f"{fqn[:200]}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself"
             )
-        if _is_stateful(value):
-            own = value.state_dict()
+        if is_stateful(value):
+            own = self.ask.state_dict(value)
             if owner is None:
                 owner, self.stateful = self.stateful, self.stateful + 1
                 yield Leaf(fqn, path, StatefulRoot(owner, value, getattr(own, "_metadata", None)), holder, slot)
             value = own
-        if _is_mapping(value) and value:
+        if is_mapping(value) and value:
             yield from self.mapping(value, fqn, path, owner)
         elif isinstance(value, list) and not _is_value(value):
             for index, item in enumerate(value):
                 yield from self.item(item, f"{fqn}.{index}", (*path, index), value, index, owner)
         else:
-            yield Leaf(fqn, path, {} if _is_mapping(value) else value, holder, slot, owner)
+            yield Leaf(fqn, path, {} if is_mapping(value) else value, holder, slot, owner)
 
 
-def flatten(state: Mapping[str, Any]) -> list[Leaf]:
-    """The leaves of ``state`` in order; calls ``state_dict()`` of every ``Stateful`` object in it.
+def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf]:
+    """The leaves of ``state`` in order; calls ``state_dict()`` of every ``Stateful`` object in it, or asks ``ask``.
 
     Dicts are descended into, and lists that hold tensors, dicts or ``Stateful`` objects at some depth (DCP's rule); any
     other value, tuples included, is one leaf. The FQN joins the keys with dots. Raises ``KeyCollision`` where two paths
@@ -92,13 +109,8 @@ def flatten(state: Mapping[str, Any]) -> list[Leaf]:
             f"state is a mapping from names to tensors, values and objects with state_dict(), not a "
             f'{type(state).__name__}; write {{"model": model}}'
         )
-    return list(leaves_of(state))
-
-
-def leaves_of(state: Mapping[str, Any]) -> Iterator[Leaf]:
-    """``flatten``, one by one, so that a worker thread can let others run in between."""
     seen: dict[str, tuple[Key, ...]] = {}
-    for leaf in _Walk().mapping(state, "", (), None):
+    for leaf in _Walk(ask or _Directly()).mapping(state, "", (), None):
         if isinstance(leaf.value, StatefulRoot):
             yield leaf
             continue
@@ -115,11 +127,11 @@ def leaves_of(state: Mapping[str, Any]) -> Iterator[Leaf]:
 _PLAIN = frozenset({bool, int, float, str, bytes, complex, tuple, list, dict, OrderedDict, set, type, type(None)})
 
 
-def _is_stateful(value: Any) -> bool:
+def is_stateful(value: Any) -> bool:
     return type(value) not in _PLAIN and not isinstance(value, type) and isinstance(value, Stateful)
 
 
-def _is_mapping(value: Any) -> bool:
+def is_mapping(value: Any) -> bool:
     kind = type(value)
     return kind is dict or kind is OrderedDict or (kind not in _PLAIN and isinstance(value, Mapping))
 
@@ -128,9 +140,9 @@ def _is_value(items: list[Any]) -> bool:
     """A list is one value unless something in it has to be descended into."""
     return not any(
         isinstance(item, torch.Tensor)
-        or _is_mapping(item)
+        or is_mapping(item)
         or (isinstance(item, list) and not _is_value(item))
-        or _is_stateful(item)
+        or is_stateful(item)
         for item in items
     )
 

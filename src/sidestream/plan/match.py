@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
+from .._threads import politely
 from .._torch import Stateful, check_tensor, dtype_name
 from ..errors import DtypeMismatch, KindMismatch, Mismatch, MissingKeys, ShapeMismatch, UnexpectedKeys
 from ..format.records import DictKey, EmptyEntry, Entry, Key, Manifest, TensorEntry, ValueEntry
-from .flatten import Leaf, StatefulRoot, flatten
+from .ask import Answers
+from .cast import castable
+from .flatten import Leaf, StatefulRoot, leaves_of
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
@@ -21,7 +24,8 @@ PlainPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StatefulLoad:
-    """``instance`` gets everything saved below ``depth`` keys of path; ``entries`` are those, by FQN.
+    """``instance`` gets everything saved below ``depth`` keys of path; ``entries`` are those, by FQN, and ``kept``
+    those leaves of its own state that were not saved and may be left as they are.
 
     ``integer_keys`` are the (plain) paths of dicts in the instance's own state whose keys are integers: DCP's files
     have strings there.
@@ -32,6 +36,7 @@ class StatefulLoad:
     versions: Any
     depth: int
     entries: Mapping[str, Entry]
+    kept: tuple[Leaf, ...]
     integer_keys: frozenset[PlainPath]
 
 
@@ -41,7 +46,8 @@ class LoadPlan:
 
     ``tensors``: FQN to the tensor that is overwritten in place, and ``leaders`` the first FQN of the same memory (tied
     tensors have one leader). ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets a
-    new value. ``not_asked_for``: keys of the checkpoint that are not read.
+    new value. ``not_asked_for``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: what
+    ``strict=`` let pass.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -50,16 +56,35 @@ class LoadPlan:
     values: tuple[tuple[Leaf, ValueEntry], ...]
     statefuls: tuple[StatefulLoad, ...]
     not_asked_for: tuple[str, ...]
+    missing: tuple[str, ...]
+    cast: tuple[str, ...]
+    ignored: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class _Findings:
-    """One list for each kind of offence, in the order in which they are told."""
+    """Offenders by kind, in the order in which they are told, and what is none because ``strict`` allows it."""
 
+    strict: frozenset[str]
     offenders: dict[type[Mismatch], list[str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
 
     def add(self, kind: type[Mismatch], line: str) -> None:
         self.offenders.setdefault(kind, []).append(line)
+
+    def add_missing(self, fqn: str, what: str = "not in the checkpoint") -> None:
+        if "partial" in self.strict:
+            self.missing.append(fqn)
+        else:
+            self.add(MissingKeys, f"{fqn}: in the target, {what}")
+
+    def add_unexpected(self, fqn: str, where: str) -> None:
+        if "ignore_unexpected" in self.strict:
+            self.ignored.append(fqn)
+        else:
+            self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
 
     def raise_if_any(self, url: str) -> None:
         if not self.offenders:
@@ -76,71 +101,94 @@ def plain_path(path: tuple[Key, ...]) -> PlainPath:
     return tuple(str(key.value) if isinstance(key, DictKey) else key for key in path)
 
 
-def match(state: Mapping[str, Any], manifest: Manifest, url: str) -> LoadPlan:
-    """Flatten the template and find its leaves in the checkpoint.
+def match(state: Mapping[str, Any], answers: Answers, manifest: Manifest, url: str, strict: frozenset[str]) -> LoadPlan:
+    """Flatten the template and find its leaves in the checkpoint. Runs in a worker thread.
 
-    Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind.
+    Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
+    as far as ``strict`` does not let them pass.
     """
-    leaves = flatten(state)
-    findings = _Findings()
+    leaves = list(politely(leaves_of(state, answers)))
+    findings = _Findings(strict)
     roots = {leaf.value.number: leaf for leaf in leaves if isinstance(leaf.value, StatefulRoot)}
+    owned: dict[int, list[Leaf]] = {number: [] for number in roots}
     tensors: dict[str, torch.Tensor] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
-    for leaf in leaves:
+    for leaf in politely(leaves):
         if isinstance(leaf.value, StatefulRoot):
             continue
+        if leaf.owner is not None:
+            owned[leaf.owner].append(leaf)
         entry = manifest.entries.get(leaf.fqn)
         if isinstance(leaf.value, torch.Tensor):
             if _tensor_fits(leaf, entry, findings):
                 tensors[leaf.fqn] = leaf.value
         elif leaf.owner is None:
             _match_value(leaf, entry, manifest.own, values, findings)
-    below = _claimed(manifest, roots, leaves)
-    for number, root in roots.items():
-        _match_stateful(root, [leaf for leaf in leaves if leaf.owner == number], below[number], manifest, findings)
+    below = _claimed(manifest, roots, owned)
+    statefuls = [
+        _match_stateful(root, owned[number], below[number], manifest, findings) for number, root in roots.items()
+    ]
     asked = {leaf.fqn for leaf in leaves} | {fqn for entries in below.values() for fqn in entries}
-    top = {str(key) for key in state}
-    rest = [fqn for fqn in manifest.entries if fqn not in asked]
-    for fqn in rest:
-        if str(plain_path(manifest.entries[fqn].path)[0]) in top:
-            findings.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the target")
+    rest = _not_asked_for(manifest, asked, {str(key) for key, _ in answers.items(state)}, findings)
     leaders = _tied(tensors, manifest, findings)
     findings.raise_if_any(url)
-    statefuls = tuple(
-        StatefulLoad(
-            root.value.instance,
-            root.fqn,
-            root.value.versions,
-            len(root.path),
-            below[number],
-            _integer_keys(leaves, number),
-        )
-        for number, root in roots.items()
-    )
-    new = [fqn for entries in below.values() for fqn, entry in entries.items() if isinstance(entry, TensorEntry)]
+    new = [
+        fqn
+        for stateful in statefuls
+        if stateful is not None
+        for fqn, entry in politely(stateful.entries.items())
+        if isinstance(entry, TensorEntry) and fqn not in tensors
+    ]
     return LoadPlan(
-        tensors, leaders, tuple(fqn for fqn in new if fqn not in tensors), tuple(values), statefuls, tuple(rest)
+        tensors=tensors,
+        leaders=leaders,
+        new=tuple(new),
+        values=tuple(values),
+        statefuls=tuple(stateful for stateful in statefuls if stateful is not None),
+        not_asked_for=rest,
+        missing=tuple(findings.missing),
+        cast=tuple(findings.cast),
+        ignored=tuple(findings.ignored),
     )
+
+
+def _not_asked_for(manifest: Manifest, asked: set[str], top: set[str], findings: _Findings) -> tuple[str, ...]:
+    """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for."""
+    rest = []
+    for fqn, entry in politely(manifest.entries.items()):
+        if fqn in asked:
+            continue
+        if str(plain_path(entry.path)[0]) in top:
+            findings.add_unexpected(fqn, "target")
+        else:
+            rest.append(fqn)
+    return tuple(rest)
 
 
 def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
     tensor = leaf.value
-    check_tensor(tensor, leaf.fqn)
+    check_tensor(tensor, leaf.fqn, "load into")
     if entry is None:
-        findings.add(MissingKeys, f"{leaf.fqn}: in the target, not in the checkpoint")
+        findings.add_missing(leaf.fqn)
     elif not isinstance(entry, TensorEntry):
         findings.add(KindMismatch, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
     elif tuple(tensor.shape) != entry.shape:
         findings.add(ShapeMismatch, f"{leaf.fqn}: shape {tuple(tensor.shape)} in the target, {entry.shape} saved")
-    elif dtype_name(tensor.dtype) != entry.dtype:
-        findings.add(
-            DtypeMismatch,
-            f"{leaf.fqn}: dtype {dtype_name(tensor.dtype)} in the target, {entry.dtype} saved (never cast)",
-        )
     elif any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         findings.add(Mismatch, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it")
     else:
+        return _dtype_fits(leaf.fqn, dtype_name(tensor.dtype), entry.dtype, findings)
+    return False
+
+
+def _dtype_fits(fqn: str, here: str, saved: str, findings: _Findings) -> bool:
+    if here == saved:
         return True
+    if "cast" in findings.strict and castable(saved, here):
+        findings.cast.append(fqn)
+        return True
+    remedy = "which torch does not convert into it" if "cast" in findings.strict else 'strict={"cast"} converts'
+    findings.add(DtypeMismatch, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
     return False
 
 
@@ -150,7 +198,7 @@ def _tied(tensors: Mapping[str, torch.Tensor], manifest: Manifest, findings: _Fi
     first: dict[object, str] = {}
     leaders: dict[str, str] = {}
     extents: list[tuple[int, int, str]] = []
-    for fqn, tensor in tensors.items():
+    for fqn, tensor in politely(tensors.items()):
         view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
         if leader != fqn and manifest.own and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
@@ -171,20 +219,30 @@ def _content(entry: Entry) -> object:
 
 def _match_stateful(
     root: Leaf, leaves: list[Leaf], below: dict[str, Entry], manifest: Manifest, findings: _Findings
-) -> None:
-    """What must hold before an object is handed what is ``below`` it; the values it misses are its own affair."""
+) -> StatefulLoad | None:
+    """What an object is handed of what is ``below`` it; the values that it misses are its own affair. None if that is
+    nothing, and may be."""
     empty = [leaf for leaf in leaves if type(leaf.value) is dict and not leaf.value]
     if not manifest.own:  # stock DCP has no entries for empty dicts; the object wants to see them all the same
         saved = {plain_path(entry.path)[:depth] for entry in below.values() for depth in range(len(entry.path) + 1)}
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
-    if not below:
-        findings.add(MissingKeys, f"{root.fqn}: in the target, nothing of it in the checkpoint")
     instance = root.value.instance
+    if not below:
+        findings.add_missing(root.fqn, "nothing of it in the checkpoint")
+        return None
+    known = {leaf.fqn for leaf in leaves}
+    entries = below
     if isinstance(instance, torch.nn.Module) and type(instance).load_state_dict is torch.nn.Module.load_state_dict:
-        known = {leaf.fqn for leaf in leaves}
-        for fqn in below:
-            if fqn not in known:
-                findings.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the module")
+        entries = {}
+        for fqn, entry in politely(below.items()):
+            if fqn in known:
+                entries[fqn] = entry
+            else:
+                findings.add_unexpected(fqn, "module")
+    kept = [leaf for leaf in leaves if leaf.fqn not in below] if "partial" in findings.strict else []
+    findings.missing.extend(leaf.fqn for leaf in kept if not isinstance(leaf.value, torch.Tensor))
+    versions, integer_keys = root.value.versions, _integer_keys(leaves)
+    return StatefulLoad(instance, root.fqn, versions, len(root.path), entries, tuple(kept), integer_keys)
 
 
 def _match_value(
@@ -194,7 +252,7 @@ def _match_value(
     empty = type(leaf.value) is dict and not leaf.value
     if entry is None:
         if own or not empty:  # stock DCP has no entry for an empty dict
-            findings.add(MissingKeys, f"{leaf.fqn}: in the target, not in the checkpoint")
+            findings.add_missing(leaf.fqn)
     elif isinstance(entry, ValueEntry) and not empty:
         if isinstance(leaf.holder, MutableMapping | list):
             values.append((leaf, entry))
@@ -206,29 +264,32 @@ def _match_value(
         findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {kinds[type(entry)]} in the checkpoint")
 
 
-def _claimed(manifest: Manifest, roots: Mapping[int, Leaf], leaves: list[Leaf]) -> dict[int, dict[str, Entry]]:
+def _claimed(
+    manifest: Manifest, roots: Mapping[int, Leaf], owned: Mapping[int, list[Leaf]]
+) -> dict[int, dict[str, Entry]]:
     """For each ``Stateful`` all entries saved below its path, and those of its own leaves; where a writer left the
     names without paths, these are found where the leaves are."""
+    below: dict[int, dict[str, Entry]] = {number: {} for number in roots}
+    if not roots:
+        return below
     prefixes: dict[PlainPath, int] = {plain_path(root.path): number for number, root in roots.items()}
     lengths = sorted({len(prefix) for prefix in prefixes})
-    owned = {leaf.fqn: leaf for leaf in leaves if leaf.owner is not None}
-    below: dict[int, dict[str, Entry]] = {number: {} for number in roots}
-    for fqn, entry in manifest.entries.items():
+    own_leaves = {leaf.fqn: leaf for leaves in owned.values() for leaf in leaves}
+    for fqn, entry in politely(manifest.entries.items()):
         path = plain_path(entry.path)
         number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), None)
         if number is not None:
             below[number][fqn] = entry
-        elif (leaf := owned.get(fqn)) is not None and leaf.owner is not None:
+        elif (leaf := own_leaves.get(fqn)) is not None and leaf.owner is not None:
             below[leaf.owner][fqn] = entry if manifest.own else replace(entry, path=leaf.path)
     return below
 
 
-def _integer_keys(leaves: list[Leaf], number: int) -> frozenset[PlainPath]:
+def _integer_keys(leaves: list[Leaf]) -> frozenset[PlainPath]:
     is_integer: Callable[[Key], bool] = lambda key: isinstance(key, DictKey) and type(key.value) is int  # noqa: E731
     return frozenset(
         plain_path(leaf.path[:depth])
-        for leaf in leaves
-        if leaf.owner == number
+        for leaf in politely(leaves)
         for depth, key in enumerate(leaf.path)
         if is_integer(key)
     )

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from .._threads import politely
 from ..format.dtypes import itemsize
 from ..format.records import BLOCK_BYTES, Chunk, TensorEntry
 
 __all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "overlaps", "plan_ranges"]
 
 PIECE_BYTES = 16 * BLOCK_BYTES
+_DIRECT_BYTES = 2 * BLOCK_BYTES  # verified one by one, as they arrive
 _BATCH_RANGES = 256
 
 
@@ -139,7 +141,7 @@ def _straight(fqn: str, chunk: Chunk, start: int, end: int, begin: int, total: i
             into: Into = Part(begin + position - start, position - block, stop - position)
             yield _range(fqn, chunk, block, nbytes, into)
         else:
-            stop = min(position + PIECE_BYTES, end)
+            stop = min(position + _DIRECT_BYTES, end)
             if stop < total:
                 stop = stop // BLOCK_BYTES * BLOCK_BYTES
             yield _range(fqn, chunk, position, stop - position, Direct(begin + position - start))
@@ -214,16 +216,16 @@ def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 
 def batches(ranges: Iterable[Range]) -> list[Batch]:
-    """Group ranges by file and offset: many small ones are read in one go, a large one by itself."""
+    """Group ranges by file and offset: many small ones are read in one go, a large one by itself. In a thread."""
     by_file: dict[str, list[Range]] = {}
-    for one in ranges:
+    for one in politely(ranges):
         by_file.setdefault(one.file, []).append(one)
     result = []
     for file, found in by_file.items():
         found.sort(key=lambda one: one.offset)
         current: list[Range] = []
         nbytes = 0
-        for one in found:
+        for one in politely(found):
             if current and (nbytes + one.nbytes > PIECE_BYTES or len(current) == _BATCH_RANGES):
                 result.append(Batch(file, tuple(current)))
                 current, nbytes = [], 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import stat
@@ -16,11 +17,16 @@ from pathlib import Path
 from .._threads import Deadline, Stop, Threads, io_threads
 from ..errors import Conflict, Corrupt, NotDurable, SidestreamError, from_os_error
 from ..options import Durability
+from .coalesce import coalesce
 from .store import Body, Part, ReadRange
 
 __all__ = ["LocalStore"]
 
 _MAX_TRANSFER_BYTES = 0x7FFFF000  # what one Linux write or read moves at most
+_GAP_BYTES = 16 << 10  # to read past as many bytes costs about as much as another system call
+_GAP = memoryview(bytearray(_GAP_BYTES))  # every thread reads into it, and none looks
+_RUN_BYTES = 2 << 20  # so much stays in the cache until its checksum has been computed
+_RUN_RANGES = 512  # with the gaps between them, what one readv takes (IOV_MAX)
 _WRITERS = 4  # so many direct writes in flight keep a fast disk busy
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
@@ -70,6 +76,9 @@ class LocalStore:
     async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
         stop = Stop()
         await io_threads().run(_read, self.root / name, ranges, stop, stop=stop, deadline=deadline)
+
+    async def map(self, name: str, nbytes: int, *, deadline: Deadline) -> mmap.mmap:
+        return await io_threads().run(_map, self.root / name, nbytes, deadline=deadline)
 
     async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
         return await io_threads().run(_read_tail, self.root / name, nbytes, deadline=deadline)
@@ -296,13 +305,30 @@ def _read(path: Path, ranges: Sequence[ReadRange], stop: Stop) -> None:
     try:
         descriptor = _open_regular(str(path), os.O_RDONLY)
         try:
-            for one in ranges:
+            for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES, most_bytes=_RUN_BYTES):
                 stop.check()
-                _read_range(descriptor, one, path)
+                _read_run(descriptor, run, path)
+                for one in run:
+                    if one.arrived is not None:
+                        one.arrived()
         finally:
             os.close(descriptor)
     except OSError as error:
         raise _translated(error, "reading", str(path)) from error
+
+
+def _map(path: Path, nbytes: int) -> mmap.mmap:
+    try:
+        descriptor = _open_regular(str(path), os.O_RDONLY)
+        try:
+            if os.fstat(descriptor).st_size < nbytes:  # to touch a page behind the end would kill the process
+                raise Corrupt(f"{path} is shorter than the {nbytes} bytes that were saved", file=path.name)
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+            return mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _translated(error, "mapping", str(path)) from error
 
 
 def _read_tail(path: Path, nbytes: int) -> bytes:
@@ -314,17 +340,33 @@ def _read_tail(path: Path, nbytes: int) -> bytes:
         raise _translated(error, "reading", str(path)) from error
 
 
-def _read_range(descriptor: int, one: ReadRange, path: Path) -> None:
-    done = 0
-    while done < len(one.into):
-        count = os.preadv(descriptor, [one.into[done : done + _MAX_TRANSFER_BYTES]], one.offset + done)
+def _read_run(descriptor: int, run: Sequence[ReadRange], path: Path) -> None:
+    """One system call for all ranges of the run, unless the system moves fewer bytes than were asked for."""
+    start = position = run[0].offset
+    buffers: list[memoryview] = []
+    for one in run:
+        if one.offset > position:
+            buffers.append(_GAP[: one.offset - position])
+        buffers.append(one.into)
+        position = one.offset + len(one.into)
+    done = start
+    while buffers:
+        count = os.preadv(descriptor, buffers, done)
         if count == 0:
             raise Corrupt(
-                f"{path} ends at byte {one.offset + done}, but {len(one.into) - done} more belong there",
-                file=path.name,
-                offset=one.offset + done,
+                f"{path} ends at byte {done}, but {position - done} more belong there", file=path.name, offset=done
             )
         done += count
+        buffers = _rest(buffers, count)
+
+
+def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left to fill when ``count`` bytes have arrived."""
+    for number, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[number + 1 :]]
+        count -= len(buffer)
+    return []
 
 
 def _sizes(directory: Path) -> dict[str, int]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from mmap import mmap
+from typing import Protocol, runtime_checkable
 
 from .._threads import Deadline, Stop, Threads
 from ..options import Durability
 
-__all__ = ["Body", "Part", "ReadRange", "Store"]
+__all__ = ["Body", "MappingStore", "Part", "ReadRange", "Store"]
 
 
 class Part(Protocol):
@@ -45,10 +46,12 @@ class Body(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """Fill ``into`` with the bytes from ``offset`` on."""
+    """Fill ``into`` with the bytes from ``offset`` on; ``arrived`` is called when that is done, while they are still in
+    the processor's cache, in a thread of the store's own. What it raises ends the read."""
 
     offset: int
     into: memoryview
+    arrived: Callable[[], None] | None = None
 
 
 class Store(Protocol):
@@ -92,7 +95,9 @@ class Store(Protocol):
         """``discard``, in the calling thread."""
 
     async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
-        """Fill every range. Raises ``Corrupt`` if the file ends before, ``FileNotFoundError`` if there is none."""
+        """Fill every range. Raises ``Corrupt`` if the file ends before, ``FileNotFoundError`` if there is none.
+
+        Ranges that lie close together are one request; how close is the store's own affair."""
 
     async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
         """The last ``nbytes`` of a small file, or all of it. Raises ``FileNotFoundError``."""
@@ -102,3 +107,13 @@ class Store(Protocol):
 
     async def directories(self, *, deadline: Deadline) -> list[str]:
         """Names of the directories directly under the root; none if the root does not exist."""
+
+
+@runtime_checkable
+class MappingStore(Protocol):
+    """A store whose files are on this machine."""
+
+    async def map(self, name: str, nbytes: int, *, deadline: Deadline) -> mmap:
+        """The first ``nbytes`` of a file as memory. Writing to it changes private copies of its pages, never the file.
+
+        Raises ``Corrupt`` if the file is shorter, ``FileNotFoundError`` if there is none."""

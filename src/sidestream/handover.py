@@ -1,0 +1,92 @@
+"""The end of a load: values into their places, and objects given their new state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._threads import politely
+from .errors import StatefulRefused
+from .format.records import DictKey, EmptyEntry, Key
+from .plan.assemble import assemble
+from .plan.flatten import Leaf
+from .plan.match import LoadPlan, StatefulLoad, plain_path
+
+__all__ = ["Handover", "hand_over", "prepare"]
+
+_SLICE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Plain values by the leaf that they replace, and the state dict of each object, ready to be handed to it."""
+
+    values: tuple[tuple[Leaf, Any], ...]
+    statefuls: tuple[tuple[StatefulLoad, dict[Any, Any]], ...]
+
+
+def prepare(plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, own: bool) -> Handover:
+    """In a thread, before anything is read into ``tensors``. Raises ``Corrupt`` for paths that do not fit together."""
+    leaves = tuple((leaf, values[leaf.fqn]) for leaf, _ in politely(plan.values))
+    statefuls = tuple((stateful, _state_dict(stateful, values, tensors, own)) for stateful in plan.statefuls)
+    return Handover(leaves, statefuls)
+
+
+async def hand_over(handover: Handover) -> None:
+    """On the caller's thread: the holders of values and ``load_state_dict`` are the user's own. Safe to repeat."""
+    for number, (leaf, value) in enumerate(handover.values, 1):
+        leaf.holder[leaf.slot] = value
+        if number % _SLICE == 0:
+            await asyncio.sleep(0)
+    for stateful, state_dict in handover.statefuls:
+        await asyncio.sleep(0)
+        _load_stateful(stateful, state_dict)
+
+
+def _state_dict(
+    stateful: StatefulLoad, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], own: bool
+) -> dict[Any, Any]:
+    def leaves() -> Iterator[tuple[tuple[Key, ...], Any]]:
+        for fqn, entry in politely(stateful.entries.items()):
+            path = entry.path if own else _with_integer_keys(entry.path, stateful)
+            yield path, {} if isinstance(entry, EmptyEntry) else tensors[fqn] if fqn in tensors else values[fqn]
+        for leaf in politely(stateful.kept):
+            yield leaf.path, leaf.value
+
+    # A Stateful whose own state dict is empty stands as one empty entry at its own path.
+    below = ((path[stateful.depth :], value) for path, value in leaves())
+    state_dict = assemble((path, value) for path, value in below if path)
+    if stateful.versions is not None:  # without it a module takes its state dict for one of its first version
+        state_dict = OrderedDict(state_dict)
+        state_dict._metadata = stateful.versions  # type: ignore[attr-defined]
+    return state_dict
+
+
+def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
+    inference = isinstance(stateful.instance, torch.nn.Module) and any(
+        parameter.is_inference() for parameter in stateful.instance.parameters()
+    )
+    try:
+        with torch.inference_mode(inference):
+            stateful.instance.load_state_dict(state_dict)
+    except Exception as error:
+        raise StatefulRefused(
+            f"{stateful.fqn}: {type(stateful.instance).__name__}.load_state_dict raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _with_integer_keys(path: tuple[Key, ...], stateful: StatefulLoad) -> tuple[Key, ...]:
+    """DCP turns the integer keys of an optimizer's state into strings; the template, or the class, says where."""
+    plain = plain_path(path)
+    in_optimizer = isinstance(stateful.instance, torch.optim.Optimizer)
+    keys: list[Key] = []
+    for depth, key in enumerate(path):
+        known = plain[:depth] in stateful.integer_keys
+        state = in_optimizer and depth == stateful.depth + 1 and plain[depth - 1] == "state"
+        keys.append(DictKey(int(key)) if (known or state) and isinstance(key, str) and key.isdecimal() else key)
+    return tuple(keys)

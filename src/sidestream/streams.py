@@ -1,0 +1,69 @@
+"""Where the copies of a load go on devices: onto the streams that the caller computes on.
+
+So they come after what the caller has enqueued that may still use the old content, and the allocator counts new memory
+to the stream that will use it. The threads of a load have other current streams, in no order with those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._threads import Deadline, io_threads
+from .errors import CapturingGraph, InvalidOption
+from .staging.driver import Driver, driver_for
+
+__all__ = ["Streams", "streams_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The current streams of a thread, on some devices: ``sides`` are driver, device and stream."""
+
+    sides: Sequence[tuple[Driver, Hashable, Any]] = ()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make them the current ones of the calling thread, and the last one's device its current device."""
+        with ExitStack() as stack:
+            for driver, device, stream in self.sides:
+                driver.enter(device)
+                stack.enter_context(driver.using(stream))
+            yield
+
+    def finish(self) -> None:
+        """Wait, in a worker thread, for what they were given so far: then every other stream may use it too."""
+        for driver, device, stream in self.sides:
+            driver.enter(device)
+            driver.synchronize(driver.record(stream))
+
+
+async def streams_of(devices: Collection[torch.device], deadline: Deadline) -> Streams:
+    """Those that are current here. Raises ``CapturingGraph`` if one records a graph, ``InvalidOption`` for a device
+    that is not on this machine, ``UnsupportedTensor`` for one that has no streams."""
+    devices = [device for device in devices if device.type != "cpu"]
+    if not devices:
+        return Streams()
+    if any(device.type == "cuda" for device in devices) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # To start it takes seconds; until then the current streams of all threads are the same.
+        return await io_threads().run(_current, devices, deadline=deadline)
+    return _current(devices)
+
+
+def _current(devices: Collection[torch.device]) -> Streams:
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    for device in devices:
+        if kind is None or device.type != kind.type or (device.index or 0) >= torch.accelerator.device_count():
+            raise InvalidOption(f"{str(device)!r} is no device of this machine")
+    sides: list[tuple[Driver, Hashable, Any]] = []
+    for device in devices:
+        driver = driver_for(device)
+        if driver.capturing():
+            raise CapturingGraph("the current stream records a graph: load before or after the capture")
+        stream = driver.current_stream(device)
+        sides.append((driver, stream.device, stream))  # "cuda" is the caller's current device, not a thread's
+    return Streams(sides)
