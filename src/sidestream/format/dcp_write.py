@@ -7,6 +7,7 @@ which stock DCP ignores: the commit marker (``marker.py``). It is emitted last, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 
 from . import pickles as p
 from .marker import Marker, marker_attribute
@@ -47,7 +48,8 @@ def dcp_metadata(entries: Mapping[str, Entry], marker: Marker) -> Iterator[bytes
     yield _Names.metadata + _NEW + b"}(" + p.text("state_dict_metadata") + b"}("
     for fqn, entry in entries.items():
         if isinstance(entry, TensorEntry):
-            yield p.text(fqn) + _tensor(entry, dtypes[entry.dtype])
+            boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+            yield p.text(fqn) + _tensor(dtypes[entry.dtype], entry.shape, boxes)
         elif isinstance(entry, ValueEntry):
             yield p.text(fqn) + _Names.value + _NEW
     yield b"u" + p.text("planner_data") + b"}("
@@ -57,10 +59,11 @@ def dcp_metadata(entries: Mapping[str, Entry], marker: Marker) -> Iterator[bytes
     yield b"u" + p.text("storage_data") + b"}("
     for fqn, entry in entries.items():
         if isinstance(entry, TensorEntry):
+            name = p.text(fqn)
             for number, chunk in enumerate(entry.chunks):
-                yield _index(fqn, chunk, number) + _info(chunk.file, chunk.item_offset, chunk.item_bytes)
+                yield _index(name, chunk, number) + _info(chunk.file, chunk.item_offset, chunk.item_bytes)
         elif isinstance(entry, ValueEntry):
-            yield _index(fqn, None, None) + _info(entry.file, entry.item_offset, entry.item_bytes)
+            yield _index(p.text(fqn), None, None) + _info(entry.file, entry.item_offset, entry.item_bytes)
     yield b"u" + p.text("storage_meta") + p.NONE + p.text("version") + p.text("1.0.0")
     yield marker_attribute(marker)
 
@@ -73,34 +76,36 @@ def _prelude(dtypes: Iterable[str]) -> bytes:
     return b"".join(pickled + _MEMOIZE + _POP for pickled in globals_)
 
 
+@lru_cache(maxsize=65536)
 def _size(sizes: tuple[int, ...]) -> bytes:
     return p.call(_Names.size, p.tuple_of(*map(p.integer, sizes)))
 
 
-def _object(kind: bytes, state: bytes) -> bytes:
-    return kind + _NEW + state + _BUILD
+def _object(kind: bytes, *state: bytes) -> bytes:
+    """An instance with ``state``, names and values in turn, as its attributes."""
+    return kind + _NEW + b"}(" + b"".join(state) + b"u" + _BUILD
 
 
-def _tensor(entry: TensorEntry, dtype: bytes) -> bytes:
-    properties = _object(_Names.properties, p.tuple_of(dtype, _Names.layout, p.FALSE, _Names.memory_format, p.FALSE))
-    chunks = (
-        _object(_Names.chunk, _state(offsets=_size(chunk.offsets), sizes=_size(chunk.sizes))) for chunk in entry.chunks
-    )
-    return _object(_Names.tensor, _state(properties=properties, size=_size(entry.shape), chunks=p.list_of(chunks)))
+@lru_cache(maxsize=65536)  # a training run has few distinct ones, and 10,000 tensors
+def _tensor(dtype: bytes, shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> bytes:
+    values = p.tuple_of(dtype, _Names.layout, p.FALSE, _Names.memory_format, p.FALSE)
+    properties = _Names.properties + _NEW + values + _BUILD
+    chunks = (_object(_Names.chunk, _OFFSETS, _size(offsets), _SIZES, _size(sizes)) for offsets, sizes in boxes)
+    return _object(_Names.tensor, _PROPERTIES, properties, _SIZE, _size(shape), _CHUNKS, p.list_of(chunks))
 
 
-def _index(fqn: str, chunk: Chunk | None, number: int | None) -> bytes:
+def _index(fqn: bytes, chunk: Chunk | None, number: int | None) -> bytes:
     offset = p.NONE if chunk is None else _size(chunk.offsets)
     position = p.NONE if number is None else p.integer(number)
-    return _object(_Names.index, _state(fqn=p.text(fqn), offset=offset, index=position))
+    return _object(_Names.index, _FQN, fqn, _OFFSET, offset, _INDEX, position)
 
 
 def _info(file: str, offset: int, nbytes: int) -> bytes:
-    return _object(_Names.info, _state(relative_path=p.text(file), offset=p.integer(offset), length=p.integer(nbytes)))
+    return _object(_Names.info, _PATH, p.text(file), _OFFSET, p.integer(offset), _LENGTH, p.integer(nbytes))
 
 
-def _state(**attributes: bytes) -> bytes:
-    return p.dict_of((p.text(name), value) for name, value in attributes.items())
+_FQN, _INDEX, _OFFSET, _LENGTH, _PATH = map(p.text, ("fqn", "index", "offset", "length", "relative_path"))
+_OFFSETS, _SIZES, _PROPERTIES, _SIZE, _CHUNKS = map(p.text, ("offsets", "sizes", "properties", "size", "chunks"))
 
 
 def _path_item(key: Key) -> bytes:

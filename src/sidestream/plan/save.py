@@ -202,8 +202,8 @@ def _copies(
     shard: ShardLayout, window: Window, sources: Sequence[int], before: int, tensors: Sequence[torch.Tensor]
 ) -> Iterator[Copy]:
     for index in politely(range(window.first, window.last), _EVERY):
-        placed = shard.items[index]
-        start, end = max(placed.payload_offset, window.start), min(placed.trailer_offset, window.end)
+        frame, item_offset = shard.items[index]
+        payload = item_offset + len(frame.header)
+        start, end = max(payload, window.start), min(payload + frame.payload_bytes, window.end)
         if start < end:
-            source = tensors[sources[before + index]]
-            yield Copy(source, start - window.start, end - start, skip=start - placed.payload_offset)
+            yield Copy(tensors[sources[before + index]], start - window.start, end - start, None, start - payload)
