@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -73,7 +75,7 @@ def test_any_run_of_row_major_bytes_of_any_view(shape: list[int], random, dtype:
     tensor = tensor.permute(*random.sample(range(len(shape)), len(shape)))
     if random.random() < 0.3:
         tensor = tensor.conj() if dtype.is_complex else tensor.flip(0)
-    raw = bytes(tensor.resolve_conj().contiguous().flatten().view(torch.uint8).tolist())
+    raw = bytes(tensor.resolve_conj().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).tolist())
     first, last = sorted(random.randrange(tensor.numel() + 1) for _ in range(2))
     if first == last:
         return
@@ -81,7 +83,9 @@ def test_any_run_of_row_major_bytes_of_any_view(shape: list[int], random, dtype:
     rows, inner = rows_with(tensor, skip, nbytes)
     assert rows.nbytes - nbytes <= 2 * tensor[0].nbytes
     assert (
-        bytes(rows.resolve_conj().contiguous().flatten().view(torch.uint8).tolist())[inner : inner + nbytes]
+        bytes(rows.resolve_conj().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).tolist())[
+            inner : inner + nbytes
+        ]
         == (raw[skip : skip + nbytes])
     )
     target = torch.zeros(nbytes, dtype=torch.uint8)
@@ -120,3 +124,30 @@ def test_streaming_needs_little_memory_whatever_the_state_has(tmp_path: Path) ->
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
     assert int(done.stdout) <= (256 + 64) << 10, "the state has 920 MiB"
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm")
+async def test_a_file_system_without_direct_io() -> None:
+    state = large_state()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        async with AsyncStager(budget_bytes=5 * MIB) as stager:
+            await sidestream.save(state, Path(folder) / "c", stager=stager)
+        assert_same(state, await (await sidestream.open_checkpoint(Path(folder) / "c")).state_dict())
+
+
+@pytest.fixture(scope="module")
+def rows_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    tensor = torch.arange(1_500_007 * 3, dtype=torch.int32).reshape(1_500_007, 3)
+    url = tmp_path_factory.mktemp("rows") / "c"
+    sidestream.blocking.save({"t": tensor}, url, snapshot=False)
+    return url, tensor
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1_500_007), st.integers(0, 600_000))
+async def test_any_rows_of_a_tensor_in_many_blocks(
+    rows_checkpoint: tuple[Path, torch.Tensor], first: int, count: int
+) -> None:
+    url, tensor = rows_checkpoint
+    checkpoint = await sidestream.open_checkpoint(url)
+    assert torch.equal(await checkpoint.tensor("t", rows=slice(first, first + count)), tensor[first : first + count])

@@ -55,6 +55,20 @@ class SidestreamError(Exception):
     written: tuple[str, ...] = ()
 
 
+def without_frames(error: BaseException) -> BaseException:
+    """``error`` and all that led to it without the frames behind them: those would keep memory for as long as somebody
+    keeps the error."""
+    chain: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while chain:
+        one = chain.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.with_traceback(None)
+            chain += [one.__cause__, one.__context__]
+    return error
+
+
 # --- what the caller asked for ---------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from .._threads import Deadline, Stop
-from ..errors import Closed, SidestreamError, Skipped
+from ..errors import Closed, SidestreamError, Skipped, without_frames
 from .capture import Captured
 from .device import DeviceStage
 from .future import StagingFuture
@@ -216,19 +216,10 @@ def _nothing() -> None:
 
 
 def clean(error: BaseException, where: str) -> BaseException:
-    """``error`` and all that led to it without the frames behind them, which would keep sources alive for as long as
-    somebody keeps the error."""
+    """``error`` without the frames behind it; of one that is not ours a note keeps what they would tell."""
     if not isinstance(error, SidestreamError) and error.__traceback__ is not None:
         error.add_note(f"in {where}:\n" + "".join(traceback.format_tb(error.__traceback__)))
-    chain: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while chain:
-        one = chain.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            one.with_traceback(None)
-            chain += [one.__cause__, one.__context__]
-    return error
+    return without_frames(error)
 
 
 def given_up(staging: Staging[Any]) -> SidestreamError:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .._threads import Deadline, Stop, Threads, io_threads
-from ..errors import Conflict, Corrupt, NotDurable, SidestreamError, from_os_error
+from ..errors import Conflict, Corrupt, NotDurable, SidestreamError, from_os_error, without_frames
 from ..options import Durability
 from .coalesce import coalesce
 from .store import Body, Part, ReadRange
@@ -168,8 +168,8 @@ class _Parts:
             try:
                 self._write_part(part, failed)
             except BaseException as error:
-                with self._lock:
-                    self._error = self._error or error
+                with self._lock:  # whoever keeps the error in order to retry shall not keep the memory with it
+                    self._error = self._error or without_frames(error)
                 failed.set()
             finally:
                 part.release()
@@ -182,13 +182,9 @@ class _Parts:
             return self._parts[self._next - 1]
 
     def _write_part(self, part: Part, failed: Stop) -> None:
-        view: memoryview | None = part.take(failed, self._deadline)
-        try:
-            assert view is not None
-            failed.check()
-            self._direct = _write_buffer(self._descriptor, view, part.offset, self._direct)
-        finally:
-            view = None  # whoever keeps the error in order to retry shall not keep the memory with it
+        view = part.take(failed, self._deadline)
+        failed.check()
+        self._direct = _write_buffer(self._descriptor, view, part.offset, self._direct)
 
 
 def _open_new(path: Path, *, direct: bool) -> tuple[int, bool]:
