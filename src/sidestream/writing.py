@@ -75,7 +75,11 @@ class Writing:
         self._staging: Staging[SavePlan] = stager.launch(captured, lay_out, order.deadline)
         self._crcs: list[list[bytes]] = []
         self._threads = Threads("sidestream-write", _WRITE_THREADS)
-        self._done = self._threads.submit(self._write)
+        try:
+            self._done = self._threads.submit(self._write)
+        except BaseException:  # the system grants no more threads
+            self._staging.release()
+            raise
         self._done.add_done_callback(lambda _: self._threads.close())
         stager.settle(self._staging)
 

@@ -7,7 +7,6 @@ import copy
 import os
 import threading
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -39,6 +38,7 @@ from .fence import Forecast, guard, hold_back
 from .future import Copied, StagingFuture, ended, raise_first
 from .host import HostEngine
 from .image import Copy, ImageLayout, StagedImage
+from .ledger import Ledger, raise_all
 from .pace import Pace
 from .plans import PlanCache
 from .stage import Laid, Staging, clean, given_up
@@ -100,7 +100,7 @@ class AsyncStager:
         self._threads = Threads("sidestream-stage", 1)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._futures: list[StagingFuture[Any]] = []
+        self._ledger = Ledger()
         self._stagings: list[Staging[Any]] = []
         self._closed = False
 
@@ -132,7 +132,7 @@ class AsyncStager:
             lambda staging: _deliver(staging, future),
             outcome=future,
         )
-        self._track(future)
+        self._ledger.track(future)
         self.settle(staging)
         return future
 
@@ -142,7 +142,7 @@ class AsyncStager:
         stagings = self._in_flight()
         for staging in stagings:
             staging.pace.hurry()
-        return Copied([one for one in self._unheard() if one.done()] + [staging.free for staging in stagings])
+        return Copied([one for one in self._ledger.unheard() if one.done()] + [staging.free for staging in stagings])
 
     def fence(self, timeout_s: float | None = None) -> None:
         """What the caller does next, on the host or on its current streams, comes after the reading of the sources.
@@ -157,7 +157,7 @@ class AsyncStager:
         for staging in stagings:
             self._forecast.fenced(staging)
         hold_back(stagings, self._device, deadline)
-        raise_first(self._unheard())
+        raise_first(self._ledger.unheard())
 
     def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Call ``fence()`` before each ``optimizer.step()``; None: before each step of any optimizer, which is what
@@ -186,7 +186,7 @@ class AsyncStager:
         warmed: StagingFuture[None] = StagingFuture()
         nbytes = min(nbytes, self.budget_bytes)
         self._threads.submit(self._warm, warmed, nbytes, on_device[:1], Deadline.after(self._timeout_s))
-        self._track(warmed)
+        self._ledger.track(warmed)
         return warmed
 
     def trim(self) -> None:
@@ -212,7 +212,7 @@ class AsyncStager:
         released as they are read. Whoever reads them calls ``settle()`` when it is ready to.
         """
         staging = self._launch(captured, lay_out, deadline, wait_streams, lambda _: None)
-        self._track(staging.copied)
+        self._ledger.track(staging.copied)
         return staging
 
     def settle(self, staging: Staging[Any]) -> None:
@@ -236,10 +236,10 @@ class AsyncStager:
         if os.getpid() != self._pid:
             return
         self._closed = True
-        stages = self._unheard()
+        stages = self._ledger.unheard()
         wait(stages, self._timeout_s)
         self._shut_down()
-        self._raise_unheard(stages)
+        raise_all(stages)
 
     # --- closing ---
 
@@ -249,7 +249,7 @@ class AsyncStager:
         if os.getpid() != self._pid:
             return
         self._closed = True
-        stages = self._unheard()
+        stages = self._ledger.unheard()
         try:
             async with asyncio.timeout(self._timeout_s):
                 for stage in stages:
@@ -258,7 +258,7 @@ class AsyncStager:
             raise DeadlineExceeded(f"stages in flight did not end within timeout_s={self._timeout_s:g}") from error
         finally:
             await finish(self._shut_down_off_loop)
-        self._raise_unheard(stages)
+        raise_all(stages)
 
     async def _shut_down_off_loop(self) -> None:
         """Unmapping gigabytes takes its time; the pool for storage may be full of threads that hang."""
@@ -273,19 +273,6 @@ class AsyncStager:
         self._threads.close()
         self._host.close()
         self._arena.close()
-
-    @staticmethod
-    def _raise_unheard(stages: Sequence[StagingFuture[Any]]) -> None:
-        """The first error, with what the others said; nobody could be told of them later."""
-        failed = [one for one in stages if not one.heard and one.failure() is not None]
-        failed = [one for one in failed if not isinstance(one.failure(), Skipped)]
-        if not failed:
-            return
-        first, *others = [one.exception(0) for one in failed]
-        assert first is not None
-        for other in others:
-            first.add_note(f"another stage failed as well: {type(other).__name__}: {other}")
-        raise first
 
     async def __aenter__(self) -> AsyncStager:
         return self
@@ -460,31 +447,6 @@ class AsyncStager:
             warmed.set_exception(clean(error, "the stager's thread"))
         else:
             warmed.set_result(None)
-
-    # --- inside: who has heard of what ---
-
-    def _track(self, future: StagingFuture[Any]) -> None:
-        with self._lock:
-            self._futures = [one for one in self._futures if not one.heard] + [future]
-        future.when_heard(partial(self._drop, weakref.ref(future)))  # weak: no cycle is to keep its result
-        future.add_done_callback(self._forget)
-        if future.heard:
-            self._drop(weakref.ref(future))
-
-    def _forget(self, future: Future[Any]) -> None:
-        """Only failures are kept, until somebody has heard of them: a result would keep its memory."""
-        error = Future.exception(future)
-        if error is None or isinstance(error, Skipped):
-            self._drop(weakref.ref(future))
-
-    def _drop(self, gone: weakref.ref[Any]) -> None:
-        with self._lock:
-            self._futures = [one for one in self._futures if one is not gone()]
-
-    def _unheard(self) -> list[StagingFuture[Any]]:
-        """In flight, or failed and not heard of yet."""
-        with self._lock:
-            return [one for one in self._futures if not one.heard]
 
     def _in_flight(self) -> list[Staging[Any]]:
         with self._lock:

@@ -1,0 +1,61 @@
+"""Which stages have ended badly without anybody having heard of it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from ..errors import Skipped
+from .future import StagingFuture
+
+__all__ = ["Ledger", "raise_all"]
+
+
+class Ledger:
+    """The stages in flight, and those that failed, until somebody has heard of the error. Safe for any thread.
+
+    Successes are dropped when they come: a result would keep its memory. To be skipped as a policy says is no failure.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: list[StagingFuture[Any]] = []
+
+    def track(self, future: StagingFuture[Any]) -> None:
+        with self._lock:
+            self._futures.append(future)
+        future.when_heard(partial(self._drop, weakref.ref(future)))  # weak: no cycle is to keep its result
+        future.add_done_callback(self._forget)
+        if future.heard:
+            self._drop(weakref.ref(future))
+
+    def unheard(self) -> list[StagingFuture[Any]]:
+        """In flight, or failed and not heard of yet."""
+        with self._lock:
+            return [one for one in self._futures if not one.heard]
+
+    def _forget(self, future: Future[Any]) -> None:
+        error = Future.exception(future)
+        if error is None or isinstance(error, Skipped):
+            self._drop(weakref.ref(future))
+
+    def _drop(self, gone: weakref.ref[Any]) -> None:
+        with self._lock:
+            self._futures = [one for one in self._futures if one is not gone()]
+
+
+def raise_all(stages: Sequence[StagingFuture[Any]]) -> None:
+    """Raise the first error that nobody has heard of, with what the others said as notes: there is no later."""
+    failed = [one for one in stages if not one.heard and one.failure() is not None]
+    failed = [one for one in failed if not isinstance(one.failure(), Skipped)]
+    if not failed:
+        return
+    first, *others = [one.exception(0) for one in failed]
+    assert first is not None
+    for other in others:
+        first.add_note(f"another stage failed as well: {type(other).__name__}: {other}")
+    raise first
