@@ -1,6 +1,7 @@
 """Saving to and loading from a local disk, beside rivals and the disk's own ceiling on the same bytes in the same run.
 
-    python benchmarks/storage.py [--shapes NAME ...] [--rounds N] [--seconds N] [--directory DIR] [--json FILE] [--png FILE]
+    python benchmarks/storage.py [--shapes NAME ...] [--rounds N] [--seconds N] [--directory DIR] [--json FILE]
+                                 [--png FILE]
 
 Rounds are interleaved: each measures the ceiling and then every rival in turn. A round of a save makes a new rival,
 saves twice ("first" and "warm") and throws it away; a rival that keeps nothing between calls saves once, and its first
@@ -15,9 +16,9 @@ page cache; their ceiling is ``preadv`` of one file into the same memory, the be
 load after the files' pages have been dropped from the page cache.
 
 "blocked" is how long the call holds its caller. Pauses are those of a 1 ms ticker on the loop, from the call until all
-is durable (or loaded). Calls that are not asynchronous are made on the loop, as a caller would make them; a library that
-refuses that ("*") is called in a thread. "memory" is the peak beyond what was resident before the rival was made, as a
-share of the state; pages of mapped files count. CPU seconds and memory include child processes.
+is durable (or loaded). Calls that are not asynchronous are made on the loop, as a caller would make them; a library
+that refuses that ("*") is called in a thread. "memory" is the peak beyond what was resident before the rival was made;
+pages of mapped files count. CPU seconds and memory include child processes.
 
 The heap is collected and frozen before anything is measured, for all alike: a full collection holds the GIL for 100 ms
 and more with torch imported. Shared machines drift: trust the ratios.
@@ -42,6 +43,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,6 +95,9 @@ SHAPES: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
     "10000x1KiB": lambda: {f"layers.{index}.weight": (256,) for index in range(10_000)},
     "1x4GB": lambda: {"weight": (1_000_000_000,)},
 }
+SHARES = {"64x16MB": 5, "transformer": 5, "10000x1KiB": 3, "1x4GB": 4}
+"""Of the time: about what one round of everybody takes, but for the last shape, where that would take minutes."""
+
 CEILINGS = {
     "save": ("write + fsync", f"direct I/O, {CEILING_THREADS} threads"),
     "load": ("preadv", f"preadv, {CEILING_THREADS} threads"),
@@ -187,10 +192,8 @@ def status(pid: int | str, key: str) -> int:
 def peak_from_here() -> int:
     """Give freed memory back to the system, forget the peak so far; returns what is resident."""
     gc.collect()
-    try:
+    with suppress(AttributeError):  # another libc
         ctypes.CDLL(None).malloc_trim(0)
-    except AttributeError:  # another libc
-        pass
     Path("/proc/self/clear_refs").write_text("5")
     return status("self", "VmRSS")
 
@@ -507,7 +510,7 @@ def show(name: str, results: dict[str, Any], marked: set[str]) -> None:
             cells = (cell(figure, how) for how in columns.values())
             print(f"  {row + '*' * (row in marked):31}" + "".join(cells))
     for who, why in results["left out"].items():
-        print(f"  left out: {who}: {why}")
+        print(f"  left out: {who}: {why}", flush=True)
 
 
 def width(how: tuple[str, float, str]) -> int:
@@ -521,13 +524,13 @@ def cell(figure: dict[str, Any], how: tuple[str, float, str]) -> str:
 
 
 def draw(path: str, results: dict[str, Any]) -> None:
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
 
     shapes = results["shapes"]
-    figure, axes = pyplot.subplots(len(shapes), 2, figsize=(12, 3.6 * len(shapes)), squeeze=False)
+    figure, axes = plt.subplots(len(shapes), 2, figsize=(12, 3.6 * len(shapes)), squeeze=False)
     for line, (name, shape) in zip(axes, shapes.items(), strict=True):
         for axis, what in zip(line, ("save", "load"), strict=True):
             rows = {row: found["seconds"] for row, found in shape[what].items() if "seconds" in found}
@@ -575,7 +578,8 @@ async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     rivals = [kind for kind in rivals if kind.name not in trial.left_out]
     for number, name in enumerate(arguments.shapes):
         left = arguments.seconds - (time.perf_counter() - start)
-        shape = Shape(name, SHAPES[name](), directory, left / (len(arguments.shapes) - number))
+        share = SHARES[name] / sum(SHARES[later] for later in arguments.shapes[number:])
+        shape = Shape(name, SHAPES[name](), directory, left * share)
         shape.left_out |= {who: why for who, why in trial.left_out.items() if who not in {k.name for k in RIVALS}}
         await shape.measure(arguments.rounds, rivals)
         results["shapes"][name] = shape.results()
