@@ -5,7 +5,7 @@
 
 Rounds are interleaved: each measures the ceiling and then every rival in turn. A round of a save makes a new rival,
 saves twice ("first" and "warm") and throws it away; a rival that keeps nothing between calls saves once, and its first
-call of all is "first". Rates are of warm calls, or of all calls where nothing is kept. A shape has an equal share of
+call of all is "first". Rates are of warm calls, or of all calls where nothing is kept. A shape has a share of
 ``--seconds``: sidestream and the ceiling have all rounds, rivals have as many as fit ("n"), and at least one as long as
 anything is left of the share. Whoever is left out is named with the reason.
 
@@ -181,6 +181,17 @@ def cpu_seconds() -> float:
     return total
 
 
+def others_seconds() -> float:
+    """CPU seconds that the machine has spent on everybody else: only the difference of two calls means something."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, hard, soft = (int(number) / os.sysconf("SC_CLK_TCK") for number in fields)
+    ended = os.times()
+    return user + nice + system + hard + soft - cpu_seconds() - ended.children_user - ended.children_system
+
+
 def status(pid: int | str, key: str) -> int:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -322,7 +333,7 @@ class Shape:
         self.saves: dict[str, Row] = {}
         self.loads: dict[str, Row] = {}
         self.left_out: dict[str, str] = {}
-        self._start = time.perf_counter()
+        self._start, self._others = time.perf_counter(), others_seconds()
         still_heap()
 
     async def measure(self, rounds: int, rivals: list[type[Rival]]) -> None:
@@ -442,6 +453,7 @@ class Shape:
         return {
             "bytes": self.target.nbytes,
             "tensors": len(self.state),
+            "cores used by others": (others_seconds() - self._others) / (time.perf_counter() - self._start),
             "save": figures(self.saves, self.target.nbytes, CEILINGS["save"]),
             "load": figures(self.loads, self.target.nbytes, CEILINGS["load"]),
             "left out": self.left_out,
@@ -502,7 +514,8 @@ ONLY_LOADS, ONLY_SAVES = {"cold"}, {"first ms", "warm ms"}
 
 
 def show(name: str, results: dict[str, Any], marked: set[str]) -> None:
-    print(f"\n{name}: {results['tensors']:,} tensors, {results['bytes'] / 1e9:.3f} GB")
+    size, others = results["bytes"] / 1e9, results["cores used by others"]
+    print(f"\n{name}: {results['tensors']:,} tensors, {size:.3f} GB; other processes used {others:.2f} cores meanwhile")
     for what, unwanted in (("save", ONLY_LOADS), ("load", ONLY_SAVES)):
         columns = {heading: how for heading, how in COLUMNS.items() if heading not in unwanted}
         print(f"  {what:31}" + "".join(f"{heading:>{width(how)}}" for heading, how in columns.items()))
