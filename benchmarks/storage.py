@@ -1,7 +1,7 @@
 """Saving to and loading from a local disk, beside rivals and the disk's own ceiling on the same bytes in the same run.
 
-    python benchmarks/storage.py [--shapes NAME ...] [--rounds N] [--seconds N] [--directory DIR] [--json FILE]
-                                 [--png FILE]
+    python benchmarks/storage.py [--shapes NAME ...] [--rivals NAME ...] [--rounds N] [--seconds N] [--directory DIR]
+                                 [--json FILE] [--png FILE]
 
 Rounds are interleaved: each measures the ceiling and then every rival in turn. A round of a save makes a new rival,
 saves twice ("first" and "warm") and throws it away; a rival that keeps nothing between calls saves once, and its first
@@ -582,6 +582,8 @@ async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     results = describe(*PACKAGES) | {"rounds": arguments.rounds, "seconds": arguments.seconds, "shapes": {}}
     print(headline(results))
     rivals, missing = present()
+    if arguments.rivals:
+        rivals, missing = [kind for kind in rivals if kind.name in arguments.rivals], {}
     start = time.perf_counter()
     trial = Shape("trial", TRIAL, directory, math.inf)  # imports and thread pools are on nobody's clock
     await trial.measure(2, rivals)
@@ -608,7 +610,10 @@ if __name__ == "__main__":
     logging.disable(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--rivals", nargs="+", choices=[kind.name for kind in RIVALS], help="these alone (default: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=320, help="for all shapes together, roughly")
     parser.add_argument("--directory", default=".", help="where to write, on the disk that is to be measured")
     parser.add_argument("--json", help="write all figures to this file too")
