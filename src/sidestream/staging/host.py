@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,12 +70,15 @@ class HostEngine:
             self._helpers.close()
 
     def _work(self, crew: _Crew, base: int, pace: Pace, stop: Stop) -> None:
-        for index in politely(iter(crew.take, None), every=1):
+        breath = politely(itertools.repeat(None), every=1)
+        while (index := crew.take()) is not None:
             try:
                 stop.check()
                 for copy in crew.units[index]:
                     pace.spend(copy.nbytes, stop)
                     self.copy(copy, base + copy.offset, stop=stop, copied=_ignore)
+                if len(crew.units[index]) > 1:  # a large copy has let go of the GIL itself
+                    next(breath)
             except BaseException as error:
                 crew.fail(error)
                 return
