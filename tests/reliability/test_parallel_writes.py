@@ -16,6 +16,8 @@ from leases import all_returned
 
 import sidestream
 from sidestream import errors
+from sidestream._threads import Threads
+from sidestream.staging import HostEngine
 
 MIB = 1 << 20
 
@@ -101,3 +103,29 @@ async def test_cancelled_while_several_threads_write(tmp_path: Path) -> None:
             assert attempts_in(tmp_path) == []
             assert descriptors(tmp_path) == []
             await all_returned(stager)
+
+
+async def test_no_helper_writes_any_more_when_one_could_not_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptor is closed then, and its number may be somebody else's."""
+    real, submitted = Threads.submit, []
+
+    def submit(self: Threads, fn: Any, *arguments: Any) -> Any:
+        if getattr(fn, "__name__", "") == "_work":
+            submitted.append(fn)
+            if len(submitted) == 3:
+                raise errors.Closed("these threads take no more work")
+        return real(self, fn, *arguments)
+
+    monkeypatch.setattr(Threads, "submit", submit)
+    with Intercept(tmp_path, lambda operation: operation.call()).installed() as intercept:
+        async with sidestream.AsyncStager(budget_bytes=5 * MIB, engine=HostEngine(threads=1)) as stager:
+            with pytest.raises(errors.Closed):
+                await sidestream.save(windowed_state(), tmp_path / "c", stager=stager)
+        ended = len(intercept.log)
+        assert busy_threads() == []
+        assert len(intercept.log) == ended
+    assert len(submitted) == 3
+    assert descriptors(tmp_path) == []
+    assert attempts_in(tmp_path) == []

@@ -10,7 +10,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -154,12 +154,19 @@ class _Parts:
     def write(self, stop: Stop, threads: Threads | None) -> None:
         """Return or raise when no thread writes any more; of several errors the first is raised."""
         failed = Stop()
-        helpers = min(len(self._parts), _WRITERS) - 1 if threads is not None else 0
+        others: list[Future[None]] = []
         with stop.waking(failed.set):
             stop.check()
-            others = [threads.submit(self._work, failed) for _ in range(helpers)] if threads is not None else []
-            self._work(failed)
-            wait([other for other in others if not other.cancel()])
+            try:
+                if threads is not None:
+                    for _ in range(min(len(self._parts), _WRITERS) - 1):
+                        others.append(threads.submit(self._work, failed))
+                self._work(failed)
+            except BaseException:
+                failed.set()
+                raise
+            finally:  # also when there is no thread for the next one: the descriptor is closed after this
+                wait([other for other in others if not other.cancel()])
         if self._error is not None:
             raise self._error
 
