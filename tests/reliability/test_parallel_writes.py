@@ -110,22 +110,39 @@ async def test_no_helper_writes_any_more_when_one_could_not_be_had(
 ) -> None:
     """The descriptor is closed then, and its number may be somebody else's."""
     real, submitted = Threads.submit, []
+    inside, never, lock = threading.Event(), threading.Event(), threading.Lock()
+    writing, at_close = [0], []
 
     def submit(self: Threads, fn: Any, *arguments: Any) -> Any:
         if getattr(fn, "__name__", "") == "_work":
             submitted.append(fn)
             if len(submitted) == 3:
+                assert inside.wait(60)
                 raise errors.Closed("these threads take no more work")
         return real(self, fn, *arguments)
 
+    def hook(operation: Operation) -> Any:
+        if operation.name == "close" and inside.is_set():
+            at_close.append(writing[0])
+        if operation.name != "pwrite":
+            return operation.call()
+        with lock:
+            writing[0] += 1
+        inside.set()
+        never.wait(0.3)  # so that a close which does not wait for this write comes before its end
+        try:
+            return operation.call()
+        finally:
+            with lock:
+                writing[0] -= 1
+
     monkeypatch.setattr(Threads, "submit", submit)
-    with Intercept(tmp_path, lambda operation: operation.call()).installed() as intercept:
+    with Intercept(tmp_path, hook).installed():
         async with sidestream.AsyncStager(budget_bytes=5 * MIB, engine=HostEngine(threads=1)) as stager:
             with pytest.raises(errors.Closed):
                 await sidestream.save(windowed_state(), tmp_path / "c", stager=stager)
-        ended = len(intercept.log)
         assert busy_threads() == []
-        assert len(intercept.log) == ended
-    assert len(submitted) == 3
+    assert at_close
+    assert set(at_close) == {0}
     assert descriptors(tmp_path) == []
     assert attempts_in(tmp_path) == []
