@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 from sidestream._threads import Stop
 from sidestream.staging import Copy, HostEngine
@@ -17,8 +16,8 @@ class GatedEngine(HostEngine):
         self.gate = threading.Event()
         self.fail: Exception | None = None
 
-    def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
+    def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
         assert self.gate.wait(60)
         if self.fail is not None:
             raise self.fail
-        super().copy(copy, address, stop=stop, copied=copied)
+        super().copy(copy, address, stop=stop)

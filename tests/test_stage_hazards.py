@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -106,19 +106,16 @@ async def test_two_storages_at_one_address(stager: AsyncStager) -> None:
 
 
 class ResizingEngine(HostEngine):
-    """Shrinks or frees a source after the first chunk of it."""
+    """Shrinks a source after the first piece of it."""
 
     def __init__(self, source: torch.Tensor, nbytes: int) -> None:
         super().__init__(threads=1)
         self._source = source
         self._nbytes = nbytes
 
-    def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
-        def resize(done: int) -> None:
-            self._source.untyped_storage().resize_(self._nbytes)
-            copied(done)
-
-        super().copy(copy, address, stop=stop, copied=resize)
+    def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
+        super().copy(copy, address, stop=stop)
+        self._source.untyped_storage().resize_(self._nbytes)
 
 
 async def test_a_host_source_that_is_resized_between_two_chunks_is_refused() -> None:
@@ -129,7 +126,7 @@ async def test_a_host_source_that_is_resized_between_two_chunks_is_refused() -> 
     strided = torch.ones(1000).view(10, 100).t()
     strided.untyped_storage().resize_(400)
     with pytest.raises(UnsupportedTensor, match="freed or shrunk"):
-        HostEngine().copy(Copy(strided, 0, 4000), torch.empty(1000).data_ptr(), stop=Stop(), copied=lambda _: None)
+        HostEngine().copy(Copy(strided, 0, 4000), torch.empty(1000).data_ptr(), stop=Stop())
 
 
 async def test_a_collective_that_is_still_writing_is_waited_for(
@@ -180,10 +177,10 @@ async def test_a_pool_that_closes_while_an_image_is_filled(monkeypatch: pytest.M
         return real(self, fn, *arguments)
 
     class Slow(HostEngine):
-        def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
+        def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
             inside.set()
             assert gate.wait(60)
-            super().copy(copy, address, stop=stop, copied=copied)
+            super().copy(copy, address, stop=stop)
 
     engine, real = Slow(threads=3), Threads.submit
     monkeypatch.setattr(Threads, "submit", submit)

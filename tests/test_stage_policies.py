@@ -7,7 +7,6 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -251,10 +250,10 @@ class OutOfOrder(HostEngine):
         self.gate = threading.Event()
         self.others = threading.Semaphore(0)
 
-    def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
+    def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
         if copy.offset == 0:
             assert self.gate.wait(60)
-        super().copy(copy, address, stop=stop, copied=copied)
+        super().copy(copy, address, stop=stop)
         self.others.release()
 
 
@@ -287,11 +286,11 @@ class PartlyBroken(HostEngine):
         super().__init__(threads=3)
         self.threads: set[int] = set()
 
-    def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
+    def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
         self.threads.add(threading.get_ident())
         if copy.nbytes == 40:
             raise RuntimeError("this memory cannot be read")
-        super().copy(copy, address, stop=stop, copied=copied)
+        super().copy(copy, address, stop=stop)
 
 
 async def test_a_failing_thread_among_several_fails_the_stage() -> None:

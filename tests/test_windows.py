@@ -90,7 +90,7 @@ def test_any_run_of_row_major_bytes_of_any_view(shape: list[int], random, dtype:
     )
     target = torch.zeros(nbytes, dtype=torch.uint8)
     copy = Copy(tensor, 0, nbytes, skip=skip)
-    HostEngine().copy(copy, target.data_ptr(), stop=Stop(), copied=lambda _: None)
+    HostEngine().copy(copy, target.data_ptr(), stop=Stop())
     assert bytes(target.tolist()) == raw[skip : skip + nbytes]
 
 

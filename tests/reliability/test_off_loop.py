@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ class WatchedEngine(HostEngine):
         super().__init__()
         self.threads: set[int] = set()
 
-    def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
+    def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
         self.threads.add(threading.get_ident())
-        super().copy(copy, address, stop=stop, copied=copied)
+        super().copy(copy, address, stop=stop)
 
 
 async def test_files_and_copies_are_the_work_of_other_threads(tmp_path: Path) -> None:

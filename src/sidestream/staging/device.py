@@ -388,7 +388,7 @@ class DeviceEngine:
             return
         storage = _host(small, at, nbytes).clone().untyped_storage()  # its elements need not be aligned in the scratch
         replica = _replica(copy.source, storage)
-        self.host.copy(copy._replace(source=replica), target, stop=stop, copied=lambda _: None)
+        self.host.copy(copy._replace(source=replica), target, stop=stop)
 
     def close(self) -> None:
         """Threads end when what they wait for has ended."""

@@ -76,7 +76,7 @@ class HostEngine:
                 stop.check()
                 for copy in crew.units[index]:
                     pace.spend(copy.nbytes, stop)
-                    self.copy(copy, base + copy.offset, stop=stop, copied=_ignore)
+                    self.copy(copy, base + copy.offset, stop=stop)
                 if len(crew.units[index]) > 1:  # a large copy has let go of the GIL itself
                     next(breath)
             except BaseException as error:
@@ -84,8 +84,8 @@ class HostEngine:
                 return
             crew.finish(index)
 
-    def copy(self, copy: Copy, address: int, *, stop: Stop, copied: Callable[[int], None]) -> None:
-        """Put ``copy`` at host ``address``; ``copied`` is told the bytes done so far after each chunk.
+    def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
+        """Put ``copy`` at host ``address``.
 
         Raises ``UnsupportedTensor`` if the memory of the source is gone, ``Closed`` when ``stop`` is set.
         """
@@ -97,16 +97,13 @@ class HostEngine:
                 check_extent(storage, start + done + size)
                 # The address of now: a storage that is resized moves, and what it was is nobody's memory.
                 _memmove(address + done, storage.data_ptr() + start + done, size)
-                copied(done + size)
         elif copy.nbytes == copy.source.nbytes:
             self._gather(copy.source, address, copy.nbytes, stop)
-            copied(copy.nbytes)
         else:
             rows, skip = rows_with(copy.source, copy.skip, copy.nbytes)
             whole = torch.empty(rows.shape, dtype=rows.dtype)
             self._gather(rows, whole.data_ptr(), whole.nbytes, stop)
             move(whole.data_ptr() + skip, address, copy.nbytes)
-            copied(copy.nbytes)
 
     @staticmethod
     def _gather(source: torch.Tensor, address: int, nbytes: int, stop: Stop) -> None:
@@ -152,10 +149,6 @@ def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tens
     if per_piece > 1 or source.dim() == 1:
         return list(zip(torch.split(target, per_piece), torch.split(source, per_piece), strict=True))
     return [pair for row in range(rows) for pair in _pieces(target[row], source[row])]
-
-
-def _ignore(_: int) -> None:
-    """A unit counts when it is done."""
 
 
 class _Crew:
