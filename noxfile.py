@@ -31,6 +31,7 @@ def _answers(python: str) -> bool:
     return path is not None and subprocess.run([path, "-V"], capture_output=True, check=False).returncode == 0
 
 
+AZURITE = "azurite@3.37.0"
 FOUND = [python for python in PYTHONS if _answers(python)]
 ONE = FOUND[0] if FOUND else PYTHONS[0]
 """For sessions that need only one interpreter."""
@@ -40,7 +41,7 @@ nox.options.download_python = "never"
 nox.options.error_on_external_run = True
 nox.options.error_on_missing_interpreters = not FOUND
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["tests", "lint", "types", "docs"]
+nox.options.sessions = ["tests", "stores", "lint", "types", "docs"]
 
 
 def _install(session: nox.Session, *what: str, groups: tuple[str, ...] = ()) -> None:
@@ -59,7 +60,37 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests against the built package; arguments after ``--`` go to pytest."""
     _install(session, ".[fast]", groups=("tests",))
-    session.run("python", "-m", "pytest", *session.posargs)
+    rows = "--ignore=tests/crash/campaign"  # which `campaign` runs
+    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", rows, *session.posargs)
+
+
+@nox.session(python=ONE)
+def campaign(session: nox.Session) -> None:
+    """Break it in every way and count (``-- --long`` takes hours, ``-- --seed N`` replays). All of it needs root."""
+    _install(session, ".[fast]", groups=("tests",))
+    where = () if any("tests/" in argument for argument in session.posargs) else ("tests/crash/campaign",)
+    session.run("python", "-m", "pytest", "-n2", "--dist=worksteal", *where, *session.posargs)
+
+
+@nox.session(python=ONE)
+def stores(session: nox.Session) -> None:
+    """Run tests/stores against object stores that are started here; arguments after ``--`` go to pytest."""
+    _install(session, ".[fast,cloud]", groups=("tests", "stores"))
+    session.run(
+        "python", "-m", "pytest", *(session.posargs or ["-n2", "--dist=worksteal", "tests/stores"]),
+        env={"SIDESTREAM_AZURITE": str(_azurite(session))},
+    )  # fmt: skip
+
+
+def _azurite(session: nox.Session) -> Path:
+    """A directory of its own for the one server that npm brings. Without npm its tests say that it is missing."""
+    folder = Path(".nox", "azurite").absolute()
+    if shutil.which("npm") is None:
+        session.warn("npm is not on the PATH: azurite is not installed")
+    elif not (folder / "node_modules" / "azurite").is_dir():
+        quiet = ("--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error")
+        session.run("npm", "install", *quiet, "--prefix", str(folder), AZURITE, external=True, silent=True)
+    return folder
 
 
 @nox.session(python=ONE)

@@ -9,34 +9,58 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import blocking, errors
+    from . import blocking, dcp, errors, events, signing
     from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
     from .checkpointer import Checkpointer
-    from .loading import LoadReport, load
+    from .converting.convert import ConvertReport, convert
+    from .loading import LoadReport, PassedOver, load
+    from .options import StorePolicy
     from .pending import PendingSave, SaveInfo
+    from .runs.health import Health
+    from .runs.pruning import Pruned
+    from .runs.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
     from .saving import async_save, save
     from .staging.blocking import BlockingAsyncStager
     from .staging.future import StagingFuture
     from .staging.stager import AsyncStager
     from .staging.tree import StagedState
+    from .verifying import Damage, VerifyReport, verify
 
 __all__ = [
     "AsyncStager",
     "BlockingAsyncStager",
     "Checkpoint",
     "Checkpointer",
+    "ConvertReport",
+    "Damage",
+    "Health",
+    "KeepAll",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
     "LoadReport",
+    "PassedOver",
     "PendingSave",
+    "Pruned",
+    "Retention",
     "SaveInfo",
+    "SavedStep",
     "StagedState",
     "StagingFuture",
+    "StorePolicy",
     "TensorInfo",
+    "VerifyReport",
     "async_save",
     "blocking",
+    "convert",
+    "dcp",
     "errors",
+    "events",
     "load",
     "open_checkpoint",
     "save",
+    "signing",
+    "verify",
 ]
 
 _HOMES = {
@@ -44,21 +68,36 @@ _HOMES = {
     "BlockingAsyncStager": "staging.blocking",
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
+    "ConvertReport": "converting.convert",
+    "Damage": "verifying",
+    "Health": "runs.health",
+    "KeepAll": "runs.retention",
+    "KeepBest": "runs.retention",
+    "KeepEvery": "runs.retention",
+    "KeepLast": "runs.retention",
     "LoadReport": "loading",
+    "PassedOver": "loading",
     "PendingSave": "pending",
+    "Pruned": "runs.pruning",
+    "Retention": "runs.retention",
     "SaveInfo": "pending",
+    "SavedStep": "runs.retention",
     "StagedState": "staging.tree",
     "StagingFuture": "staging.future",
+    "StorePolicy": "options",
     "TensorInfo": "checkpoint",
+    "VerifyReport": "verifying",
     "async_save": "saving",
+    "convert": "converting.convert",
     "load": "loading",
     "open_checkpoint": "checkpoint",
     "save": "saving",
+    "verify": "verifying",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("blocking", "errors"):
+    if name in ("blocking", "dcp", "errors", "events", "signing"):
         return import_module(f".{name}", __name__)
     if name == "__version__":
         return metadata.version("sidestream")

@@ -11,7 +11,7 @@ import anyio
 
 from .errors import WrongLoop
 
-__all__ = ["drain", "finish", "running_loop", "supervise"]
+__all__ = ["accompany", "drain", "finish", "running_loop", "supervise"]
 
 _owned: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Task[None]]] = WeakKeyDictionary()
 
@@ -36,6 +36,13 @@ def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     tasks.add(task)
     task.add_done_callback(tasks.discard)
     return task
+
+
+def accompany(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Run ``work`` beside its owner, who keeps the task, cancels it and waits for it; ``drain`` does not wait for it.
+
+    Like what is supervised, it must not raise."""
+    return asyncio.get_running_loop().create_task(work, name=name)
 
 
 async def drain() -> None:

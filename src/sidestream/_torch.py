@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,12 +13,14 @@ from .errors import UnsupportedTensor
 __all__ = [
     "TORCH_VERSION",
     "Stateful",
+    "TransformedStreams",
     "check_tensor",
     "dtype_from_name",
     "dtype_name",
     "extent_bytes",
     "neg_view",
     "outside_compile",
+    "storage_info",
     "storage_key",
     "tensor_class",
 ]
@@ -127,3 +129,28 @@ def outside_compile(work: Callable[[], None]) -> Callable[..., None]:
 
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     return hook
+
+
+# --- of torch.distributed.checkpoint, whose import takes a second: only who works inside of it asks for these ---
+
+
+def storage_info(file: str, offset: int, nbytes: int, transforms: Sequence[str] = ()) -> Any:
+    """What stock DCP's ``.metadata`` says about the place of an item."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, nbytes, list(transforms) or None)
+
+
+class TransformedStreams:
+    """What DCP's stream extensions make of the bytes of an item."""
+
+    def __init__(self, extensions: Sequence[Any]) -> None:
+        from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+
+        self._transforms = _StorageWriterTransforms(list(extensions))
+
+    def transform(self, item: Any, stream: Any) -> tuple[Any, tuple[str, ...]]:
+        """A stream that writes to ``stream`` until it is closed, which leaves that one open, and the descriptors for
+        whoever reads the item."""
+        transformed, descriptors = self._transforms.transform_save_stream(item, stream)
+        return transformed, tuple(descriptors)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -24,11 +24,25 @@ from . import checkpointer as _checkpointer
 from . import loading as _loading
 from . import pending as _pending
 from . import saving as _saving
+from . import verifying as _verifying
 from ._tasks import drain
 from .commit import Outcome
+from .converting import convert as _converting
 from .errors import DeadlineExceeded, WrongLoop
+from .runs.health import Health
+from .runs.pruning import Pruned
 
-__all__ = ["Checkpoint", "Checkpointer", "PendingSave", "async_save", "load", "open_checkpoint", "save"]
+__all__ = [
+    "Checkpoint",
+    "Checkpointer",
+    "PendingSave",
+    "async_save",
+    "convert",
+    "load",
+    "open_checkpoint",
+    "save",
+    "verify",
+]
 
 T = TypeVar("T")
 
@@ -80,6 +94,11 @@ def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         pass
     else:
         raise WrongLoop("sidestream.blocking would block this event loop: await the functions of sidestream instead")
+    return run_anywhere(work)
+
+
+def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """As ``_run``, within others' blocking calls: whoever makes those on a loop has decided to block it."""
     future: Future[T] = _portal.get().start_task_soon(work)
     try:
         return future.result()
@@ -87,6 +106,9 @@ def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         future.cancel()
         wait([future])
         raise
+
+
+run = _run  # for the command line, which has more to ask than there are verbs here
 
 
 def save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> _pending.SaveInfo:
@@ -111,6 +133,18 @@ def load(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) 
 def open_checkpoint(url: str | os.PathLike[str], **options: Any) -> Checkpoint:
     """``sidestream.open_checkpoint``, blocking."""
     return Checkpoint(_run(lambda: _checkpoint.open_checkpoint(url, **options)))
+
+
+def verify(url: str | os.PathLike[str], **options: Any) -> _verifying.VerifyReport:
+    """``sidestream.verify``, blocking."""
+    return _run(lambda: _verifying.verify(url, **options))
+
+
+def convert(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any
+) -> _converting.ConvertReport:
+    """``sidestream.convert``, blocking."""
+    return _run(lambda: _converting.convert(source, target, **options))
 
 
 class _Waiting(Generic[T]):
@@ -194,6 +228,9 @@ class Checkpoint(Mapping[str, "_checkpoint.TensorInfo | None"]):
     def state_dict(self, **options: Any) -> dict[Any, Any]:
         return _run(lambda: self._checkpoint.state_dict(**options))
 
+    def verify(self, **options: Any) -> _verifying.VerifyReport:
+        return _run(lambda: self._checkpoint.verify(**options))
+
 
 class Checkpointer:
     """``sidestream.Checkpointer``, blocking; a ``with`` statement closes it."""
@@ -205,10 +242,10 @@ class Checkpointer:
         self._inner = _run(enter)
         self.url = self._inner.url
 
-    def save(self, state: Mapping[str, Any], *, step: int) -> PendingSave:
-        return PendingSave(_run(lambda: self._inner.save(state, step=step)))
+    def save(self, state: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None = None) -> PendingSave:
+        return PendingSave(_run(lambda: self._inner.save(state, step=step, metadata=metadata)))
 
-    def restore(self, state: Mapping[str, Any], step: int | None = None, **options: Any) -> int | None:
+    def restore(self, state: Mapping[str, Any], step: int | Literal["latest"] = "latest", **options: Any) -> int | None:
         return _run(lambda: self._inner.restore(state, step, **options))
 
     @property
@@ -221,6 +258,21 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         return _run(self._inner.latest)
+
+    def metadata(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
+        return _run(lambda: self._inner.metadata(step))
+
+    def verify(self, step: int | Literal["latest"] = "latest", **options: Any) -> _verifying.VerifyReport:
+        return _run(lambda: self._inner.verify(step, **options))
+
+    def prune(self) -> Pruned:
+        return _run(self._inner.prune)
+
+    def health(self) -> Health:
+        async def health() -> Health:
+            return self._inner.health()
+
+        return _run(health)
 
     def close(self) -> None:
         _run(self._inner.aclose)

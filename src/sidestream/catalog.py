@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ._threads import Deadline, io_threads
-from .errors import CheckpointNotFound, Corrupt, SidestreamError
+from .errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
 from .foreign_manifest import is_foreign, read_file, read_foreign_manifest
 from .format.checksum import crc32
-from .format.manifest import parse_manifest
+from .format.manifest import parse_manifest, parse_metadata_line
 from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, manifest_name
 from .format.records import Manifest
 from .format.validate import validate
+from .plan.metadata import decode_metadata
 from .storage import Store
 
 E = TypeVar("E", bound=SidestreamError)
@@ -22,25 +23,37 @@ E = TypeVar("E", bound=SidestreamError)
 __all__ = [
     "Step",
     "attempt_name",
+    "list_generations",
     "list_steps",
-    "newest_step",
+    "look_at",
+    "metadata_of",
+    "named_steps",
     "next_generation",
     "read_manifest",
     "read_marker",
+    "read_metadata",
     "step_name",
+    "target_of_attempt",
 ]
 
 _STEP = re.compile(r"step-(\d{1,18})(?:\.g(\d{1,9}))?")
+_TARGET = re.compile(r"\.?(step-\d{1,18}(?:\.g\d{1,9})?)(?:[./].*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Generation ``generation`` of ``step``, in the directory ``name``; ``damage`` says why it cannot be read."""
+    """Generation ``generation`` of ``step``, in the directory ``name``; ``damage`` says why it cannot be read,
+    ``marker`` is None for that reason or because another writer made it."""
 
     step: int
     generation: int
     name: str
     damage: Corrupt | None = None
+    marker: Marker | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.step, self.generation
 
 
 def step_name(step: int, generation: int) -> str:
@@ -52,45 +65,74 @@ def attempt_name(target: str, save_id: str) -> str:
     return f".{target.encode()[:160].decode(errors='ignore')}.{save_id}.partial"
 
 
+def target_of_attempt(name: str) -> str | None:
+    """The step's directory that an attempt would have become; None if it was no step's."""
+    match = _TARGET.fullmatch(name)
+    return match[1] if match else None
+
+
 async def read_marker(store: Store, directory: str, deadline: Deadline) -> Marker | None:
     """The marker of a checkpoint; None if another writer made it. Raises ``FileNotFoundError``, ``Corrupt``."""
     return find_marker(await store.read_tail(f"{directory}/{METADATA_NAME}", TAIL_BYTES, deadline=deadline))
 
 
+async def read_metadata(store: Store, directory: str, deadline: Deadline) -> dict[str, Any]:
+    """What the user noted about a checkpoint, without reading the rest of it; empty for one of another writer.
+
+    Raises ``FileNotFoundError``, ``Corrupt``."""
+    marker = await read_marker(store, directory, deadline)
+    return {} if marker is None else await metadata_of(store, directory, marker, deadline)
+
+
+async def metadata_of(store: Store, directory: str, marker: Marker, deadline: Deadline) -> dict[str, Any]:
+    """``read_metadata`` of a checkpoint whose marker is known."""
+    if not marker.metadata_bytes:
+        return {}
+    name = manifest_name(marker.save_id)
+    line = await store.read_tail(f"{directory}/{name}", marker.metadata_bytes, deadline=deadline)
+    if crc32(line) != marker.metadata_crc:
+        raise Corrupt(f"{directory}: the metadata line of {name} was altered", file=name)
+    return decode_metadata(parse_metadata_line(line))
+
+
 async def next_generation(store: Store, step: int, deadline: Deadline) -> int:
     """The first generation of ``step`` for which nothing stands in the way, be it committed, damaged or foreign."""
-    found = [found for found in await _named_steps(store, deadline) if found.step == step]
+    found = await named_steps(store, deadline, step)
     return max((found.generation for found in found), default=0) + 1
 
 
 async def list_steps(store: Store, deadline: Deadline) -> list[Step]:
     """The committed steps, oldest first; of each step its highest generation, whether it is damaged or not."""
     steps: dict[int, Step] = {}
-    for found in await _named_steps(store, deadline):
-        if found.step not in steps and (step := await _committed(store, found, deadline)) is not None:
+    for found in await named_steps(store, deadline):
+        if found.step not in steps and (step := await look_at(store, found, deadline)) is not None:
             steps[found.step] = step
     return sorted(steps.values(), key=lambda found: found.step)
 
 
-async def newest_step(store: Store, deadline: Deadline) -> Step | None:
-    """The last one of ``list_steps``, without looking into the others."""
-    for found in await _named_steps(store, deadline):
-        if (step := await _committed(store, found, deadline)) is not None:
-            return step
-    return None
+async def list_generations(store: Store, known: Mapping[str, Step], deadline: Deadline) -> list[Step]:
+    """Everything that is committed, or was once and is damaged, oldest first. A marker never changes, so what is in
+    ``known`` by its name is not read again."""
+    steps = []
+    for found in await named_steps(store, deadline):
+        step = known[found.name] if found.name in known else await look_at(store, found, deadline)
+        if step is not None:
+            steps.append(step)
+    return steps[::-1]
 
 
-async def _named_steps(store: Store, deadline: Deadline) -> list[Step]:
-    """Every directory that is named like a step, newest step and highest generation first."""
+async def named_steps(store: Store, deadline: Deadline, step: int | None = None) -> list[Step]:
+    """Every directory that is named like a step, or like that one; newest step and highest generation first."""
     matches = [(_STEP.fullmatch(name), name) for name in await store.directories(deadline=deadline)]
     found = [Step(int(match[1]), int(match[2] or 1), name) for match, name in matches if match is not None]
-    return sorted(found, key=lambda step: (step.step, step.generation), reverse=True)
+    wanted = [each for each in found if step in (None, each.step)]
+    return sorted(wanted, key=lambda each: each.order, reverse=True)
 
 
-async def _committed(store: Store, found: Step, deadline: Deadline) -> Step | None:
+async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
     """``found`` if it is a committed checkpoint, ours or one that stock DCP wrote under such a name; with ``damage`` if
-    it was one of ours once. None for what never was: attempts are hidden siblings, so no directory of that name has a
-    manifest before it is published."""
+    it was one of ours once. None for what never was: where directories appear whole, none of that name has a manifest
+    before it is published."""
     try:
         marker = await read_marker(store, found.name, deadline)
     except FileNotFoundError:
@@ -101,13 +143,16 @@ async def _committed(store: Store, found: Step, deadline: Deadline) -> Step | No
     else:
         missing = False
     if marker is None:
-        ours = any(name.startswith("manifest-") for name in await store.sizes(found.name, deadline=deadline))
-        if ours:
+        try:
+            names = await store.sizes(found.name, deadline=deadline) if store.appears_whole or not missing else {}
+        except FileNotFoundError:  # removed since it was listed
+            return None
+        if any(name.startswith("manifest-") for name in names):
             return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
         return None if missing else found
-    if (marker.step, marker.generation) != (found.step, found.generation):
+    if (marker.step, marker.generation) != found.order:
         return replace(found, damage=Corrupt(f"{found.name}: its marker says step {marker.step}; was it renamed?"))
-    return found
+    return replace(found, marker=marker)
 
 
 async def read_manifest(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest:
@@ -115,6 +160,8 @@ async def read_manifest(store: Store, directory: str, url: str, deadline: Deadli
 
     Raises ``CheckpointNotFound`` if there is none, ``Corrupt`` or ``UnsupportedCheckpoint``.
     """
+    if not store.lists:
+        return await _read_unlisted(store, directory, url, deadline)
     try:
         sizes = await store.sizes(directory, deadline=deadline)
         unmarked = METADATA_NAME not in sizes and is_foreign(sizes)
@@ -134,6 +181,36 @@ async def read_manifest(store: Store, directory: str, url: str, deadline: Deadli
             manifest = await read_foreign_manifest(store, directory, sizes, deadline)
         else:
             manifest = await _own_manifest(store, directory, marker, sizes, deadline)
+        await io_threads().run(validate, manifest, deadline=deadline)
+    except FileNotFoundError as error:
+        raise Corrupt(f"{url}: {error.filename} is missing") from error
+    except SidestreamError as error:
+        raise _told(error, url) from error
+    return manifest
+
+
+async def _read_unlisted(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest:
+    """Where nothing is listed, the marker says how large the manifest is, and the manifest which files there are."""
+    try:
+        sizes = {METADATA_NAME: await store.size(f"{directory}/{METADATA_NAME}", deadline=deadline)}
+        marker = await read_marker(store, directory, deadline)
+    except FileNotFoundError as error:
+        raise CheckpointNotFound(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
+    except Corrupt as error:
+        raise _told(error, url) from error
+    if marker is None:
+        raise UnsupportedCheckpoint(
+            f"{url} was written by another writer, and a server without listings does not say which files it has: copy "
+            "it to a directory first"
+        )
+    try:
+        name = manifest_name(marker.save_id)
+        sizes[name] = await store.size(f"{directory}/{name}", deadline=deadline)
+        raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
+        named = await io_threads().run(_parse, name, raw, marker, deadline=deadline)
+        for file in named.files:
+            sizes[file] = await store.size(f"{directory}/{file}", deadline=deadline)
+        manifest = await _own_manifest(store, directory, marker, sizes, deadline)
         await io_threads().run(validate, manifest, deadline=deadline)
     except FileNotFoundError as error:
         raise Corrupt(f"{url}: {error.filename} is missing") from error

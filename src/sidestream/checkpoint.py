@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -18,15 +19,17 @@ from .foreign import read_values
 from .format.records import EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
 from .loading import new_tensors
 from .mapping import map_tensors
-from .options import Progress, Verify, check_choice, check_timeout
+from .options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout
 from .plan.assemble import assemble
+from .plan.metadata import decode_metadata
 from .plan.objects import Allowed, allowed_types
 from .plan.ranges import Box
 from .reading import Reader, Wanted, whole
-from .storage import Location, locate_directory
+from .storage import Location, Where, locate_directory
 from .streams import Streams, streams_of
+from .verifying import VerifyReport, verify_manifest
 
-__all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint"]
+__all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint", "open_from"]
 
 Memory: TypeAlias = Literal["host", "mapped"] | torch.device
 """Where tensors go: new memory of the host or of a device, or ``"mapped"``, the files' own pages."""
@@ -42,32 +45,57 @@ class TensorInfo:
 
 
 async def open_checkpoint(
-    url: str | os.PathLike[str], *, verify: Verify = "always", timeout_s: float = 600.0, allow: Iterable[type] = ()
+    url: str | os.PathLike[str],
+    *,
+    verify: Verify = "always",
+    timeout_s: float = 600.0,
+    allow: Iterable[type] = (),
+    trust: Trust = "data",
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
 ) -> Checkpoint:
     """Read and validate what the checkpoint at ``url`` says about itself, and no payload.
 
-    ``timeout_s`` is for this call and for each one on the result, ``allow`` as for ``load``. Raises
-    ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``. The result holds nothing open and needs no closing.
+    ``timeout_s`` is for this call and for each one on the result, ``allow``, ``trust`` and the rest as for ``load``.
+    Raises ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``. The result holds nothing open and needs no
+    closing.
     """
+    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    return await open_from(location, verify=verify, timeout_s=timeout_s, allow=allow, trust=trust)
+
+
+async def open_from(
+    location: Location, *, verify: Verify, timeout_s: float, allow: Iterable[type], trust: Trust
+) -> Checkpoint:
+    """``open_checkpoint`` of a resolved location."""
     running_loop("open_checkpoint")
     check_choice("verify", verify, Verify)
+    check_choice("trust", trust, Trust)
     check_timeout(timeout_s)
-    location, allowed = locate_directory(url), allowed_types(allow)
+    allowed = allowed_types(allow)
     manifest = await read_manifest(location.store, location.name, location.url, Deadline.after(timeout_s))
-    return Checkpoint(location, manifest, verify, timeout_s, allowed)
+    return Checkpoint(location, manifest, verify, timeout_s, allowed, trust)
 
 
 class Checkpoint(Mapping[str, TensorInfo | None]):
     """What is in a checkpoint, by FQN: a ``TensorInfo`` for a tensor, None for a plain value."""
 
     def __init__(
-        self, location: Location, manifest: Manifest, verify: Verify, timeout_s: float, allow: Allowed
+        self,
+        location: Location,
+        manifest: Manifest,
+        verify: Verify,
+        timeout_s: float,
+        allow: Allowed,
+        trust: Trust = "data",
     ) -> None:
         self._location = location
         self._manifest = manifest
         self._verify: Verify = verify
         self._timeout_s = timeout_s
         self._allow = allow
+        self._trust: Trust = trust
 
     @property
     def url(self) -> str:
@@ -82,6 +110,11 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
     def step(self) -> int | None:
         """The step of the run that it belongs to, if a ``Checkpointer`` wrote it."""
         return self._manifest.step
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the user noted with ``metadata=``; empty if nothing."""
+        return decode_metadata(self._manifest.metadata)
 
     def __getitem__(self, fqn: str) -> TensorInfo | None:
         entry = self._entry(fqn)
@@ -125,7 +158,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
                 return torch.empty(box.sizes, dtype=info.dtype, device=where)
 
         target = await io_threads().run(new, deadline=deadline)
-        await self._reader(deadline, None, streams).read([Wanted(fqn, entry, box, target)], own=self._manifest.own)
+        await self._read([Wanted(fqn, entry, box, target)], deadline, None, streams)
         return target
 
     async def value(self, fqn: str) -> Any:
@@ -156,10 +189,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         values = await self._values(value_entries)
         mapped = {}
         if memory == "mapped":
-            try:
+            with self._all_there():
                 mapped = await map_tensors(self._location, self._manifest, fqns, deadline)
-            except FileNotFoundError as error:
-                raise Corrupt(f"{self.url}: {error.filename} is missing") from error
         unmapped = [fqn for fqn in fqns if fqn not in mapped]
         streams = await streams_of([] if device is None else [device], deadline)
 
@@ -170,8 +201,12 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         tensors = await io_threads().run(new, deadline=deadline)
         verified = mapped if self._verify == "always" else {}
         wanted = await io_threads().run(_distinct, entries, tensors, verified, deadline=deadline)
-        await self._reader(deadline, progress, streams).read(wanted, own=self._manifest.own)
+        await self._read(wanted, deadline, progress, streams)
         return await io_threads().run(_nested, entries, {**values, **tensors, **mapped}, deadline=deadline)
+
+    async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
+        """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is."""
+        return await verify_manifest(self._location, self._manifest, Deadline.after(self._timeout_s), progress)
 
     def _entry(self, fqn: str) -> TensorEntry | ValueEntry | EmptyEntry:
         try:
@@ -179,13 +214,26 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         except KeyError:
             raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
 
-    def _reader(self, deadline: Deadline, progress: Progress | None, streams: Streams) -> Reader:
-        return Reader(self._location.store, self._location.name, self._verify, deadline, progress, streams)
+    async def _read(
+        self, wanted: list[Wanted], deadline: Deadline, progress: Progress | None, streams: Streams
+    ) -> None:
+        reader = Reader(self._location.store, self._location.name, self._verify, deadline, progress, streams)
+        with self._all_there():
+            await reader.read(wanted, own=self._manifest.own)
+
+    @contextmanager
+    def _all_there(self) -> Iterator[None]:
+        """A file that was there when the checkpoint was opened, and is not any more."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self.url}: {error.filename} is missing") from error
 
     async def _values(self, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
         store, directory = self._location.store, self._location.name
         deadline = Deadline.after(self._timeout_s)
-        return await read_values(store, directory, self._manifest, entries, deadline, self._allow)
+        with self._all_there():
+            return await read_values(store, directory, self._manifest, entries, deadline, self._allow, self._trust)
 
 
 def _device(device: object) -> torch.device:

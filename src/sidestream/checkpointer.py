@@ -3,137 +3,254 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-from collections.abc import Collection, Iterable, Mapping
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from ._tasks import finish, running_loop
 from ._threads import Deadline
-from .catalog import list_steps, newest_step, next_generation, step_name
-from .errors import CheckpointNotFound, Closed, ForkedProcess, SidestreamError, WrongLoop
-from .loading import LoadOptions, LoadReport, load_from
+from .catalog import Step, list_steps, next_generation, read_metadata, step_name
+from .checkpoint import Checkpoint, open_from
+from .errors import (
+    Busy,
+    CheckpointNotFound,
+    Closed,
+    ForkedProcess,
+    InvalidOption,
+    WrongLoop,
+)
+from .format.records import Node
+from .loading import LoadOptions, LoadReport
 from .options import (
     Allowance,
+    Digest,
     Durability,
+    Fallback,
+    Overlap,
     Progress,
+    StorePolicy,
+    Trust,
     Verify,
     check_choice,
     check_count,
     check_step,
+    check_steps,
     check_strict,
     check_timeout,
 )
-from .pending import PendingSave
+from .pending import PendingSave, SaveWork
+from .plan.metadata import encode_metadata
 from .plan.objects import allowed_types
+from .runs.choosing import Wish, choose
+from .runs.health import Health
+from .runs.leases import Leases
+from .runs.overlap import LeasedSave, QueuedSave, SkippedSave, Slots
+from .runs.preemption import Preemption, Then
+from .runs.pruning import Pruned, Pruner
+from .runs.restoring import Restoring
+from .runs.retention import KeepAll, Retention
+from .runs.upkeep import Upkeep
+from .runs.watching import Watch
 from .saving import start_save
 from .staging import AsyncStager
-from .storage import Location, locate_run
+from .storage import Location, Where, locate_run
+from .verifying import VerifyReport, verify_at
 from .writing import Stager
 
 __all__ = ["Checkpointer"]
+
+Latest = Literal["latest"]
 
 
 class Checkpointer:
     """The checkpoints under one directory: ``step-100``, and ``step-100.g2`` where step 100 was saved again.
 
-    Use it as ``async with``; it belongs to the loop that enters it. ``in_flight`` saves may go on at once, each with
-    staged memory of its own, which is used again and again; ``save`` waits for a free slot. ``stager`` replaces the
-    stager that it would own. ``durability``, ``verify`` and ``timeout_s`` are as for ``save`` and ``load``.
+    Use it as ``async with``; it belongs to the loop that enters it. Any number of processes may have one on the same
+    run, to save or to read.
+
+    ``keep`` says which steps stay (``KeepLast(3) | KeepBest("loss")``); what it lets go is deleted after a save, when a
+    newer step has been read back and is good, and nobody has a lease on it. ``in_flight`` saves may go on at once, each
+    with staged memory of its own, which is used again and again; ``overlap`` says what becomes of one more. ``stager``
+    replaces the stager that it would own. ``durability``, ``digest``, ``verify``, ``timeout_s``, ``storage_options``,
+    ``filesystem`` and ``store_policy`` are as for ``save`` and ``load``. A lease ends ``lease_s`` after its holder has
+    died; a save has one when it takes longer than a quarter of that. What a writer left that was killed is deleted
+    when its lease has ended; where it had none,
+    ``abandoned_after_s`` after it was last written to.
     """
 
     def __init__(
         self,
         url: str | os.PathLike[str],
         *,
+        keep: Retention | None = None,
+        overlap: Overlap = "wait",
         stager: AsyncStager | Stager | None = None,
         in_flight: int = 2,
         durability: Durability = "fsync",
         verify: Verify = "always",
         timeout_s: float = 600.0,
+        lease_s: float = 300.0,
+        abandoned_after_s: float = 3600.0,
+        digest: Digest | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+        store_policy: StorePolicy | None = None,
     ) -> None:
         check_count("in_flight", in_flight)
+        check_choice("overlap", overlap, Overlap)
         check_choice("durability", durability, Durability)
         check_choice("verify", verify, Verify)
-        check_timeout(timeout_s)
-        self._store, self.url = locate_run(url)
+        for seconds in (timeout_s, lease_s, abandoned_after_s):
+            check_timeout(seconds)
+        if digest is not None:
+            check_choice("digest", digest, Digest)
+        keep = KeepAll() if keep is None else keep
+        if isinstance(keep, type) or not isinstance(keep, Retention):
+            raise InvalidOption(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
+        self._store, self.url = locate_run(url, Where(storage_options, filesystem, store_policy))
         self._own_stager = AsyncStager(timeout_s=timeout_s) if stager is None else None
         self._stager = stager if self._own_stager is None else self._own_stager
-        self._slots = asyncio.Semaphore(in_flight)
+        self._slots = Slots(in_flight)
+        self._queued: QueuedSave | None = None
         self._starting = asyncio.Lock()  # a generation is chosen by one save at a time
+        self._overlap: Overlap = overlap
         self._durability: Durability = durability
         self._verify: Verify = verify
         self._timeout_s = timeout_s
+        self._digest = digest
+        self._leases = Leases(self._store, lease_s)
+        self._pruner = Pruner(
+            self._store, self.url, keep, self._leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
+        )
+        self._pruning = asyncio.Lock()
+        self._upkeep = Upkeep(self._after_saves, f"sidestream retention {self.url}")
         self._pending: list[PendingSave] = []
         self._taken: dict[int, int] = {}  # highest generation that a save of ours has been started for
+        self._orders = itertools.count()
+        self._under_way: dict[int, int] = {}  # the steps of saves that have not ended, by the order of their calls
+        self._last_order = -1
+        self._last_saved: tuple[int, float] | None = None
+        self._preemption: Preemption | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
         self._closed = False
         self._restored: LoadReport | None = None
+        self._passed_over: dict[str, str] = {}
 
-    @property
-    def restored(self) -> LoadReport | None:
-        """What the last ``restore`` did, and what its ``strict`` let pass; None before the first."""
-        return self._restored
+    # --- saving ---
 
-    async def save(self, state: Mapping[str, Any], *, step: int) -> PendingSave:
-        """Wait for a free slot, then launch the copies of ``state`` and return; see ``async_save`` for the result.
+    async def save(
+        self, state: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None = None
+    ) -> PendingSave:
+        """Launch the copies of ``state`` and return; see ``async_save`` for the result. With ``overlap="wait"`` this
+        waits for a free slot first, with the other policies for nothing but the listing of the run.
 
-        A step that is committed already is saved as its next generation; the old one stays. Raises what an earlier
-        save failed with if nobody has awaited it, and then starts nothing. Cancelling before this returns starts
-        nothing either.
+        ``metadata`` is plain data that can be read without the state: metrics for ``KeepBest``, a configuration. A step
+        that is committed already is saved as its next generation; the old one stays until that is verified. Raises
+        ``Busy`` (``overlap="fail"``), and what an earlier save, or the deleting after it, failed with if nobody has
+        heard of it; then it starts nothing. Cancelling before this returns starts nothing either.
         """
         self._check_usable()
         check_step(step)
+        noted = encode_metadata(metadata)
         self._raise_unheard()
+        if self._overlap != "wait" and self._slots.full:
+            return self._give_way(state, step, noted)
+        return await self._in_turn(state, step, noted)
+
+    async def _in_turn(
+        self, state: Mapping[str, Any], step: int, noted: Node, *, promised: bool = False
+    ) -> PendingSave:
         await self._slots.acquire()
         try:
-            async with self._starting:
-                pending = await self._start(state, step)
+            pending = PendingSave(await self._start(state, step, noted, promised=promised))
         except BaseException:
             self._slots.release()
             raise
         pending.when_done(self._slots.release)
-        return pending
+        return self._watch_over(pending, step)
 
-    async def _start(self, state: Mapping[str, Any], step: int) -> PendingSave:
-        generation = await next_generation(self._store, step, self._deadline())
-        generation = max(generation, self._taken.get(step, 0) + 1)
-        self._check_usable()  # it may have been closed while this waited
-        self._raise_unheard()
-        name = step_name(step, generation)
-        pending = start_save(
-            state,
-            Location(self._store, name, f"{self.url}/{name}"),
-            stager=self._stager,
-            durability=self._durability,
-            timeout_s=self._timeout_s,
-            step=step,
-            generation=generation,
-        )
-        self._taken[step] = generation
+    def _give_way(self, state: Mapping[str, Any], step: int, noted: Node) -> PendingSave:
+        url = f"{self.url}/{step_name(step, 1)}"
+        if self._overlap == "fail":
+            raise Busy(f"{url} was not saved: {self._slots.taken} saves are in flight, as many as in_flight= allows")
+        if self._overlap == "skip":
+            return PendingSave(SkippedSave(url, f"{self._slots.taken} saves are in flight"))
+        if self._queued is not None:
+            self._queued.give_way()
+        self._queued = QueuedSave(url, self._slots, partial(self._start, state, step, noted, promised=True))
+        return self._watch_over(PendingSave(self._queued), step)
+
+    async def _start(self, state: Mapping[str, Any], step: int, noted: Node, *, promised: bool = False) -> SaveWork:
+        async with self._starting:
+            generation = await next_generation(self._store, step, self._deadline())
+            generation = max(generation, self._taken.get(step, 0) + 1)
+            name = step_name(step, generation)
+            if not promised:  # for those closing waits, and they are made whatever became of others
+                self._check_usable()  # it may have been closed while this waited
+                self._raise_unheard()
+            job = start_save(
+                state,
+                Location(self._store, name, f"{self.url}/{name}"),
+                stager=self._stager,
+                durability=self._durability,
+                timeout_s=self._timeout_s,
+                step=step,
+                generation=generation,
+                metadata=noted,
+                digest=self._digest,
+            )
+            self._taken[step] = generation
+            return LeasedSave(job, self._leases.announce(name, "save"))
+
+    def _watch_over(self, pending: PendingSave, step: int) -> PendingSave:
+        order = next(self._orders)
+        self._under_way[order] = step
+        pending.when_done(lambda: self._on_done(pending, order, step))
         self._pending = [one for one in self._pending if not one.done() or one.unheard is not None] + [pending]
         return pending
+
+    def _on_done(self, pending: PendingSave, order: int, step: int) -> None:
+        del self._under_way[order]
+        if pending.outcome == "committed":
+            if order > self._last_order:  # of two that overlap, the one that was begun later is the last one
+                self._last_order, self._last_saved = order, (step, time.monotonic())
+            self._upkeep.request()
+
+    # --- reading ---
 
     async def restore(
         self,
         state: Mapping[str, Any],
-        step: int | None = None,
+        step: int | Latest | None = "latest",
         *,
+        fallback: Fallback = "never",
         strict: Collection[Allowance] = (),
         verify: Verify | None = None,
         atomic: bool = False,
         progress: Progress | None = None,
         timeout_s: float | None = None,
         allow: Iterable[type] = (),
+        trust: Trust = "data",
     ) -> int | None:
         """Load the newest committed step, or ``step``, into ``state`` and return its number; None if there is none yet.
 
         As ``load``, in place, and with its keywords; ``verify`` and ``timeout_s`` are those of the ``Checkpointer``
-        unless they are given here. ``restored`` has the report. Raises ``CheckpointNotFound`` for a ``step`` that is
-        not there, ``Corrupt`` for one that is damaged: no older step is taken silently in its place.
+        unless they are given here. ``restored`` has the report. While it is read the step is leased, so that nobody
+        deletes it. Raises ``CheckpointNotFound`` for a ``step`` that is not there, ``Corrupt`` for one that is damaged.
+
+        With ``fallback="older"`` the newest older one that is good is loaded instead of a damaged one (of the same step
+        an older generation first); ``restored.passed_over`` lists what was damaged, ``health()`` too, and a warning is
+        logged. ``Corrupt`` then means that none is good.
         """
         self._check_usable()
+        wish = self._wish(step, fallback)
         options = LoadOptions(
             self._verify if verify is None else verify,
             check_strict(strict),
@@ -141,21 +258,52 @@ class Checkpointer:
             progress,
             self._timeout_s if timeout_s is None else timeout_s,
             allowed_types(allow),
+            trust,
         )
-        if step is None:
-            found = await newest_step(self._store, self._deadline())
-            if found is None:
-                return None
-        else:
-            steps = {each.step: each for each in await list_steps(self._store, self._deadline())}
-            if step not in steps:
-                raise CheckpointNotFound(f"{self.url} has no committed step {step}; it has {sorted(steps) or 'none'}")
-            found = steps[step]
-        if found.damage is not None:
-            raise found.damage
-        location = Location(self._store, found.name, f"{self.url}/{found.name}")
-        self._restored = await load_from(location, state, options)
-        return found.step
+        restoring = Restoring(self._store, self.url, self._leases, wish, options)
+        self._restored = await restoring.run(state)
+        self._passed_over = restoring.passed_over
+        if self._restored is None:
+            if wish.step is not None:
+                raise await self._not_found(wish.step)
+            return None
+        return restoring.step
+
+    @property
+    def restored(self) -> LoadReport | None:
+        """What the last ``restore`` did, and what its ``strict`` let pass; None before the first."""
+        return self._restored
+
+    @asynccontextmanager
+    async def open(
+        self, step: int | Latest = "latest", *, allow: Iterable[type] = (), trust: Trust = "data"
+    ) -> AsyncIterator[Checkpoint]:
+        """``open_checkpoint`` of a step, with a lease on it: nobody deletes it within the ``async with``.
+
+        Raises ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``.
+        """
+        async with self._reading(step) as (found, location):
+            if found.damage is not None:
+                raise found.damage
+            yield await open_from(location, verify=self._verify, timeout_s=self._timeout_s, allow=allow, trust=trust)
+
+    async def verify(self, step: int | Latest = "latest", *, progress: Progress | None = None) -> VerifyReport:
+        """Read a step whole and compare it with all that is known about it, under a lease; see ``sidestream.verify``.
+
+        Damage is reported and not raised: look at ``ok``. Raises ``CheckpointNotFound``, and what ``verify`` raises.
+        """
+        async with self._reading(step) as (_, location):
+            return await verify_at(location, self._deadline(), progress)
+
+    async def metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
+        """What was noted about a step when it was saved, and nothing else of it is read; empty if nothing was.
+
+        Raises ``CheckpointNotFound``, ``Corrupt``.
+        """
+        async with self._reading(step) as (found, _):
+            if found.damage is not None:
+                raise found.damage
+            return await read_metadata(self._store, found.name, self._deadline())
 
     async def steps(self) -> list[int]:
         """The committed steps, in order. What is being written, or was left by a crash, is not among them, nor is a
@@ -167,8 +315,136 @@ class Checkpointer:
         """The newest committed step, or None."""
         return max(await self.steps(), default=None)
 
+    def watch(self, *, after: int | None = None, poll_s: float = 2.0) -> Watch:
+        """``async for step in checkpoints.watch()``: the number of every step that is committed from now on, by any
+        process; with ``after``, every one above it, those that are there already first.
+
+        "Now" is when the first look at the run ends. A step may be gone again when it is loaded, if retention deletes
+        it: then ``restore`` raises ``CheckpointNotFound``, and a newer one comes next.
+        """
+        self._check_usable()
+        check_timeout(poll_s)
+        if after is not None:
+            check_step(after)
+        return Watch(self._store, after=after, poll_s=poll_s, timeout_s=self._timeout_s)
+
+    @asynccontextmanager
+    async def _reading(self, step: int | Latest | None) -> AsyncIterator[tuple[Step, Location]]:
+        self._check_usable()
+        wish = self._wish(step, "never")
+        chosen = await choose(self._store, self._leases, wish, (), self._deadline())
+        if chosen is None:
+            raise await self._not_found(wish.step)
+        found, lease = chosen
+        try:
+            yield found, Location(self._store, found.name, f"{self.url}/{found.name}")
+        finally:
+            if lease is not None:
+                await lease.release()
+
+    def _wish(self, step: int | Latest | None, fallback: Fallback) -> Wish:
+        check_choice("fallback", fallback, Fallback)
+        if step is None or step == "latest":
+            return Wish(None, fallback == "older")
+        check_steps(step)
+        return Wish(step, fallback == "older")
+
+    async def _not_found(self, step: int | None) -> CheckpointNotFound:
+        there = [found.step for found in await list_steps(self._store, self._deadline())]
+        wanted = "step" if step is None else f"step {step}"
+        return CheckpointNotFound(f"{self.url} has no committed {wanted}; it has {there or 'none'}")
+
+    # --- looking after the run ---
+
+    async def prune(self) -> Pruned:
+        """Do now what is done after every save: delete what ``keep`` lets go and what dead writers left.
+
+        Raises what the storage raises; what was deleted until then is deleted. A cancel leaves no step half visible.
+        """
+        self._check_usable()
+        return await self._prune()
+
+    def health(self) -> Health:
+        """How the run is doing, as far as this ``Checkpointer`` knows."""
+        saved = self._last_saved
+        errors = [save.unheard for save in self._pending]
+        return Health(
+            in_flight=sum(not save.done() for save in self._pending),
+            last_saved=None if saved is None else saved[0],
+            since_saved_s=None if saved is None else time.monotonic() - saved[1],
+            failures=tuple(f"{type(error).__name__}: {error}" for error in errors if error is not None),
+            retention=None if self._upkeep.error is None else str(self._upkeep.error),
+            sweeping=None if self._pruner.not_swept is None else str(self._pruner.not_swept),
+            damaged={name: str(error) for name, error in self._pruner.damaged.items()},
+            passed_over=dict(self._passed_over),
+            leases=dict(self._leases.trouble),
+            pruned=self._pruner.last,
+        )
+
+    def on_preemption(
+        self,
+        *signals: int,
+        save: Callable[[], tuple[Mapping[str, Any], int] | None] | None = None,
+        grace_s: float = 30.0,
+        then: Then = "exit",
+        exit_code: int | None = None,
+    ) -> None:
+        """When one of ``signals`` (``SIGTERM``) comes: finish the saves in flight, save once more, and end.
+
+        ``save`` is called on the loop and returns a state and its step, or None if there is nothing new; without it
+        only what is in flight is finished. After ``grace_s`` seconds, or when the signal comes again, the end comes
+        whatever has been done. ``then`` says how: ``"exit"`` raises ``SystemExit(exit_code)`` out of the loop (128 +
+        the signal's number if not given), ``"signal"`` lets the signal kill the process, ``"stay"`` leaves the end to
+        the program, which looks at ``preempted``. A failure is logged, and the end comes all the same.
+
+        Raises ``InvalidOption`` outside of the main thread. Closing the ``Checkpointer`` gives the signals back.
+        """
+        self._check_usable()
+        if self._preemption is not None:
+            self._preemption.uninstall()
+        self._preemption = Preemption(
+            signals or (signal.SIGTERM,),
+            partial(self._save_all, save),
+            grace_s=grace_s,
+            then=then,
+            exit_code=exit_code,
+        )
+
+    @property
+    def preempted(self) -> int | None:
+        """The number of the signal that ``on_preemption`` has seen; None before."""
+        return None if self._preemption is None else self._preemption.requested
+
+    async def _save_all(self, save: Callable[[], tuple[Mapping[str, Any], int] | None] | None) -> None:
+        """Whatever failed before, or fails now, what is in flight is finished."""
+        try:
+            last = None if save is None else save()
+            if last is not None:
+                state, step = last
+                check_step(step)
+                await (await self._in_turn(state, step, encode_metadata(None), promised=True))
+        except Exception:
+            await self._all_ended()
+            raise
+        await self._all_ended()
+
+    async def _after_saves(self) -> Exception | None:
+        await self._prune()
+        return next(iter(self._pruner.damaged.values()), None)
+
+    async def _prune(self) -> Pruned:
+        async with self._pruning:
+            return await self._pruner.run(self._protected, self._deadline())
+
+    def _protected(self) -> list[int]:
+        """The step that was saved last, and those under way: a commit is listed before its save has ended."""
+        return [*self._under_way.values(), *([] if self._last_saved is None else [self._last_saved[0]])]
+
+    # --- its life ---
+
     async def aclose(self) -> None:
-        """Wait for the saves in flight and free the staging memory. Raises the error of a save that nobody awaited.
+        """Wait for the saves in flight and for the deleting after them, and free the staging memory. Raises the error
+        of a save that nobody awaited, or of the deleting.
 
         Cancelling it cancels those saves, and waits until they have cleaned up.
         """
@@ -178,15 +454,26 @@ class Checkpointer:
         self._closed = True
         try:
             await self._all_ended()
+            await self._upkeep.ended()
+            if self._preemption is not None:
+                await self._preemption.ended()  # its last save may have come meanwhile
+                await self._all_ended()
+                await self._upkeep.ended()
         except asyncio.CancelledError:
             for save in self._pending:
                 save.cancel()
-            await finish(self._all_ended)
+            await finish(self._stop)
             raise
         finally:
+            if self._preemption is not None:
+                self._preemption.uninstall()
             if self._own_stager is not None:
                 await finish(self._own_stager.aclose)
         self._raise_unheard()
+
+    async def _stop(self) -> None:
+        await self._all_ended()
+        await self._upkeep.stop()
 
     async def _all_ended(self) -> None:
         for save in self._pending:
@@ -199,19 +486,30 @@ class Checkpointer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, KeyboardInterrupt):  # asyncio makes a cancel of the first Ctrl-C: this is the second
+            for save in self._pending:
+                save.cancel()
         try:
             await self.aclose()
-        except SidestreamError as failure:
+        except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"besides, a save failed and nobody had awaited it: {failure}")
+            error.add_note(f"besides, a save or the deleting after it failed, and nobody had heard of it: {failure}")
 
     def _raise_unheard(self) -> None:
+        """One error, with the others as its notes."""
+        errors: list[BaseException] = []
         for save in self._pending:
-            error = save.unheard
-            if error is not None:
+            if save.unheard is not None:
+                errors.append(save.unheard)
                 save.hear()
-                raise error
+        if self._upkeep.unheard is not None:
+            errors.append(self._upkeep.unheard)
+            self._upkeep.unheard = None
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"besides: {type(other).__name__}: {other}")
+            raise errors[0]
 
     def _deadline(self) -> Deadline:
         return Deadline.after(self._timeout_s)

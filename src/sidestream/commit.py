@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ._tasks import finish
 from ._threads import Deadline, Stop, io_threads, politely
 from ._torch import TORCH_VERSION
-from .catalog import read_marker
 from .errors import Conflict, NotDurable, OutcomeUnknown, SidestreamError
 from .format.checksum import crc32
 from .format.dcp_write import dcp_metadata
-from .format.manifest import write_manifest
-from .format.marker import METADATA_NAME, Marker, manifest_name
+from .format.manifest import metadata_line, write_manifest
+from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, manifest_name
 from .format.records import Manifest
 from .options import Durability
 from .storage import Store
 
-__all__ = ["BytesBody", "Outcome", "Verdict", "clean_up", "commit"]
+__all__ = ["BytesBody", "Outcome", "Verdict", "clean_up", "commit", "commit_files"]
 
 Outcome = Literal["committed", "absent", "unknown"]
 _READ_BACK_S = 10.0
@@ -66,6 +65,7 @@ async def commit(
     *,
     durability: Durability,
     deadline: Deadline,
+    saved_at: int = 0,
 ) -> None:
     """Write manifest and marker into ``attempt``, whose data files are complete, and publish it as ``target``.
 
@@ -74,11 +74,29 @@ async def commit(
     the cancel; ``Conflict`` (absent); ``NotDurable`` (committed, but a sync failed or timed out); ``OutcomeUnknown``.
     """
     raw = await io_threads().run(lambda: b"".join(politely(write_manifest(manifest, TORCH_VERSION))), deadline=deadline)
-    marker = Marker(manifest.save_id, len(raw), crc32(raw), manifest.step, manifest.generation)
+    last = metadata_line(manifest)
+    marker = Marker(
+        manifest.save_id, len(raw), crc32(raw), manifest.step, manifest.generation, saved_at, len(last), crc32(last)
+    )
     pickled = await io_threads().run(
         lambda: b"".join(politely(dcp_metadata(manifest.entries, marker))), deadline=deadline
     )
-    for name, content in ((manifest_name(manifest.save_id), raw), (METADATA_NAME, pickled)):
+    files = {manifest_name(manifest.save_id): raw, METADATA_NAME: pickled}
+    await commit_files(store, attempt, target, files, verdict, durability=durability, deadline=deadline)
+
+
+async def commit_files(
+    store: Store,
+    attempt: str,
+    target: str,
+    files: Mapping[str, bytes],
+    verdict: Verdict,
+    *,
+    durability: Durability,
+    deadline: Deadline,
+) -> None:
+    """``commit`` of ``files`` that are made already; the last one is ``.metadata``, and its end no other save's."""
+    for name, content in files.items():
         await store.put(f"{attempt}/{name}", BytesBody(content), durability=durability, deadline=deadline)
     verdict.outcome = "unknown"
     try:
@@ -91,7 +109,7 @@ async def commit(
         verdict.outcome = "committed"
         raise
     except (Exception, asyncio.CancelledError) as error:
-        outcome = await _after_failure(store, target, manifest.save_id, error, verdict)
+        outcome = await _after_failure(store, target, files[METADATA_NAME][-TAIL_BYTES:], error, verdict)
         if isinstance(error, asyncio.CancelledError) or outcome == "absent":
             raise
         if outcome == "committed":
@@ -104,15 +122,15 @@ async def commit(
         ) from error
 
 
-async def _after_failure(store: Store, target: str, save_id: str, error: BaseException, verdict: Verdict) -> Outcome:
-    await finish(lambda: _read_back(store, target, save_id, error, verdict))
+async def _after_failure(store: Store, target: str, tail: bytes, error: BaseException, verdict: Verdict) -> Outcome:
+    await finish(lambda: _read_back(store, target, tail, error, verdict))
     return verdict.outcome
 
 
-async def _read_back(store: Store, target: str, save_id: str, error: BaseException, verdict: Verdict) -> None:
+async def _read_back(store: Store, target: str, tail: bytes, error: BaseException, verdict: Verdict) -> None:
+    name = f"{target}/{METADATA_NAME}"
     try:
-        marker = await read_marker(store, target, Deadline.after(_READ_BACK_S))
-        found = marker is not None and marker.save_id == save_id
+        found = await store.read_tail(name, TAIL_BYTES, deadline=Deadline.after(_READ_BACK_S)) == tail
     except FileNotFoundError:
         found = False
     except (SidestreamError, OSError):

@@ -13,6 +13,8 @@ __all__ = [
     "Aborted",
     "AccessDenied",
     "ArenaExhausted",
+    "BadSignature",
+    "Busy",
     "CapturingGraph",
     "CheckpointNotFound",
     "Closed",
@@ -31,6 +33,7 @@ __all__ = [
     "NoSpace",
     "NotCovered",
     "NotDurable",
+    "NotShared",
     "OutcomeUnknown",
     "ShapeMismatch",
     "SidestreamError",
@@ -93,9 +96,9 @@ class UnsupportedCheckpoint(SidestreamError, ValueError):
 
 
 class MissingExtra(SidestreamError, ImportError):
-    """Reading this checkpoint needs a package that is not installed. ``extra`` names the extra that brings it."""
+    """What was asked for needs a package that is not installed. ``extra`` names the extra that brings it."""
 
-    def __init__(self, message: str, *, extra: str):
+    def __init__(self, message: str, *, extra: str = ""):  # a default: errors of ranks travel as pickles
         super().__init__(message)
         self.extra = extra
 
@@ -127,8 +130,13 @@ class ArenaExhausted(SidestreamError, MemoryError):
     """Staging memory within the budget did not suffice, or did not become free in time."""
 
 
+class Busy(SidestreamError, RuntimeError):
+    """Every slot of a ``Checkpointer`` is taken, and its policy is to fail. Nothing was started."""
+
+
 class Skipped(SidestreamError, RuntimeError):
-    """A stage or save gave way, as its ``when_full=`` policy says: no memory was free, or a newer one came."""
+    """A stage or save gave way, as its ``when_full=`` or ``overlap=`` policy says: no memory or slot was free, or a
+    newer one came."""
 
 
 class CapturingGraph(SidestreamError, RuntimeError):
@@ -166,6 +174,11 @@ class NotDurable(SidestreamError, OSError):
     """The checkpoint is committed and complete, but a sync failed: a power cut may still take it away."""
 
 
+class NotShared(SidestreamError, OSError):
+    """Ranks that save together do not write to one place: what one of them wrote, or the directory itself, is not there
+    for another. Nothing became visible."""
+
+
 class OutcomeUnknown(SidestreamError, OSError):
     """The commit was sent and its result could not be read back. Nothing was deleted; look again before retrying."""
 
@@ -185,6 +198,10 @@ class Corrupt(SidestreamError, ValueError):
         self.file = file
         self.fqn = fqn
         self.offset = offset
+
+
+class BadSignature(SidestreamError, ValueError):
+    """A checkpoint carries no signature, or one that the key does not fit or that its files do not match."""
 
 
 class Mismatch(SidestreamError, ValueError):

@@ -27,7 +27,10 @@ from .format.safetensors import (
 from .format.validate import check_item
 from .storage import ReadRange, Store
 
-__all__ = ["is_foreign", "read_file", "read_foreign_manifest"]
+__all__ = ["is_foreign", "read_file", "read_foreign_manifest", "read_safetensors_file"]
+
+
+_MOST_FILE_BYTES = 1 << 32
 
 
 def is_foreign(sizes: Mapping[str, int]) -> bool:
@@ -105,6 +108,15 @@ async def _read_safetensors(store: Store, directory: str, sizes: Mapping[str, in
     return await io_threads().run(manifest_of_headers, headers, index, deadline=deadline)
 
 
+async def read_safetensors_file(
+    store: Store, directory: str, file: str, sizes: Mapping[str, int], deadline: Deadline
+) -> Manifest:
+    """One safetensors file as a checkpoint; not yet validated."""
+    header = await _read_header(store, directory, file, 0, sizes[file], deadline)
+    manifest = await io_threads().run(manifest_of_headers, {file: header}, None, deadline=deadline)
+    return replace(manifest, files={file: sizes[file]})
+
+
 async def _read_header(
     store: Store, directory: str, file: str, start: int, file_bytes: int, deadline: Deadline
 ) -> Header:
@@ -131,7 +143,9 @@ def _files(entry: Entry) -> Iterator[str]:
 
 
 async def read_file(store: Store, name: str, nbytes: int, deadline: Deadline) -> bytearray:
-    """A small file, whose size is known."""
+    """A small file, whose size is known. Raises ``Corrupt`` if it claims to be a large one (a sparse file can)."""
+    if nbytes > _MOST_FILE_BYTES:
+        raise Corrupt(f"{name} has {nbytes} bytes, more than the {_MOST_FILE_BYTES} that are read", file=name)
     raw = bytearray(nbytes)
     await store.read(name, [ReadRange(0, memoryview(raw))], deadline=deadline)
     return raw

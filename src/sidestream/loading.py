@@ -16,17 +16,27 @@ from ._torch import dtype_from_name
 from .catalog import read_manifest
 from .errors import Corrupt, Mismatch, SidestreamError
 from .foreign import read_values
+from .format.digest import DigestCheck, digest_check
 from .format.records import Entry, Manifest, TensorEntry, ValueEntry
 from .handover import Handover, hand_over, prepare
-from .options import Allowance, Progress, Verify, check_choice, check_strict, check_timeout
+from .options import Allowance, Progress, StorePolicy, Trust, Verify, check_choice, check_strict, check_timeout
 from .plan.ask import Answers
 from .plan.match import LoadPlan, match
 from .plan.objects import Allowed, allowed_types
 from .reading import Reader, Wanted, whole
-from .storage import Location, locate_directory
+from .storage import Location, Where, locate_directory
 from .streams import streams_of
 
-__all__ = ["LoadOptions", "LoadReport", "load", "load_from", "new_tensors"]
+__all__ = ["LoadOptions", "LoadReport", "PassedOver", "load", "load_from", "new_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A damaged step that ``restore`` did not take, and what is wrong with it."""
+
+    step: int
+    generation: int
+    error: SidestreamError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +44,13 @@ class LoadReport:
     """What a load did.
 
     ``loaded``: FQNs in order, and ``nbytes`` read for them. ``not_asked_for``: keys of the checkpoint outside the
-    target. ``unverified``: of these some bytes had no checksum (only in files of other writers). What ``strict=`` let
-    pass: ``missing`` keys of the target were left as they are, tensors that were ``cast`` from another dtype, and
-    ``ignored`` keys of the checkpoint inside the target's own.
+    target. ``unverified``: of these some bytes had no checksum (only in files of other writers). ``digest``: with
+    ``verify="always"``, whether the digests that the checkpoint carries were compared too; None if it has none. What
+    ``strict=`` let pass: ``missing`` keys of the target were left as they are, tensors that were ``cast`` from another
+    dtype, and ``ignored`` keys of the checkpoint inside the target's own.
+
+    Of a ``restore``: the damaged steps that were ``passed_over`` for this one, newest first, and whether the step was
+    ``leased`` while it was read; where this process may not write, it was not, and could have been deleted meanwhile.
     """
 
     url: str
@@ -50,6 +64,9 @@ class LoadReport:
     missing: tuple[str, ...]
     cast: tuple[str, ...]
     ignored: tuple[str, ...]
+    digest: DigestCheck | None = None
+    passed_over: tuple[PassedOver, ...] = ()
+    leased: bool = False
 
 
 async def load(
@@ -62,6 +79,10 @@ async def load(
     progress: Progress | None = None,
     timeout_s: float = 600.0,
     allow: Iterable[type] = (),
+    trust: Trust = "data",
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
 ) -> LoadReport:
     """Load the checkpoint at ``url`` into ``state``, in place: ours, or one that stock DCP wrote.
 
@@ -79,11 +100,16 @@ async def load(
     ``DeadlineExceeded``; a cancel that comes when all has been read is raised after ``state`` has changed as a whole.
 
     Of other writers' values only plain data is read, and objects of the types in ``allow``: those, and no others, are
-    made again by their own code from what was saved. Anything else raises ``UnsafeObject``.
+    made again by their own code from what was saved. Anything else raises ``UnsafeObject``. ``trust="pickle"``
+    unpickles those values instead, and so runs whatever code the file brings: only for files that you would run as a
+    program. It concerns values of other writers alone; metadata, tensors and our own checkpoints are data all the same.
+
+    ``storage_options``, ``filesystem`` and ``store_policy`` are as for ``save``; ``http(s)://`` can be read too.
     """
     running_loop("load")
-    options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed_types(allow))
-    return await load_from(locate_directory(url), state, options)
+    options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed_types(allow), trust)
+    where = Where(storage_options, filesystem, store_policy)
+    return await load_from(locate_directory(url, where), state, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +122,11 @@ class LoadOptions:
     progress: Progress | None
     timeout_s: float
     allow: Allowed
+    trust: Trust = "data"
 
     def __post_init__(self) -> None:
         check_choice("verify", self.verify, Verify)
+        check_choice("trust", self.trust, Trust)
         check_timeout(self.timeout_s)
 
 
@@ -121,7 +149,7 @@ async def _load(
     plan = await threads.run(match, state, answers, manifest, location.url, options.strict, deadline=deadline)
     streams = await streams_of(await threads.run(_devices, plan.tensors, deadline=deadline), deadline)
     reader = Reader(location.store, location.name, options.verify, deadline, options.progress, streams)
-    work = _Load(location, manifest, plan, reader, options.atomic, options.allow)
+    work = _Load(location, manifest, plan, reader, options)
     try:
         return await work.run()
     except (Exception, asyncio.CancelledError) as error:
@@ -178,8 +206,7 @@ class _Load:
     manifest: Manifest
     plan: LoadPlan
     reader: Reader
-    atomic: bool
-    allow: Allowed
+    options: LoadOptions
     pointers: Mapping[str, int] = field(default_factory=dict)
     handing_over: bool = False
 
@@ -187,7 +214,8 @@ class _Load:
         deadline, threads = self.reader.deadline, io_threads()
         entries = await threads.run(self._value_entries, deadline=deadline)
         store, directory = self.location.store, self.location.name
-        values = await read_values(store, directory, self.manifest, entries, deadline, self.allow)
+        allow, trust = self.options.allow, self.options.trust
+        values = await read_values(store, directory, self.manifest, entries, deadline, allow, trust)
         prepared = await threads.run(self._prepare, values, deadline=deadline)
         self.pointers = prepared.pointers
         await self.reader.read(prepared.wanted, own=self.manifest.own)
@@ -195,7 +223,7 @@ class _Load:
             await threads.run(self._check_ties, prepared.again, prepared.places, deadline=deadline)
 
         async def install() -> None:
-            if self.atomic:
+            if self.options.atomic:
                 await threads.run(self._copy_all, prepared.places)
             await threads.run(_count_versions, self.plan.tensors)
             await hand_over(prepared.handover)
@@ -215,13 +243,14 @@ class _Load:
             missing=self.plan.missing,
             cast=self.plan.cast,
             ignored=self.plan.ignored,
+            digest=digest_check(self.manifest.digest) if self.options.verify == "always" else None,
         )
 
     def written(self) -> tuple[str, ...]:
         """Which tensors of the target have been written to, under all the names that they have."""
         if self.handing_over:
             return tuple(self.plan.tensors)
-        if self.atomic:
+        if self.options.atomic:
             return ()
         touched = {self.pointers[fqn] for fqn in self.reader.touched if fqn in self.pointers}
         return tuple(fqn for fqn, pointer in self.pointers.items() if pointer in touched)
@@ -230,12 +259,12 @@ class _Load:
         plan, entries = self.plan, self.manifest.entries
         fresh = new_tensors(entries, plan.new)
         places = {leader: plan.tensors[leader] for leader in plan.leaders.values()}
-        if self.atomic:
+        if self.options.atomic:
             places = {fqn: torch.empty(one.shape, dtype=one.dtype) for fqn, one in politely(places.items())}
         distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed((*places.items(), *fresh.items()))}
         wanted = [self._want(fqn, tensor) for fqn, tensor in politely(reversed(distinct.values()))]
-        again = () if self.manifest.own else tuple(self._aside(fqn) for fqn, to in plan.leaders.items() if fqn != to)
-        handover = prepare(plan, values, {**fresh, **plan.tensors}, own=self.manifest.own)
+        again = () if self.manifest.exact else tuple(self._aside(fqn) for fqn, to in plan.leaders.items() if fqn != to)
+        handover = prepare(plan, values, {**fresh, **plan.tensors}, own=self.manifest.exact)
         loaded = tuple(fqn for fqn in politely(entries) if fqn in plan.tensors or fqn in fresh or fqn in values)
         pointers = {fqn: tensor.data_ptr() for fqn, tensor in politely(plan.tensors.items())}
         return _Prepared(places, [*wanted, *again], again, handover, loaded, pointers)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import InvalidOption
 
 __all__ = [
     "Allowance",
+    "Digest",
     "Durability",
+    "EngineChoice",
+    "Fallback",
+    "Overlap",
     "Progress",
+    "StorePolicy",
+    "Trust",
     "Verify",
     "WhenFull",
     "check_choice",
     "check_count",
+    "check_seconds",
     "check_step",
+    "check_steps",
     "check_strict",
     "check_timeout",
 ]
@@ -29,6 +38,13 @@ Verify = Literal["always", "manifest", "never"]
 """``"always"``: every byte that is used is checked against its checksum. ``"manifest"``: manifest, file sizes and
 layout are checked, the payload is not. ``"never"``: the same, for callers that verify by other means."""
 
+Digest = Literal["blake3"]
+"""A cryptographic digest of each block of each tensor, kept in the manifest beside its checksum."""
+
+Trust = Literal["data", "pickle"]
+"""What the plain values of another writer's checkpoint are read as. ``"data"``: nothing that they name is imported or
+called. ``"pickle"``: they are unpickled, which runs whatever code their author put into them."""
+
 Allowance = Literal["partial", "cast", "ignore_unexpected"]
 """What ``strict=`` of a load may name. ``"partial"``: keys that the checkpoint lacks are left as they are. ``"cast"``:
 tensors of another dtype are converted. ``"ignore_unexpected"``: keys that the target lacks are not loaded."""
@@ -40,6 +56,51 @@ load, as an error of storage would."""
 WhenFull = Literal["wait", "skip", "latest", "fail"]
 """What a stage does that finds no memory free. ``"wait"``: wait for some. ``"skip"``: raise ``Skipped``. ``"latest"``:
 wait, but raise ``Skipped`` when a newer stage comes before it has begun. ``"fail"``: raise ``ArenaExhausted``."""
+
+
+Overlap = Literal["wait", "skip", "latest", "fail"]
+"""What a ``Checkpointer`` does with a save that finds every slot taken. ``"wait"``: ``save`` waits for one. ``"skip"``:
+the save is ``Skipped``. ``"latest"``: ``save`` returns, and the save begins when there is one, unless a newer one has
+come meanwhile; then it is ``Skipped``. ``"fail"``: ``save`` raises ``Busy``."""
+
+Fallback = Literal["never", "older"]
+"""What ``restore`` does when the step is damaged. ``"never"``: raise ``Corrupt``. ``"older"``: take the newest older
+one that is good, log a warning, and list in the report what was passed over."""
+
+EngineChoice = Literal["auto", "obstore", "fsspec"]
+"""The client of object storage. ``"auto"``: obstore for ``s3://``, ``gs://`` and ``az://`` where it is installed and
+knows all the ``storage_options``, fsspec for everything else."""
+
+_MIN_PART_BYTES = 5 << 20  # S3 takes no smaller ones
+
+
+@dataclass(frozen=True, slots=True)
+class StorePolicy:
+    """How object storage is talked to. Local directories know nothing of it.
+
+    ``request_timeout_s`` bounds each request (one part, one range), whatever the deadline of the call; a request that
+    failed is sent again at most ``retries`` times, later and later. ``in_flight`` requests go on at once. Parts have
+    ``part_bytes``, or more where a file would have too many. ``cache_dir`` is a directory on this machine in which
+    readers keep whole files (fsspec's own cache); its files are trusted as if they came from the storage.
+    """
+
+    engine: EngineChoice = "auto"
+    request_timeout_s: float = 60.0
+    retries: int = 8
+    in_flight: int = 4
+    part_bytes: int = 16 << 20
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("engine", self.engine, EngineChoice)
+        check_seconds("request_timeout_s", self.request_timeout_s)
+        check_count("in_flight", self.in_flight)
+        if type(self.retries) is not int or self.retries < 0:
+            raise InvalidOption(f"retries={self.retries!r} has to be an integer, not negative")
+        if type(self.part_bytes) is not int or self.part_bytes < _MIN_PART_BYTES:
+            raise InvalidOption(
+                f"part_bytes={self.part_bytes!r} has to be at least {_MIN_PART_BYTES}: S3 takes no less"
+            )
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
@@ -61,14 +122,24 @@ def check_strict(strict: object) -> frozenset[str]:
 
 
 def check_timeout(timeout_s: object) -> None:
-    number = timeout_s if type(timeout_s) is int or type(timeout_s) is float else 0
+    check_seconds("timeout_s", timeout_s)
+
+
+def check_seconds(name: str, seconds: object) -> None:
+    number = seconds if type(seconds) is int or type(seconds) is float else 0
     if not 0 < number <= _MAX_TIMEOUT_S:
-        raise InvalidOption(f"timeout_s={timeout_s!r} has to be a positive number of seconds, {_MAX_TIMEOUT_S} at most")
+        raise InvalidOption(f"{name}={seconds!r} has to be a positive number of seconds, {_MAX_TIMEOUT_S} at most")
 
 
 def check_count(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
         raise InvalidOption(f"{name}={value!r} has to be a positive integer")
+
+
+def check_steps(step: object) -> None:
+    """A step, or ``"latest"``."""
+    if step != "latest":
+        check_step(step)
 
 
 def check_step(step: object) -> None:

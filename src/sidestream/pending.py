@@ -38,7 +38,8 @@ class SaveInfo:
 class SaveWork(Protocol):
     """The work behind a ``PendingSave``; ``verdict`` tells the truth whenever ``run`` has ended."""
 
-    verdict: Verdict
+    @property
+    def verdict(self) -> Verdict: ...
 
     @property
     def url(self) -> str: ...

@@ -20,11 +20,12 @@ from .format.checksum import crc32, unpack_crcs
 from .format.records import BLOCK_BYTES, Chunk, TensorEntry
 from .format.transforms import require
 from .options import Progress, Verify
+from .plan.checks import altered, check_digests
 from .plan.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .storage import ReadRange, Store
 from .streams import Streams
 
-__all__ = ["Reader", "Wanted", "whole"]
+__all__ = ["Reader", "Scratch", "Wanted", "first_error", "in_parallel", "whole"]
 
 _IN_FLIGHT = 4
 
@@ -56,7 +57,7 @@ def whole(entry: TensorEntry) -> Box:
     return Box((0,) * len(entry.shape), entry.shape)
 
 
-class _Scratch:
+class Scratch:
     """Memory for what cannot be read to its place, used again and again: touching new pages costs more than reading."""
 
     def __init__(self) -> None:
@@ -94,25 +95,25 @@ class Reader:
     touched: set[str] = field(default_factory=set)
     unverified: set[str] = field(default_factory=set)
     nbytes: int = 0
-    scratch: _Scratch = field(default_factory=_Scratch)
+    scratch: Scratch = field(default_factory=Scratch)
 
-    async def read(self, wanted: list[Wanted], *, own: bool) -> None:
+    async def read(self, wanted: list[Wanted], *, own: bool, located: Mapping[str, Located] | None = None) -> None:
         """Fill every target, and empty the list. Those that are row-major, on the host and of the saved dtype are read
-        into directly.
+        into directly. ``located`` is what the zips of another writer say, if that is known already.
 
         Raises ``Corrupt``, naming file, offset and FQN, and ``MissingExtra`` before anything is read. When this raises,
         no thread writes into a target any more.
         """
         targets = await io_threads().run(_by_fqn, wanted, deadline=self.deadline)
         packed = [] if own else await io_threads().run(_packed, targets, deadline=self.deadline)
-        foreign = None if own else await self._locate(targets)
+        foreign = None if own else located or await self._locate(targets)
         planned, total = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
         total += sum(chunk.item_bytes for _, chunk in packed)
         self._tell(total)
         queue = iter(planned)
-        await _in_parallel(lambda: self._work(queue, targets, total))
+        await in_parallel(lambda: self._work(queue, targets, total))
         rest = iter(packed)
-        await _in_parallel(lambda: self._work_packed(rest, total))
+        await in_parallel(lambda: self._work_packed(rest, total))
         await io_threads().run(self.streams.finish, deadline=self.deadline)
         await io_threads().run(let_go, planned, targets, wanted)
 
@@ -155,7 +156,7 @@ class Reader:
             for piece in _ranges(one, located):
                 buffer = view[piece.offset : piece.offset + piece.nbytes]
                 if self.verify == "always" and crc32(buffer) != piece.crc:
-                    raise _altered(piece, chunk.item_offset)
+                    raise altered(one.fqn, chunk.file, chunk.item_offset)
                 if one.target is not None:
                     self.touched.add(one.fqn)
                     _place(piece, buffer, one.entry, one.target, self.streams)
@@ -169,18 +170,18 @@ class Reader:
             for fqn, one in queue:
                 located[fqn] = await locate_tensor(self.store, self.directory, fqn, one.entry, self.deadline)
 
-        await _in_parallel(work)
+        await in_parallel(work)
         return located
 
 
-async def _in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """A few workers on one queue. Raises damage before anything else, otherwise what came first."""
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(_IN_FLIGHT):
                 group.create_task(work())
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+        raise first_error(errors) from None
 
 
 def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
@@ -221,7 +222,7 @@ class _Buffers:
     scratch: mmap.mmap | bytearray | None
 
 
-def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: _Scratch) -> _Buffers:
+def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> _Buffers:
     def aside(one: Range) -> bool:
         return not isinstance(one.into, Direct) or targets[one.fqn].target is None
 
@@ -255,25 +256,16 @@ def _verified(one: Range, buffer: memoryview) -> bool:
     """Whether there was a checksum to compare. Raises ``Corrupt`` if it differs."""
     if one.crc is not None:
         if crc32(buffer) != one.crc:
-            raise _altered(one, one.offset)
+            raise altered(one.fqn, one.file, one.offset)
         return True
     if one.crcs is None:
         return False
     for block, expected in enumerate(unpack_crcs(one.crcs)):
         start = block * BLOCK_BYTES
         if crc32(buffer[start : start + BLOCK_BYTES]) != expected:
-            raise _altered(one, one.offset + start)
+            raise altered(one.fqn, one.file, one.offset + start)
+    check_digests(one.fqn, one.file, one.offset, buffer, one.digests)
     return True
-
-
-def _altered(one: Range, offset: int) -> Corrupt:
-    return Corrupt(
-        f"{one.fqn}: its bytes in {one.file} from offset {offset} on were altered (the checksum differs); restore the "
-        "file, or load an older checkpoint",
-        file=one.file,
-        fqn=one.fqn,
-        offset=offset,
-    )
 
 
 def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor, streams: Streams) -> None:
@@ -297,7 +289,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """What to tell of several failures: damage before anything else, otherwise the one that came first."""
     flat: list[BaseException] = []
     for error in errors.exceptions:

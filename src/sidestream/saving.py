@@ -14,16 +14,18 @@ from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, politely
 from .commit import Verdict, clean_up, commit
 from .errors import InvalidOption
-from .format.records import Manifest
-from .options import Durability, check_choice, check_timeout
+from .format.records import Entry, Manifest, Node
+from .format.shard import BlockSums
+from .options import Digest, Durability, StorePolicy, check_choice, check_timeout
 from .pending import PendingSave, SaveInfo
+from .plan.metadata import encode_metadata
 from .plan.save import SavePlan
 from .plan.values import copy_value
 from .staging import AsyncStager, capture
-from .storage import Location, locate_directory
+from .storage import Location, Store, Where, locate_directory
 from .writing import ForeignStage, SaveOrder, Stager, Writing
 
-__all__ = ["async_save", "save", "start_save"]
+__all__ = ["SaveJob", "async_save", "save", "start_save"]
 
 _STREAM_BYTES = 256 << 20
 
@@ -35,24 +37,48 @@ async def save(
     stager: AsyncStager | Stager | None = None,
     snapshot: bool = True,
     durability: Durability = "fsync",
+    metadata: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
+    digest: Digest | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
 ) -> SaveInfo:
-    """Save ``state`` to the new directory ``url``; when this returns the checkpoint is visible and durable.
+    """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
 
     ``state`` is what DCP takes: nested dicts and lists of tensors, plain values, and objects with ``state_dict()``.
     What is saved is what they hold at the call, provided that no tensor changes before it is staged (``async_save``
     tells when that is). ``stager`` brings warm memory from save to save; without one, memory is mapped for this save
     alone. ``snapshot=False`` is for weights that nobody changes while they are saved, and for hosts with less memory
     than the state has: it passes through 256 MiB of memory, and ``staged`` is done when nearly everything is written.
-    ``durability="flush"`` leaves out the syncs. The whole save has ``timeout_s``.
+    ``durability="flush"`` leaves out the syncs. ``metadata`` is a mapping of plain data (metrics, configuration) that
+    can be read without the state; stock DCP ignores it. ``digest="blake3"`` keeps a cryptographic digest of each block
+    beside its checksum (extra ``digest``). The whole save has ``timeout_s``.
 
-    Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption`` before anything is written,
-    ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``, ``ArenaExhausted``,
-    ``DeadlineExceeded``: then nothing is visible, what was written has been removed, and older checkpoints are
-    untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a commit that was sent and did not end well. Cancelling
-    leaves nothing behind either, unless the commit had been sent: then it is finished, and the checkpoint is there.
+    ``url`` is a path, or what fsspec understands: ``s3://``, ``gs://``, ``az://``, ``memory://`` and so on, with
+    ``storage_options`` as fsspec users write them, or a ``filesystem`` object that has them already. ``store_policy``
+    says how object storage is talked to.
+
+    Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
+    anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
+    ``ArenaExhausted``, ``DeadlineExceeded``: then nothing is visible, what was written has been removed, and older
+    checkpoints are untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a commit that was sent and did not end
+    well. Cancelling leaves nothing behind either, unless the commit had been sent: then it is finished, and the
+    checkpoint is there.
     """
-    pending = async_save(state, url, stager=stager, snapshot=snapshot, durability=durability, timeout_s=timeout_s)
+    pending = async_save(
+        state,
+        url,
+        stager=stager,
+        snapshot=snapshot,
+        durability=durability,
+        metadata=metadata,
+        timeout_s=timeout_s,
+        digest=digest,
+        storage_options=storage_options,
+        filesystem=filesystem,
+        store_policy=store_policy,
+    )
     try:
         return await pending
     except asyncio.CancelledError:
@@ -68,7 +94,12 @@ def async_save(
     stager: AsyncStager | Stager | None = None,
     snapshot: bool = True,
     durability: Durability = "fsync",
+    metadata: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
+    digest: Digest | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
 ) -> PendingSave:
     """Start what ``save`` does and return at once. Needs a running event loop.
 
@@ -76,14 +107,23 @@ def async_save(
     here and now. Raises what is wrong with ``url`` and options at once; the rest is raised by ``pending``, what is
     wrong with a tensor or value of ``state`` before anything has been written.
     """
-    location = locate_directory(url)
+    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
     if not snapshot and stager is not None:
         raise InvalidOption(
             "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
         )
     budget_bytes = None if snapshot else _STREAM_BYTES
-    return start_save(
-        state, location, stager=stager, durability=durability, timeout_s=timeout_s, budget_bytes=budget_bytes
+    return PendingSave(
+        start_save(
+            state,
+            location,
+            stager=stager,
+            durability=durability,
+            timeout_s=timeout_s,
+            budget_bytes=budget_bytes,
+            metadata=encode_metadata(metadata),
+            digest=digest,
+        )
     )
 
 
@@ -97,16 +137,21 @@ def start_save(
     step: int | None = None,
     generation: int = 1,
     budget_bytes: int | None = None,
-) -> PendingSave:
-    """``async_save`` to a resolved location; ``step`` and ``generation`` go into the marker. ``budget_bytes`` bounds
-    the memory of a save without a ``stager``."""
+    metadata: Node = None,
+    digest: Digest | None = None,
+) -> SaveJob:
+    """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
+    ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
+    """
     running_loop("async_save")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
-    order = SaveOrder(location, durability, Deadline.after(timeout_s), step, generation, budget_bytes)
+    if digest is not None:
+        check_choice("digest", digest, Digest)
+    order = SaveOrder(location, durability, Deadline.after(timeout_s), step, generation, budget_bytes, digest, metadata)
     if stager is None or isinstance(stager, AsyncStager):
-        return PendingSave(SaveJob(order, Writing(order, capture(state, copy_value), stager)))
-    return PendingSave(SaveJob(order, ForeignStage(order, state, stager)))
+        return SaveJob(order, Writing(order, capture(state, copy_value), stager))
+    return SaveJob(order, ForeignStage(order, state, stager))
 
 
 @dataclass(slots=True)
@@ -132,9 +177,9 @@ class SaveJob:
         writing = self.source if isinstance(self.source, Writing) else await self.source.launch()
         writing.pass_on(staged)
         try:
-            plan, crcs = await writing.ended()
+            plan, sums = await writing.ended()
             self._mark("written")
-            await self._commit(plan, crcs)
+            await self._commit(plan, sums)
         except BaseException as error:
             await clean_up(order.location.store, order.attempt, self.verdict, error)
             raise
@@ -150,20 +195,28 @@ class SaveJob:
             MappingProxyType(self.seconds),
         )
 
-    async def _commit(self, plan: SavePlan, crcs: list[list[bytes]]) -> None:
+    async def _commit(self, plan: SavePlan, sums: list[BlockSums]) -> None:
         order = self.order
-        entries = await io_threads().run(lambda: dict(politely(plan.entries(crcs))), deadline=order.deadline)
-        manifest = Manifest(order.save_id, entries, plan.files, order.step, order.generation)
+        store, attempt = order.location.store, order.attempt
+        entries = await io_threads().run(_entries, plan, sums, store, attempt, deadline=order.deadline)
+        files = {store.published_name(attempt, name): nbytes for name, nbytes in plan.files.items()}
+        manifest = Manifest(order.save_id, entries, files, order.step, order.generation, order.digest, order.metadata)
         await commit(
-            order.location.store,
-            order.attempt,
+            store,
+            attempt,
             order.location.name,
             manifest,
             self.verdict,
             durability=order.durability,
             deadline=order.deadline,
+            saved_at=order.saved_at,
         )
         self._mark("committed")
 
     def _mark(self, phase: str) -> None:
         self.seconds.setdefault(phase, time.monotonic() - self.started)
+
+
+def _entries(plan: SavePlan, sums: list[BlockSums], store: Store, attempt: str) -> dict[str, Entry]:
+    names = {name: store.published_name(attempt, name) for name in plan.files}
+    return dict(politely(plan.entries(sums, names)))

@@ -17,7 +17,7 @@ from ._threads import Deadline, io_threads
 from .errors import CapturingGraph, InvalidOption
 from .staging.driver import Driver, driver_for
 
-__all__ = ["Streams", "streams_of"]
+__all__ = ["Streams", "current_streams", "streams_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,12 @@ async def streams_of(devices: Collection[torch.device], deadline: Deadline) -> S
         # To start it takes seconds; until then the current streams of all threads are the same.
         return await io_threads().run(_current, devices, deadline=deadline)
     return _current(devices)
+
+
+def current_streams(devices: Collection[torch.device]) -> Streams:
+    """``streams_of``, in a thread that may block."""
+    devices = [device for device in devices if device.type != "cpu"]
+    return _current(devices) if devices else Streams()
 
 
 def _current(devices: Collection[torch.device]) -> Streams:

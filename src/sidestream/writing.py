@@ -7,6 +7,7 @@ waits for the event loop, so that code on the loop may block at the fence while 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -21,14 +22,16 @@ from ._torch import Stateful
 from .catalog import attempt_name
 from .commit import BytesBody
 from .errors import Closed, InvalidOption, Skipped
-from .format.shard import Sealer, ShardLayout, Window
-from .options import Durability
+from .format.digest import DigestOf, digest_of
+from .format.records import Node
+from .format.shard import BlockSums, Sealer, ShardLayout, Window
+from .options import Digest, Durability
 from .plan.save import SavePlan, plan_save, shard_name
 from .plan.values import copy_value
 from .staging import AsyncStager, Captured, StagedImage, Staging, capture
 from .storage import Location
 
-__all__ = ["ForeignStage", "SaveOrder", "Stager", "Writing"]
+__all__ = ["ForeignStage", "SaveOrder", "ShardBody", "Stager", "Writing"]
 
 _WRITE_THREADS = 4
 _GRACE_S = 5.0
@@ -52,7 +55,10 @@ class SaveOrder:
     generation: int
     budget_bytes: int | None = None
     """Of the memory that is mapped for this save alone."""
+    digest: Digest | None = None
+    metadata: Node = None
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    saved_at: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def attempt(self) -> str:
@@ -73,7 +79,8 @@ class Writing:
             stager = self._own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=order.deadline.timeout_s)
         lay_out = partial(plan_save, stager.plans, stager.budget_bytes)
         self._staging: Staging[SavePlan] = stager.launch(captured, lay_out, order.deadline)
-        self._crcs: list[list[bytes]] = []
+        self._sums: list[BlockSums] = []
+        self._digest = None if order.digest is None else digest_of(order.digest)
         self._threads = Threads("sidestream-write", _WRITE_THREADS)
         try:
             self._done = self._threads.submit(self._write)
@@ -87,11 +94,11 @@ class Writing:
         """Resolve ``staged`` when the sources may change, one way or the other."""
         asyncio.wrap_future(self._staging.free).add_done_callback(partial(_pass_on, staged))
 
-    async def ended(self) -> tuple[SavePlan, list[list[bytes]]]:
-        """Wait until all data is on storage: the plan, and for each shard the packed block CRCs of its items."""
+    async def ended(self) -> tuple[SavePlan, list[BlockSums]]:
+        """Wait until all data is on storage: the plan, and the checksums of each shard's blocks."""
         with self._stop.waking(self._staging.release):
             await self._threads.wait(self._done, "writing", stop=self._stop, deadline=self._order.deadline)
-        return self._staging.laid.result(0), self._crcs
+        return self._staging.laid.result(0), self._sums
 
     async def release(self) -> None:
         """Give all memory back; no copy reads a source or writes into memory any more when this returns.
@@ -129,14 +136,14 @@ class Writing:
             deadline=order.deadline,
         )
 
-    def _files(self, plan: SavePlan) -> Iterator[tuple[str, BytesBody | _ShardBody]]:
+    def _files(self, plan: SavePlan) -> Iterator[tuple[str, BytesBody | ShardBody]]:
         """Small values first, then shard after shard in the order in which they are staged."""
         if plan.values:
             yield plan.values_file, BytesBody(plan.values)
         images = iter(self._staging.images)
         for index, layout in enumerate(plan.shards):
-            body = _ShardBody(layout, tuple(islice(images, len(layout.windows))))
-            self._crcs.append(body.crcs)
+            body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._digest)
+            self._sums.append(body.sums)
             yield shard_name(index), body
 
     def _plan(self) -> SavePlan:
@@ -191,21 +198,21 @@ class ForeignStage:
         self._result = None
 
 
-class _ShardBody:
+class ShardBody:
     """A shard as it is staged: each window is framed and checksummed on its way to storage, in a writer's thread."""
 
     aligned = True
 
-    def __init__(self, layout: ShardLayout, images: Sequence[StagedImage]) -> None:
+    def __init__(self, layout: ShardLayout, images: Sequence[StagedImage], digest: DigestOf | None) -> None:
         self.nbytes = layout.nbytes
-        self._sealer = Sealer(layout)
+        self._sealer = Sealer(layout, digest)
         pairs = zip(layout.windows, images, strict=True)
         self.parts = tuple(_WindowPart(window, image, self._sealer) for window, image in pairs)
 
     @property
-    def crcs(self) -> list[bytes]:
-        """The block CRCs of every item, packed; complete when the last part has been taken."""
-        return self._sealer.crcs
+    def sums(self) -> BlockSums:
+        """Complete when the last part has been taken."""
+        return self._sealer.sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def _locations(storage_data: object) -> dict[_Index, _Location]:
 
 
 def _paths(planner_data: object) -> dict[str, object] | None:
-    if planner_data is None:
+    if not isinstance(planner_data, Pairs):  # nothing, or what another planner than DCP's own has noted
         return None
     return {key: path for key, path in politely(_pairs(planner_data, "planner_data")) if isinstance(key, str)}
 

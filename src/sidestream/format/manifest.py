@@ -1,17 +1,19 @@
-"""The manifest: JSON lines, one for the checkpoint and one for each entry. ``docs/format.md`` has the fields."""
+"""The manifest: JSON lines, one for the checkpoint, one for each entry, and perhaps one for the user's own metadata.
+``docs/format.md`` has the fields."""
 
 from __future__ import annotations
 
 import base64
 import json
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from .._threads import politely
 from ..errors import Corrupt, UnsupportedCheckpoint
-from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, TensorEntry, ValueEntry
+from ..options import Digest
+from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
 
-__all__ = ["parse_manifest", "write_manifest"]
+__all__ = ["metadata_line", "parse_manifest", "parse_metadata_line", "write_manifest"]
 
 T = TypeVar("T")
 _VERSION = 1
@@ -29,11 +31,36 @@ def write_manifest(manifest: Manifest, torch_version: str) -> Iterator[bytes]:
             "block_bytes": BLOCK_BYTES,
             "files": manifest.files,
             "entries": len(manifest.entries),
+            "metadata": manifest.metadata is not None,
+            **({} if manifest.digest is None else {"digest": manifest.digest}),
+            **({} if manifest.planner == "sidestream" else {"planner": manifest.planner}),
+            **({} if manifest.planner_data is None else {"planner_data": manifest.planner_data}),
         }
     )
     for fqn, entry in manifest.entries.items():
         path = [{"key": key.value} if isinstance(key, DictKey) else key for key in entry.path]
         yield _line([*_entry(entry), fqn, path])
+    yield metadata_line(manifest)
+
+
+def metadata_line(manifest: Manifest) -> bytes:
+    """The last line, which can be read without the others; empty where there is no metadata."""
+    return b"" if manifest.metadata is None else _line({"metadata": manifest.metadata})
+
+
+def parse_metadata_line(line: bytes) -> Node:
+    """The metadata in the last line. Raises ``Corrupt``."""
+    try:
+        return _metadata(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        raise Corrupt("the metadata line of the manifest is damaged") from None
+
+
+def _metadata(line: Any) -> Node:
+    if type(line) is not dict or list(line) != ["metadata"] or type(line["metadata"]) is not dict:
+        raise Corrupt("the manifest has a last line that is not what it announces")
+    node: Node = line["metadata"]
+    return node
 
 
 def _line(content: object) -> bytes:
@@ -52,7 +79,9 @@ def _entry(entry: Entry) -> tuple[object, ...]:
 
 def _chunk(chunk: Chunk) -> list[object]:
     crcs = base64.b64encode(chunk.crcs or b"").decode()
-    return [chunk.offsets, chunk.sizes, chunk.file, chunk.item_offset, chunk.item_bytes, chunk.payload_offset, crcs]
+    digests = [] if chunk.digests is None else [base64.b64encode(chunk.digests).decode()]
+    place = (chunk.file, chunk.item_offset, chunk.item_bytes, chunk.payload_offset)
+    return [chunk.offsets, chunk.sizes, *place, crcs, *digests]
 
 
 def parse_manifest(raw: bytes) -> Manifest:
@@ -62,17 +91,27 @@ def parse_manifest(raw: bytes) -> Manifest:
     if lines.pop() != b"":
         raise Corrupt("the manifest is cut off")
     try:
-        head = json.loads(lines[0])
+        head = json.loads(lines[0].decode())  # bytes that look like UTF-16 would make it import a codec
         if head["sidestream"] != _VERSION or head["block_bytes"] != BLOCK_BYTES:
             raise UnsupportedCheckpoint(
                 f"the manifest has version {head['sidestream']}, this sidestream reads {_VERSION}: upgrade it"
             )
-        entries = dict(_parse_entry(json.loads(line)) for line in politely(lines[1:]))
+        metadata = _metadata(json.loads(lines.pop().decode())) if _is(bool, head.get("metadata", False)) else None
+        digest = head.get("digest")
+        if digest not in (None, *get_args(Digest)):
+            raise UnsupportedCheckpoint(
+                f"the manifest has digests of the unknown kind {digest!a:.40}: upgrade sidestream"
+            )
+        entries = dict(_parse_entry(json.loads(line.decode())) for line in politely(lines[1:]))
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
             raise Corrupt(f"the manifest announces {head['entries']} entries and has {len(entries)}")
         files = {_is(str, name): _is(int, nbytes) for name, nbytes in head["files"].items()}
         step = head["step"] if head["step"] is None else _is(int, head["step"])
-        return Manifest(_is(str, head["save_id"]), entries, files, step, _is(int, head["generation"]))
+        planner = head.get("planner", "sidestream")
+        if planner not in ("sidestream", "dcp"):
+            raise UnsupportedCheckpoint(f"the manifest was planned by {planner!a:.40}, which is unknown: upgrade it")
+        generation, noted = _is(int, head["generation"]), head.get("planner_data")
+        return Manifest(_is(str, head["save_id"]), entries, files, step, generation, digest, metadata, planner, noted)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
             raise
@@ -111,7 +150,8 @@ def _parse_key(key: Any) -> Key:
 
 
 def _parse_chunk(chunk: list[Any]) -> Chunk:
-    offsets, sizes, file, item_offset, item_bytes, payload_offset, crcs = chunk
+    offsets, sizes, file, item_offset, item_bytes, payload_offset, crcs, *digests = chunk
+    (digest,) = digests or (None,)
     return Chunk(
         _ints(offsets),
         _ints(sizes),
@@ -120,6 +160,7 @@ def _parse_chunk(chunk: list[Any]) -> Chunk:
         _is(int, item_bytes),
         _is(int, payload_offset),
         base64.b64decode(_is(str, crcs), validate=True),
+        digests=None if digest is None else base64.b64decode(_is(str, digest), validate=True),
     )
 
 

@@ -14,24 +14,40 @@ from zlib import crc32
 from ..errors import Corrupt
 from . import pickles as p
 
-__all__ = ["ATTRIBUTE", "METADATA_NAME", "TAIL_BYTES", "Marker", "find_marker", "manifest_name", "marker_attribute"]
+__all__ = [
+    "ATTRIBUTE",
+    "MAX_METADATA_BYTES",
+    "METADATA_NAME",
+    "TAIL_BYTES",
+    "Marker",
+    "find_marker",
+    "manifest_name",
+    "marker_attribute",
+]
 
 METADATA_NAME = ".metadata"
 ATTRIBUTE = "sidestream"
 TAIL_BYTES = 4096
+MAX_METADATA_BYTES = 256 << 10
 _END = b"ub."  # SETITEMS into the state, BUILD the Metadata, STOP
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """One save: its id, and length and CRC-32 of ``manifest-<save_id>``; ``step`` if it belongs to a run."""
+    """One save: its id, and length and CRC-32 of ``manifest-<save_id>``; ``step`` if it belongs to a run.
+
+    ``saved_at``: when it was begun, in seconds since 1970 by the writer's clock; 0 if that is not known. The last
+    ``metadata_bytes`` of the manifest are the user's metadata, with a CRC-32 of their own."""
 
     save_id: str
     manifest_bytes: int
     manifest_crc: int
     step: int | None = None
     generation: int = 1
+    saved_at: int = 0
+    metadata_bytes: int = 0
+    metadata_crc: int = 0
 
 
 def manifest_name(save_id: str) -> str:
@@ -66,12 +82,14 @@ def _parse(raw: bytes) -> Marker:
     try:
         if int(raw[:8], 16) != crc32(raw[8:]):
             raise ValueError
-        marker = Marker(**json.loads(raw[8:]))
+        marker = Marker(**json.loads(raw[8:].decode()))
     except (ValueError, TypeError, RecursionError):
         raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
-    numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation]
+    numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation, marker.saved_at]
+    numbers += [marker.metadata_bytes, marker.metadata_crc]
     numbers += [] if marker.step is None else [marker.step]
     valid = all(type(number) is int and number >= 0 for number in numbers)
+    valid = valid and marker.metadata_bytes <= min(marker.manifest_bytes, MAX_METADATA_BYTES)
     if not valid or _SAVE_ID.fullmatch(str(marker.save_id)) is None:
         raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME)
     return marker

@@ -57,6 +57,11 @@ _opcode(0x89)(_constant(False))
 _opcode(ord(")"))(_constant(()))
 
 
+@_opcode(ord("0"))  # POP: our own writer defines names ahead and drops them again
+def _drop(machine: Machine) -> None:
+    machine.stack.pop()
+
+
 @_opcode(ord("K"))  # BININT1
 def _int1(machine: Machine) -> None:
     machine.stack.append(machine.data[machine.position])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 __all__ = [
     "BLOCK_BYTES",
@@ -45,7 +45,8 @@ class Chunk:
     ``payload_offset`` is where the row-major elements begin in ``file``, or None in a foreign checkpoint, where the
     zip has to be opened to find out. ``crcs`` holds a little-endian u32 CRC-32 per block of ``BLOCK_BYTES`` of the
     payload, or None where a foreign writer left none. ``transform`` is what a foreign writer did to the item as a whole
-    (compression); offset and length are then those of the result.
+    (compression); offset and length are then those of the result. ``digests`` holds 32 bytes per block where the save
+    was asked for them.
     """
 
     offsets: tuple[int, ...]
@@ -56,6 +57,7 @@ class Chunk:
     payload_offset: int | None = None
     crcs: bytes | None = None
     transform: str | None = None
+    digests: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,11 @@ class Manifest:
     """Everything about a checkpoint but its bytes.
 
     ``entries`` is keyed by FQN, in the order of the saved state dict. ``files`` maps each data file to its size.
-    ``save_id`` is empty for a checkpoint that another writer (stock DCP) made; ``own`` says so.
+    ``digest`` names the algorithm of the chunks' digests, if they have some. ``save_id`` is empty for a checkpoint that
+    another writer (stock DCP) made; ``own`` says so. ``metadata`` is what the user noted about it: a dict, as a node;
+    None if there is nothing. ``planner``: whose rules named the entries. DCP's make strings of all keys, drop empty
+    dicts, and save tied tensors one by one. ``planner_data`` is what a planner of another kind than DCP's default noted
+    for its own use, as data.
     """
 
     save_id: str
@@ -105,7 +111,16 @@ class Manifest:
     files: dict[str, int]
     step: int | None = None
     generation: int = 1
+    digest: str | None = None
+    metadata: Node = None
+    planner: Literal["sidestream", "dcp"] = "sidestream"
+    planner_data: Node = None
 
     @property
     def own(self) -> bool:
         return bool(self.save_id)
+
+    @property
+    def exact(self) -> bool:
+        """Whether paths and ties are those of the state dict that was saved."""
+        return self.own and self.planner == "sidestream"

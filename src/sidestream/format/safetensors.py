@@ -18,6 +18,7 @@ from .dtypes import itemsize
 from .records import Chunk, Entry, Manifest, TensorEntry
 
 __all__ = [
+    "DTYPE_NAMES",
     "INDEX_NAME",
     "PREFIX_BYTES",
     "SUFFIX",
@@ -59,6 +60,9 @@ _DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
     "F4": "float4_e2m1fn_x2",  # the header counts the halves of each element
 }
+
+DTYPE_NAMES = {dtype: spelled for spelled, dtype in _DTYPES.items()}
+"""How the format spells torch's dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 
 def _parse_json(raw: str | bytes | bytearray) -> dict[str, Any]:
-    content = json.loads(raw, object_pairs_hook=_without_repetition)
+    text = raw if isinstance(raw, str) else raw.decode()  # bytes that look like UTF-16 would make json import a codec
+    content = json.loads(text, object_pairs_hook=_without_repetition)
     if not isinstance(content, dict):
         raise TypeError
     return content

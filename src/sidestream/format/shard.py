@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from .._threads import Deadline, Stop
 from .checksum import block_count, crc32, join_blocks, pack_crcs
+from .digest import DigestOf
 from .frame import Frame
 from .records import BLOCK_BYTES
 
-__all__ = ["PAGE_BYTES", "Placed", "Sealer", "ShardLayout", "Window", "lay_out"]
+__all__ = ["PAGE_BYTES", "BlockSums", "Placed", "Sealer", "ShardLayout", "Window", "lay_out"]
 
 PAGE_BYTES = 4096
 _PAGED_PAYLOAD_BYTES = 64 << 10
@@ -46,6 +47,13 @@ class Window(NamedTuple):
     end: int
     first: int
     last: int
+
+
+class BlockSums(NamedTuple):
+    """For each item of a shard the CRCs of its blocks, packed, and their digests (none at all where none are made)."""
+
+    crcs: list[bytes]
+    digests: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +132,19 @@ class Sealer:
     Memory is used again and again, so every byte that no payload covers is written too: gaps become zeros.
     """
 
-    def __init__(self, layout: ShardLayout) -> None:
+    def __init__(self, layout: ShardLayout, digest: DigestOf | None = None) -> None:
         self._items = layout.items
+        self._digest = digest
+        self._leaves: dict[int, dict[int, bytes]] = {}  # digests of the blocks of those items
         self._changed = threading.Condition()
         self._cut: dict[int, list[int | None]] = {}  # block CRCs of items that lie in several windows
         self.crcs: list[bytes] = [b""] * len(layout.items)
         """For each item the CRCs of its blocks, packed; complete when every window has been sealed."""
+        self.digests: list[bytes] = [] if digest is None else [b""] * len(layout.items)
+
+    @property
+    def sums(self) -> BlockSums:
+        return BlockSums(self.crcs, self.digests)
 
     def seal(self, view: memoryview, window: Window, *, stop: Stop, deadline: Deadline) -> Iterator[None]:
         """Finish ``window``, whose payload bytes are in ``view``. Iterating does the work, item by item.
@@ -143,6 +158,7 @@ class Sealer:
                 _write(view, window, written, bytes(item.item_offset - written))
                 _write(view, window, item.item_offset, item.frame.header)
             blocks = _checksums(view, window, item)
+            self._note_digests(index, view, window, item)
             if item.item_offset < window.start or item.trailer_offset >= window.end:
                 blocks = self._collect(index, item, window, blocks, stop, deadline)
             if item.end <= window.end:
@@ -153,11 +169,25 @@ class Sealer:
             yield
         _write(view, window, written, bytes(window.end - written))
 
+    def _note_digests(self, index: int, view: memoryview, window: Window, item: Placed) -> None:
+        """Before the checksums of the same window are known to others: whoever has all of those has these too."""
+        if self._digest is None:
+            return
+        leaves = [self._digest(block) for block in _blocks(view, window, item)]
+        if item.item_offset >= window.start and item.trailer_offset < window.end:
+            self.digests[index] = b"".join(leaves)
+            return
+        with self._changed:
+            known = self._leaves.setdefault(index, {})
+            known.update(enumerate(leaves, _first_block(window, item)))
+            if len(known) == block_count(item.frame.payload_bytes):
+                self.digests[index] = b"".join(known[block] for block in range(len(known)))
+
     def _collect(
         self, index: int, item: Placed, window: Window, blocks: list[int], stop: Stop, deadline: Deadline
     ) -> list[int]:
         """Note the blocks of one window; all of the item's, if its trailer stands in this window."""
-        begin = (max(item.payload_offset, window.start) - item.payload_offset) // BLOCK_BYTES
+        begin = _first_block(window, item)
         with stop.waking(self._wake), self._changed:
             known = self._cut.setdefault(index, [None] * block_count(item.frame.payload_bytes))
             known[begin : begin + len(blocks)] = blocks
@@ -177,9 +207,17 @@ class Sealer:
 
 def _checksums(view: memoryview, window: Window, item: Placed) -> list[int]:
     """The CRCs of the item's blocks in this window."""
+    return [crc32(block) for block in _blocks(view, window, item)]
+
+
+def _blocks(view: memoryview, window: Window, item: Placed) -> Iterator[memoryview]:
     begin = max(item.payload_offset, window.start) - window.start
     end = min(item.trailer_offset, window.end) - window.start
-    return [crc32(view[start : min(start + BLOCK_BYTES, end)]) for start in range(begin, end, BLOCK_BYTES)]
+    return (view[start : min(start + BLOCK_BYTES, end)] for start in range(begin, end, BLOCK_BYTES))
+
+
+def _first_block(window: Window, item: Placed) -> int:
+    return (max(item.payload_offset, window.start) - item.payload_offset) // BLOCK_BYTES
 
 
 def _write(view: memoryview, window: Window, offset: int, content: bytes | Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from ..errors import Corrupt
 from .foreign_tensors import TENSOR_GLOBALS, StoredTensor, read_tensor
@@ -18,9 +18,11 @@ from .records import Node
 from .torch_zip import TorchZip
 from .unpickle import decode
 
-__all__ = ["TensorPayload", "open_tensor_item", "open_value_item"]
+__all__ = ["Records", "TensorPayload", "open_tensor_item", "open_value_item"]
 
 _TENSOR_PICKLE_BYTES = 1 << 16
+
+Records = Literal["needed", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +42,19 @@ class TensorPayload:
     crc32: int
 
 
-def open_tensor_item(source: BinaryIO, item_bytes: int) -> TensorPayload:
+def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "needed") -> TensorPayload:
     """Find the tensor of an item. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
 
-    The payload is not read. Raises ``Corrupt``, ``UnsafeObject`` for a type that is no part of a tensor, naming it, and
-    ``UnsupportedCheckpoint`` for tensors that no checkpoint of ours can hold.
+    The payload is not read; with ``records="all"`` the checksums of all else are compared too. Raises ``Corrupt``,
+    ``UnsafeObject`` for a type that is no part of a tensor, naming it, and ``UnsupportedCheckpoint`` for tensors that
+    no checkpoint of ours can hold.
     """
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", _TENSOR_PICKLE_BYTES)
     tensor = read_tensor(decode(pickled, TENSOR_GLOBALS, Limits(integer_bytes=9)))
     record = _record(archive, tensor)
+    if records == "all":
+        archive.check(but=record)
     return TensorPayload(
         tensor.dtype,
         tensor.shape,

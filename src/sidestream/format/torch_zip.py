@@ -12,13 +12,19 @@ from zlib import crc32
 
 from ..errors import Corrupt, SidestreamError, UnsupportedCheckpoint
 
-__all__ = ["TorchZip"]
+__all__ = ["TorchZip", "is_zip"]
 
 _MAX_DIRECTORY_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
 _ENCRYPTED = 0x01 | 0x40
 _OLDER_MAGIC = b"\x80\x02\x8a\x0a" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little") + b"."
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _BYTE_ORDERS = {(len(name), crc32(name)): name.decode() for name in (b"little", b"big")}
+
+
+def is_zip(content: bytes | bytearray) -> bool:
+    """Whether it begins as ``torch.save`` begins a zip; if not, it may be in torch's older format."""
+    return content.startswith(b"PK\x03\x04")
 
 
 class TorchZip:
@@ -86,6 +92,15 @@ class TorchZip:
         if info is None:
             raise _malformed(f"it has no record {name[:80]!a}")
         return info
+
+    def check(self, but: str | None = None) -> None:
+        """Compare the checksum of every record ``but`` that one, reading them all."""
+        for name, info in self._records.items():
+            if name == f"{self._prefix}{but}":
+                continue
+            with _translated(), self._zip.open(info) as record:
+                while record.read(_PIECE_BYTES):
+                    pass
 
     def payload_offset(self, name: str) -> int:
         """Where the content of a record begins; all of it lies within the item, before the directory."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from .._threads import politely
 from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
 from .cover import TooIntricateError, find_overlap, volume
+from .digest import DIGEST_BYTES
 from .dtypes import DTYPES, itemsize
 from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
 from .transforms import MOST_EXPANSION
@@ -59,7 +60,7 @@ def validate(manifest: Manifest) -> None:
             check_item(manifest.files, fqn, file, start, length)
             ranges.setdefault(file, []).append((start, start + length, fqn, content if manifest.own else fqn))
         if isinstance(entry, TensorEntry):
-            missing = _check_tensor(manifest.files, fqn, entry)
+            missing = _check_tensor(manifest.files, fqn, entry, manifest.digest)
             if missing:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
     for file, items in ranges.items():
@@ -134,7 +135,7 @@ def _check_apart(file: str, items: list[_Range]) -> None:
         reached = item
 
 
-def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry) -> int:
+def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: str | None) -> int:
     """The number of elements that are in no chunk."""
     if entry.dtype not in DTYPES:
         raise UnsupportedCheckpoint(f"{fqn!r} has dtype {entry.dtype[:64]!r}, which this version does not read")
@@ -144,7 +145,7 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry) -> int:
     if rank > MAX_RANK or any(dim < 0 for dim in entry.shape) or extent > _MAX_SIZE:
         raise Corrupt(f"{fqn!r} has an impossible shape", fqn=fqn)
     for chunk in entry.chunks:
-        _check_chunk(fqn, entry, chunk)
+        _check_chunk(fqn, entry, chunk, digest)
     boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     covered = volume(boxes)
     available = sum(files[file] for file in {chunk.file for chunk in entry.chunks})
@@ -161,7 +162,7 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry) -> int:
     return numel - covered
 
 
-def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk) -> None:
+def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None) -> None:
     def corrupt(what: str) -> Corrupt:
         where = f"a chunk of {fqn!r} in {chunk.file!r}"
         return Corrupt(f"{where} {what}", file=chunk.file, fqn=fqn, offset=chunk.item_offset)
@@ -178,3 +179,7 @@ def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk) -> None:
         raise corrupt(f"has {payload} bytes, which do not fit into its item of {chunk.item_bytes}")
     if chunk.crcs is not None and len(chunk.crcs) != 4 * -(-payload // BLOCK_BYTES):
         raise corrupt(f"has {len(chunk.crcs)} bytes of checksums for {payload} bytes of payload")
+    if chunk.digests is None and digest is not None:
+        raise corrupt("has no digests, although the manifest announces them")
+    if chunk.digests is not None and len(chunk.digests) != DIGEST_BYTES * -(-payload // BLOCK_BYTES):
+        raise corrupt(f"has {len(chunk.digests)} bytes of digests for {payload} bytes of payload")

@@ -9,6 +9,8 @@ Kinds of a ``Node`` beside the bare scalars (None, bool, int, finite float, str)
     {"tensor": {"dtype", "shape", "data": base64 of the row-major bytes}}
     {"ndarray": {"dtype": "<u4", "shape", "data": base64}}   {"numpy": {"dtype": "<f8", "data": base64}}
 
+    {"stored": "pickle" | "bytes"}  the value stands in its item alone: a pickle of more than data, or what no pickle is
+
 and, of other writers only, for types that the caller allowed by their qualified names::
 
     {"object": {"type", "new": by __new__ alone, "args": [...], and perhaps "elements", "items", "state"}}
@@ -28,7 +30,7 @@ from .dtypes import DTYPES
 from .frame import tensor_pickle
 from .records import Node
 
-__all__ = ["node_bytes", "node_kind", "pickle_node"]
+__all__ = ["is_stored", "node_bytes", "node_kind", "pickle_node", "pickle_part"]
 
 
 def node_kind(node: Node) -> tuple[str, Any]:
@@ -38,6 +40,11 @@ def node_kind(node: Node) -> tuple[str, Any]:
     if isinstance(node, dict) and len(node) == 1:
         return next(iter(node.items()))
     raise Corrupt("a value of the manifest is not in a form that this version knows")
+
+
+def is_stored(node: Node) -> bool:
+    """Whether the manifest leaves the value to its item."""
+    return isinstance(node, dict) and "stored" in node
 
 
 def node_bytes(content: Any) -> bytes:
@@ -52,6 +59,11 @@ def pickle_node(node: Node) -> tuple[bytes, list[bytes]]:
     """The value as ``torch.save`` would pickle it, and the storages of the tensors in it."""
     storages: list[bytes] = []
     return b"\x80\x02" + _pickle(node, storages) + b".", storages
+
+
+def pickle_part(node: Node, storages: list[bytes]) -> bytes:
+    """The opcodes that push the value; tensors in it go to the end of ``storages``, whose indices are their keys."""
+    return _pickle(node, storages)
 
 
 def _pickle(node: Node, storages: list[bytes]) -> bytes:

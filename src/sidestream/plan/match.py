@@ -123,7 +123,7 @@ def match(state: Mapping[str, Any], answers: Answers, manifest: Manifest, url: s
             if _tensor_fits(leaf, entry, findings):
                 tensors[leaf.fqn] = leaf.value
         elif leaf.owner is None:
-            _match_value(leaf, entry, manifest.own, values, findings)
+            _match_value(leaf, entry, manifest.exact, values, findings)
     below = _claimed(manifest, roots, owned)
     statefuls = [
         _match_stateful(root, owned[number], below[number], manifest, findings) for number, root in roots.items()
@@ -201,7 +201,7 @@ def _tied(tensors: Mapping[str, torch.Tensor], manifest: Manifest, findings: _Fi
     for fqn, tensor in politely(tensors.items()):
         view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
-        if leader != fqn and manifest.own and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
+        if leader != fqn and manifest.exact and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
             findings.add(Mismatch, f"{fqn}: shares its memory with {leader}, but they were saved with different values")
         if leader == fqn and tensor.numel() and tensor.is_contiguous():
             extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, fqn))
@@ -223,7 +223,7 @@ def _match_stateful(
     """What an object is handed of what is ``below`` it; the values that it misses are its own affair. None if that is
     nothing, and may be."""
     empty = [leaf for leaf in leaves if type(leaf.value) is dict and not leaf.value]
-    if not manifest.own:  # stock DCP has no entries for empty dicts; the object wants to see them all the same
+    if not manifest.exact:  # stock DCP has no entries for empty dicts; the object wants to see them all the same
         saved = {plain_path(entry.path)[:depth] for entry in below.values() for depth in range(len(entry.path) + 1)}
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
     instance = root.value.instance
@@ -246,12 +246,12 @@ def _match_stateful(
 
 
 def _match_value(
-    leaf: Leaf, entry: Entry | None, own: bool, values: list[tuple[Leaf, ValueEntry]], findings: _Findings
+    leaf: Leaf, entry: Entry | None, exact: bool, values: list[tuple[Leaf, ValueEntry]], findings: _Findings
 ) -> None:
     """What a ``Stateful`` finds among its values is its own affair; only plain leaves come here."""
     empty = type(leaf.value) is dict and not leaf.value
     if entry is None:
-        if own or not empty:  # stock DCP has no entry for an empty dict
+        if exact or not empty:  # stock DCP has no entry for an empty dict
             findings.add_missing(leaf.fqn)
     elif isinstance(entry, ValueEntry) and not empty:
         if isinstance(leaf.holder, MutableMapping | list):
@@ -281,7 +281,7 @@ def _claimed(
         if number is not None:
             below[number][fqn] = entry
         elif (leaf := own_leaves.get(fqn)) is not None and leaf.owner is not None:
-            below[leaf.owner][fqn] = entry if manifest.own else replace(entry, path=leaf.path)
+            below[leaf.owner][fqn] = entry if manifest.exact else replace(entry, path=leaf.path)
     return below
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .._threads import politely
+from ..format.digest import DIGEST_BYTES
 from ..format.dtypes import itemsize
 from ..format.records import BLOCK_BYTES, Chunk, TensorEntry
 
@@ -70,6 +71,7 @@ class Range:
     into: Into
     crcs: bytes | None = None
     crc: int | None = None
+    digests: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +171,11 @@ def _scattered(
 
 def _range(fqn: str, chunk: Chunk, start: int, nbytes: int, into: Into) -> Range:
     assert chunk.payload_offset is not None  # foreign chunks are located before ranges are planned
-    crcs = None
-    if chunk.crcs is not None:
-        first = start // BLOCK_BYTES
-        crcs = chunk.crcs[4 * first : 4 * (first + -(-nbytes // BLOCK_BYTES))]
-    return Range(fqn, chunk.file, chunk.payload_offset + start, nbytes, into, crcs)
+    first = start // BLOCK_BYTES
+    end = first + -(-nbytes // BLOCK_BYTES)
+    crcs = None if chunk.crcs is None else chunk.crcs[4 * first : 4 * end]
+    digests = None if chunk.digests is None else chunk.digests[DIGEST_BYTES * first : DIGEST_BYTES * end]
+    return Range(fqn, chunk.file, chunk.payload_offset + start, nbytes, into, crcs, digests=digests)
 
 
 def _foreign(

@@ -14,13 +14,13 @@ from ..errors import UnsupportedTensor
 from ..format.dtypes import DTYPES
 from ..format.frame import Frame, frame_tensor, frame_value
 from ..format.records import BLOCK_BYTES, Chunk, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
-from ..format.shard import ShardLayout, Window, lay_out
+from ..format.shard import BlockSums, ShardLayout, Window, lay_out
 from ..format.values import pickle_node
 from ..staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint
 from .flatten import Leaf, leaves_of
 from .values import encode_value
 
-__all__ = ["SHARD_BYTES", "SavePlan", "plan_save", "shard_name"]
+__all__ = ["SHARD_BYTES", "SavePlan", "plan_save", "shard_name", "window_bytes_for", "window_copies"]
 
 SHARD_BYTES = 2 << 30
 """A shard file is closed before it grows beyond this; a larger tensor has one of its own."""
@@ -63,7 +63,7 @@ class _TensorLayout:
         before = 0  # items in the shards before
         for shard in self.shards:
             for window in politely(shard.windows, _EVERY):
-                copies = tuple(_copies(shard, window, self.items, before, tensors))
+                copies = tuple(window_copies(shard, window, self.items, before, tensors))
                 images.append(ImageLayout(window.end - window.start, copies))
             before += len(shard.items)
         return tuple(images)
@@ -101,21 +101,28 @@ class SavePlan:
     def values_file(self) -> str:
         return _VALUES_FILE
 
-    def entries(self, crcs: Sequence[Sequence[bytes]]) -> Iterator[tuple[str, Entry]]:
-        """The manifest's entries by FQN, given for each shard the packed block CRCs of its items."""
+    def entries(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Iterator[tuple[str, Entry]]:
+        """The manifest's entries by FQN, given the checksums of each shard's blocks, and what each of the ``files`` is
+        called in the published checkpoint."""
         for fqn, planned in self.outline.items():
-            yield fqn, self._tensor_entry(planned, crcs) if isinstance(planned, _Tensor) else planned
+            if isinstance(planned, _Tensor):
+                yield fqn, self._tensor_entry(planned, sums[planned.shard], names)
+            elif isinstance(planned, ValueEntry):
+                yield fqn, replace(planned, file=names[planned.file])
+            else:
+                yield fqn, planned
 
-    def _tensor_entry(self, planned: _Tensor, crcs: Sequence[Sequence[bytes]]) -> TensorEntry:
+    def _tensor_entry(self, planned: _Tensor, sums: BlockSums, names: Mapping[str, str]) -> TensorEntry:
         placed = self.shards[planned.shard].items[planned.item]
         chunk = Chunk(
             offsets=(0,) * len(planned.shape),
             sizes=planned.shape,
-            file=shard_name(planned.shard),
+            file=names[shard_name(planned.shard)],
             item_offset=placed.item_offset,
             item_bytes=placed.frame.item_bytes,
             payload_offset=placed.payload_offset,
-            crcs=crcs[planned.shard][planned.item],
+            crcs=sums.crcs[planned.item],
+            digests=sums.digests[planned.item] if sums.digests else None,
         )
         return TensorEntry(planned.path, planned.dtype, planned.shape, (chunk,))
 
@@ -131,7 +138,7 @@ def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_
     leaves = list(politely(leaves_of(captured.root), _EVERY))
     named = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
     tensors = [leaf.value for leaf in named]
-    window_bytes = _window_bytes(sum(tensor.nbytes for tensor in tensors), budget_bytes)
+    window_bytes = window_bytes_for(sum(tensor.nbytes for tensor in tensors), budget_bytes)
     key = (
         "save",
         shard_bytes,
@@ -152,7 +159,8 @@ def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_
     return SavePlan(layout.shards, layout.images(tensors), bytes(values), outline)
 
 
-def _window_bytes(total: int, budget_bytes: int) -> int:
+def window_bytes_for(total: int, budget_bytes: int) -> int:
+    """How much of ``total`` bytes is staged at a time in a budget."""
     low, high = _WINDOW_BYTES
     wanted = min(max(total // _WINDOWS, low), high, budget_bytes // _BUDGET_WINDOWS)
     return max(wanted // BLOCK_BYTES, 1) * BLOCK_BYTES
@@ -198,9 +206,10 @@ def _place_value(leaf: Leaf, values: bytearray) -> ValueEntry:
     return entry
 
 
-def _copies(
+def window_copies(
     shard: ShardLayout, window: Window, sources: Sequence[int], before: int, tensors: Sequence[torch.Tensor]
 ) -> Iterator[Copy]:
+    """What fills ``window``: ``sources[before + i]`` is the tensor of the shard's item ``i``."""
     for index in politely(range(window.first, window.last), _EVERY):
         frame, item_offset = shard.items[index]
         payload = item_offset + len(frame.header)

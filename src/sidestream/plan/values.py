@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import math
+import re
 import sys
 from collections import OrderedDict
 from typing import Any
@@ -24,6 +25,7 @@ _INLINE_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _JSON_INT = 1 << 63
 _NUMPY_KINDS = "biufc"
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc]\d{1,2}")
 
 
 def copy_value(value: Any) -> Any:
@@ -123,7 +125,7 @@ def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Any:
     except (UnsafeObject, UnsupportedCheckpoint) as error:
         error.args = (f"{fqn}: {error.args[0]}",)
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ImportError) as error:
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, Corrupt):
             raise Corrupt(f"{fqn}: {error}", fqn=fqn) from None
         raise Corrupt(
@@ -188,6 +190,8 @@ def _decode_tensor(content: Any) -> torch.Tensor:
 def _decode_numpy(dtype: str, shape: list[int], data: str) -> Any:
     import numpy as np  # an optional dependency: only a checkpoint that holds arrays needs it
 
+    if type(dtype) is not str or _NUMPY_DTYPE.fullmatch(dtype) is None:
+        raise Corrupt(f"a numpy array of the kind {dtype!a:.40}")
     kind = np.dtype(dtype)
     if kind.kind not in _NUMPY_KINDS:
         raise Corrupt(f"a numpy array of the kind {dtype!r}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,11 +24,12 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._wakers: list[Callable[[], object]] = []
         self._futures: list[StagingFuture[Any]] = []
 
     def track(self, future: StagingFuture[Any]) -> None:
-        with self._lock:
+        with self._changed:
             self._futures.append(future)
         future.when_heard(partial(self._drop, weakref.ref(future)))  # weak: no cycle is to keep its result
         future.add_done_callback(self._forget)
@@ -35,17 +38,58 @@ class Ledger:
 
     def unheard(self) -> list[StagingFuture[Any]]:
         """In flight, or failed and not heard of yet."""
-        with self._lock:
+        with self._changed:
             return [one for one in self._futures if not one.heard]
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until no stage is in flight, or the time is over.
+
+        Without holding the futures of those in flight: their results have memory that another of them may wait for.
+        """
+        with self._changed:
+            self._changed.wait_for(self._settled, timeout_s)
+
+    async def settled(self) -> None:
+        """As ``wait``, for code on a loop, without a limit."""
+        changed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def waker() -> None:
+            with suppress(RuntimeError):  # the loop was closed, and whoever waited on it is gone
+                loop.call_soon_threadsafe(changed.set)
+
+        with self._changed:
+            self._wakers.append(waker)
+        try:
+            while True:
+                changed.clear()
+                with self._changed:
+                    if self._settled():
+                        return
+                await changed.wait()
+        finally:
+            with self._changed:
+                self._wakers.remove(waker)
+
+    def _settled(self) -> bool:
+        return all(one.done() for one in self._futures)
 
     def _forget(self, future: Future[Any]) -> None:
         error = Future.exception(future)
         if error is None or isinstance(error, Skipped):
             self._drop(weakref.ref(future))
+        with self._changed:
+            self._tell()
 
     def _drop(self, gone: weakref.ref[Any]) -> None:
-        with self._lock:
+        with self._changed:
             self._futures = [one for one in self._futures if one is not gone()]
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for waker in self._wakers:
+            waker()
 
 
 def raise_all(stages: Sequence[StagingFuture[Any]]) -> None:

@@ -35,7 +35,7 @@ from .capture import Captured, capture
 from .device import DeviceEngine, StageMode
 from .driver import driver_for
 from .fence import Forecast, guard, hold_back
-from .future import Copied, StagingFuture, ended, raise_first
+from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
 from .image import Copy, ImageLayout, StagedImage
 from .ledger import Ledger, raise_all
@@ -236,8 +236,8 @@ class AsyncStager:
         if os.getpid() != self._pid:
             return
         self._closed = True
+        self._ledger.wait(self._timeout_s)
         stages = self._ledger.unheard()
-        wait(stages, self._timeout_s)
         self._shut_down()
         raise_all(stages)
 
@@ -249,14 +249,13 @@ class AsyncStager:
         if os.getpid() != self._pid:
             return
         self._closed = True
-        stages = self._ledger.unheard()
         try:
             async with asyncio.timeout(self._timeout_s):
-                for stage in stages:
-                    await ended(stage)
+                await self._ledger.settled()
         except TimeoutError as error:
             raise DeadlineExceeded(f"stages in flight did not end within timeout_s={self._timeout_s:g}") from error
         finally:
+            stages = self._ledger.unheard()
             await finish(self._shut_down_off_loop)
         raise_all(stages)
 

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from .local import LocalStore
-from .location import Location, locate_directory, locate_run
-from .store import Body, MappingStore, ReadRange, Store
+from .location import Location, Where, locate_directory, locate_run
+from .store import Body, FileStore, Leftover, MappingStore, Place, ReadRange, Store
 
-__all__ = ["Body", "LocalStore", "Location", "MappingStore", "ReadRange", "Store", "locate_directory", "locate_run"]
+__all__ = [
+    "Body",
+    "FileStore",
+    "Leftover",
+    "LocalStore",
+    "Location",
+    "MappingStore",
+    "Place",
+    "ReadRange",
+    "Store",
+    "Where",
+    "locate_directory",
+    "locate_run",
+]

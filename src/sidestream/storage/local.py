@@ -6,19 +6,32 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import shutil
 import stat
 import threading
+import time
+import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
 from .._threads import Deadline, Stop, Threads, io_threads
-from ..errors import Conflict, Corrupt, NotDurable, SidestreamError, from_os_error, without_frames
+from ..errors import (
+    Conflict,
+    Corrupt,
+    NotDurable,
+    NotShared,
+    SidestreamError,
+    StorageError,
+    from_os_error,
+    without_frames,
+)
 from ..options import Durability
 from .coalesce import coalesce
-from .store import Body, Part, ReadRange
+from .exchange import exchange, exchanges
+from .store import Body, Leftover, Part, Place, ReadRange
 
 __all__ = ["LocalStore"]
 
@@ -29,6 +42,9 @@ _RUN_BYTES = 16 << 20  # one system call; with 2 MiB a load without verification
 _RUN_RANGES = 512  # with the gaps between them, what one readv takes (IOV_MAX)
 _WRITERS = 4  # so many direct writes in flight keep a fast disk busy
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+_ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
+_RETIRED = ".retired-"
+_RACES = 100  # so often in a row another process may make, or remove, the directory that this one needs or removes
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
 
@@ -38,6 +54,13 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._modes: dict[str, int] = {}  # what the umask gave each attempt of ours, kept for the published directory
+        self._replacing: set[str] = set()
+
+    appears_whole = True
+    lists = True
+
+    def published_name(self, attempt: str, name: str) -> str:
+        return name
 
     def write(
         self,
@@ -49,29 +72,71 @@ class LocalStore:
         durability: Durability,
         stop: Stop,
         deadline: Deadline,
+        place: Place = "new",
     ) -> None:
         stop.check()
-        if not _is_vacant(self.root / target):
-            raise _occupied(self.root / target)
-        self._modes[attempt] = _create(self.root, self.root / attempt, durability)
+        if place == "joined":
+            _check_joined(self.root / attempt)
+        else:
+            self._begin(attempt, target, durability, place)
         for name, body in files:
             _write(self.root / attempt / name, body, durability, stop, deadline, threads)
             del body  # and with it the memory, while the next one is waited for
 
+    def _begin(self, attempt: str, target: str, durability: Durability, place: Place) -> None:
+        vacant = _is_vacant(self.root / target)
+        if not vacant and (place == "new" or not _is_directory(self.root / target)):
+            raise _occupied(self.root / target)
+        self._modes[attempt] = _create(self.root, self.root / attempt, durability)
+        if place == "replacing":
+            if not vacant and not _exchanges(self.root / attempt):
+                self.discard_here(attempt)
+                raise Conflict(
+                    f"{self.root / target} is not empty, and this file system cannot exchange two directories in one "
+                    "step: save to a new directory, or remove the old one first"
+                )
+            self._replacing.add(attempt)
+
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
         stop = Stop()
-        await io_threads().run(_write, self.root / name, body, durability, stop, deadline, stop=stop, deadline=deadline)
+        await io_threads().run(
+            _put, self.root, self.root / name, body, durability, stop, deadline, stop=stop, deadline=deadline
+        )
 
     async def publish(self, attempt: str, target: str, *, durability: Durability, deadline: Deadline) -> None:
-        mode = self._modes.pop(attempt, 0o700)
-        await io_threads().run(_publish, self.root / attempt, self.root / target, mode, durability, deadline=deadline)
+        mode = self._modes.get(attempt, 0o700)
+        paths = self.root / attempt, self.root / target
+        replacing = attempt in self._replacing
+        await io_threads().run(_publish, *paths, mode, durability, replacing, deadline=deadline)
+        self._modes.pop(attempt, None)
+        self._replacing.discard(attempt)
+
+    async def publish_file(self, attempt: str, name: str, *, durability: Durability, deadline: Deadline) -> None:
+        self._modes.pop(attempt, None)
+        await io_threads().run(_publish_file, self.root / attempt, self.root / name, durability, deadline=deadline)
 
     async def discard(self, attempt: str, *, deadline: Deadline) -> None:
         await io_threads().run(self.discard_here, attempt, deadline=deadline)
 
     def discard_here(self, attempt: str) -> None:
-        self._modes.pop(attempt, None)
-        _discard(self.root / attempt)
+        # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.
+        own = self._modes.pop(attempt, None) is not None
+        self._replacing.discard(attempt)
+        path = self.root / attempt if own or attempt.startswith(_RETIRED) else _take_away(self.root, attempt)
+        if path is not None:
+            _discard(path)
+
+    async def retire(self, directory: str, *, durability: Durability, deadline: Deadline) -> None:
+        await io_threads().run(_retire, self.root, directory, durability, deadline=deadline)
+
+    async def leftovers(self, *, deadline: Deadline) -> list[Leftover]:
+        return await io_threads().run(_leftovers, self.root, deadline=deadline)
+
+    async def remove(self, names: Sequence[str], *, deadline: Deadline) -> None:
+        await io_threads().run(_remove, self.root, tuple(names), deadline=deadline)
+
+    async def ages(self, directory: str, *, deadline: Deadline) -> dict[str, float]:
+        return await io_threads().run(_ages, self.root / directory, deadline=deadline)
 
     async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
         stop = Stop()
@@ -82,6 +147,9 @@ class LocalStore:
 
     async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
         return await io_threads().run(_read_tail, self.root / name, nbytes, deadline=deadline)
+
+    async def size(self, name: str, *, deadline: Deadline) -> int:
+        return await io_threads().run(_size, self.root / name, deadline=deadline)
 
     async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
         return await io_threads().run(_sizes, self.root / directory, deadline=deadline)
@@ -97,17 +165,9 @@ def _create(root: Path, attempt: Path, durability: Durability) -> int:
     """Returns the mode that the umask gives a directory; until it is published nobody else looks into the attempt."""
     made: list[Path] = []
     try:
-        ancestors = (root, *root.parents)
-        missing = [path for path in ancestors if not path.exists()]
-        if durability == "fsync" and len(missing) < len(ancestors) - 1:
-            # The last one that is there may have been made by a save that was killed before it could sync it.
-            with suppress(PermissionError):
-                _sync_directory(ancestors[len(missing)].parent)
-        for path in (*reversed(missing), attempt):
-            path.mkdir(exist_ok=path != attempt)
-            made.append(path)
-            if durability == "fsync" and path != attempt:
-                _sync_directory(path.parent)
+        _make_root(root, durability, made)
+        attempt.mkdir()
+        made.append(attempt)
         mode = stat.S_IMODE(attempt.stat().st_mode)
         attempt.chmod(mode & ~0o077)
     except OSError as error:
@@ -116,6 +176,40 @@ def _create(root: Path, attempt: Path, durability: Durability) -> int:
                 path.rmdir()
         raise from_os_error(error, "creating a checkpoint directory", str(attempt)) from error
     return mode
+
+
+def _make_root(root: Path, durability: Durability, made: list[Path]) -> None:
+    """Every missing directory down to ``root``, each noted in ``made``."""
+    ancestors = (root, *root.parents)
+    missing = [path for path in ancestors if not path.exists()]
+    if durability == "fsync" and len(missing) < len(ancestors) - 1:
+        # The last one that is there may have been made by a save that was killed before it could sync it.
+        with suppress(PermissionError):
+            _sync_directory(ancestors[len(missing)].parent)
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        made.append(path)
+        if durability == "fsync":
+            _sync_directory(path.parent)
+
+
+def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop, deadline: Deadline) -> None:
+    for _ in range(_RACES):  # whoever removes the last file of a directory removes the directory too
+        try:
+            _write(path, body, durability, stop, deadline)
+            return
+        except StorageError as error:
+            if error.errno != errno.ENOENT or _ATTEMPT.fullmatch(path.parent.name):
+                raise  # an attempt that is gone was taken away: nothing of it may come back
+        try:
+            if not root.exists():  # also for a file that need not last: a save that comes next relies on its parents
+                _make_root(root, "fsync", [])
+            path.parent.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise from_os_error(error, "creating a directory", str(path.parent)) from error
+    raise Conflict(f"{path.parent} is removed as often as it is made")
 
 
 def _write(
@@ -240,12 +334,17 @@ def _leave_direct_io(descriptor: int) -> bool:
     return False
 
 
-def _publish(attempt: Path, target: Path, mode: int, durability: Durability) -> None:
+def _publish(attempt: Path, target: Path, mode: int, durability: Durability, replacing: bool) -> None:
     try:
         attempt.chmod(mode)
         if durability == "fsync":
             _sync_directory(attempt)
-        os.rename(attempt, target)
+        if replacing and not _is_vacant(target):
+            exchange(attempt, target)
+        else:
+            os.rename(attempt, target)
+    except SidestreamError:
+        raise
     except OSError as error:
         if error.errno in _OCCUPIED:
             raise _occupied(target) from error
@@ -259,8 +358,49 @@ def _publish(attempt: Path, target: Path, mode: int, durability: Durability) -> 
             ) from error
 
 
+def _publish_file(attempt: Path, target: Path, durability: Durability) -> None:
+    try:
+        os.link(attempt / target.name, target)  # unlike a rename it replaces nothing
+    except FileExistsError as error:
+        raise Conflict(f"{target} exists already") from error
+    except OSError as error:
+        raise from_os_error(error, "publishing", str(target)) from error
+    try:
+        if durability == "fsync":
+            _sync_directory(target.parent)
+    except OSError as error:
+        raise NotDurable(
+            error.errno, "the file is complete, but the sync of its directory failed", str(target)
+        ) from error
+    finally:
+        shutil.rmtree(attempt, ignore_errors=True)
+
+
 def _occupied(target: Path) -> Conflict:
     return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
+
+
+def _exchanges(attempt: Path) -> bool:
+    try:
+        return exchanges(attempt)
+    except OSError as error:
+        raise from_os_error(error, "trying to exchange two directories", str(attempt)) from error
+
+
+def _check_joined(attempt: Path) -> None:
+    try:
+        there = _is_directory(attempt)
+    except FileNotFoundError:
+        there = False
+    if not there:
+        raise NotShared(
+            errno.ENOENT, "rank 0 has made this directory, and it is not here: save to storage that all ranks share",
+            str(attempt),
+        )  # fmt: skip
+
+
+def _is_directory(path: Path) -> bool:
+    return stat.S_ISDIR(path.lstat().st_mode)
 
 
 def _is_vacant(target: Path) -> bool:
@@ -283,13 +423,114 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _discard(attempt: Path) -> None:
+def _discard(path: Path) -> None:
     try:
-        shutil.rmtree(attempt)
-    except FileNotFoundError:
-        return
+        for _ in range(_RACES):
+            with suppress(FileNotFoundError):  # of one file: another process deletes it too
+                shutil.rmtree(path)
+            if not path.exists():
+                return
     except OSError as error:
-        raise from_os_error(error, "removing an attempt", str(attempt)) from error
+        raise from_os_error(error, "removing", str(path)) from error
+    raise from_os_error(OSError(errno.EBUSY, "files keep vanishing from it"), "removing", str(path))
+
+
+def _take_away(root: Path, name: str) -> Path | None:
+    """Rename it to where nobody looks for it and nobody can publish it; None if it is not there."""
+    hidden = root / f"{_RETIRED}{name[:200]}-{uuid.uuid4().hex}"
+    try:
+        os.rename(root / name, hidden)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise from_os_error(error, "removing", str(root / name)) from error
+    return hidden
+
+
+def _retire(root: Path, directory: str, durability: Durability) -> None:
+    hidden = _take_away(root, directory)
+    if hidden is None:
+        return
+    if durability == "fsync":
+        try:
+            _sync_directory(root)
+        except OSError as error:
+            raise from_os_error(error, "removing", str(root / directory)) from error
+    _discard(hidden)
+
+
+def _leftovers(root: Path) -> list[Leftover]:
+    try:
+        with os.scandir(root) as entries:
+            names = [one.name for one in entries if one.name.startswith(".") and one.is_dir(follow_symlinks=False)]
+        found = [(name, "retired") for name in names if name.startswith(_RETIRED)]
+        found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
+        if not found:
+            return []
+        now = _storage_time(root)
+        return [Leftover(name, kind, now - _last_write(root / name)) for name, kind in found]  # type: ignore[arg-type]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise from_os_error(error, "listing", str(root)) from error
+
+
+def _last_write(directory: Path) -> float:
+    times = [0.0]
+    with suppress(FileNotFoundError):  # it has just been published or deleted
+        times.append(directory.stat().st_mtime)
+        with os.scandir(directory) as entries:
+            for one in entries:
+                with suppress(FileNotFoundError):
+                    times.append(one.stat(follow_symlinks=False).st_mtime)
+    return max(times)
+
+
+def _remove(root: Path, names: tuple[str, ...]) -> None:
+    for path in [root / name for name in names]:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise from_os_error(error, "removing", str(path)) from error
+    for parent in {(root / name).parent for name in names} - {root}:
+        with suppress(OSError):  # others still have files in it
+            parent.rmdir()
+
+
+def _ages(directory: Path) -> dict[str, float]:
+    try:
+        with os.scandir(directory) as entries:
+            found = list(entries)
+        if not found:
+            return {}
+        now = _storage_time(directory)
+        ages = {}
+        for one in found:
+            with suppress(FileNotFoundError):
+                ages[one.name] = now - one.stat(follow_symlinks=False).st_mtime
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise from_os_error(error, "listing", str(directory)) from error
+    return ages
+
+
+def _storage_time(directory: Path) -> float:
+    """The time that the file system gives a file which is written now; this machine's where none can be written."""
+    flags = os.O_WRONLY | os.O_CLOEXEC
+    with suppress(OSError):
+        if hasattr(os, "O_TMPFILE"):
+            with open(os.open(directory, flags | os.O_TMPFILE, 0o600), "wb") as nameless:
+                return os.fstat(nameless.fileno()).st_mtime
+    path = directory / f".clock-{uuid.uuid4().hex}"
+    try:
+        with open(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), "wb") as named:
+            return os.fstat(named.fileno()).st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 def _open_regular(path: str, flags: int) -> int:
@@ -370,6 +611,13 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
             return [buffer[count:], *buffers[number + 1 :]]
         count -= len(buffer)
     return []
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat(follow_symlinks=False).st_size
+    except OSError as error:
+        raise _translated(error, "looking at", str(path)) from error
 
 
 def _sizes(directory: Path) -> dict[str, int]:

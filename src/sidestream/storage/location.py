@@ -1,19 +1,32 @@
-"""From what users write (paths, URLs) to a store and a name in it."""
+"""From what users write (paths, URLs, file systems) to a store and a name in it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from fsspec.core import strip_protocol
+from fsspec.core import strip_protocol, url_to_fs
 from fsspec.utils import get_protocol
 
-from ..errors import InvalidOption
+from .._redact import redacted
+from ..errors import InvalidOption, MissingExtra
+from ..options import StorePolicy
+from .cache import FileCache
+from .credentials import CLOUDS, Client, Unmapped, client_for
+from .engine import Engine
+from .fsspec_engine import FsspecEngine
 from .local import LocalStore
+from .objects import ObjectStore
 from .store import Store
 
-__all__ = ["Location", "locate_directory", "locate_run"]
+__all__ = ["Location", "Where", "locate_directory", "locate_run"]
+
+_ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
+_LOCAL = frozenset({"file", "local"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +38,151 @@ class Location:
     url: str
 
 
-def locate_directory(url: str | os.PathLike[str]) -> Location:
-    """Where the checkpoint at ``url`` is. Raises ``InvalidOption`` for a URL that is not a local directory."""
-    path = _local_path(url)
-    if not path.name:
-        raise InvalidOption(f"{path} is the root of the file system; a checkpoint needs a directory of its own")
-    return Location(LocalStore(path.parent), path.name, str(path))
+@dataclass(frozen=True, slots=True)
+class Where:
+    """How a URL is to be understood: ``storage_options`` as fsspec users write them, or a ``filesystem`` object, and
+    the policy of the store. Neither options nor file system are ever shown."""
+
+    storage_options: Mapping[str, Any] | None = None
+    filesystem: Any = None
+    policy: StorePolicy | None = None
+
+    def __repr__(self) -> str:
+        return "Where(...)"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("storage options hold credentials: they are not pickled")
+
+    def check(self) -> None:
+        if self.storage_options is not None and self.filesystem is not None:
+            raise InvalidOption("filesystem= has its options already: leave out storage_options=")
+        if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
+            raise InvalidOption("storage_options= has to be a dict of what the fsspec file system takes")
+        if self.policy is not None and not isinstance(self.policy, StorePolicy):
+            raise InvalidOption(f"store_policy={self.policy!r} has to be a sidestream.StorePolicy")
+        if self.filesystem is not None and not hasattr(self.filesystem, "cat_file"):
+            raise InvalidOption(f"filesystem={type(self.filesystem).__name__} is no fsspec file system")
 
 
-def locate_run(url: str | os.PathLike[str]) -> tuple[Store, str]:
+def locate_directory(url: str | os.PathLike[str], where: Where = Where()) -> Location:
+    """Where the checkpoint at ``url`` is. Raises ``InvalidOption`` for what cannot be a directory of its own,
+    ``MissingExtra`` where the client of its protocol is not installed."""
+    text, protocol = _parsed(url, where)
+    if _is_local(protocol, where):
+        path = _local_path(text)
+        if not path.name:
+            raise InvalidOption(f"{path} is the root of the file system; a checkpoint needs a directory of its own")
+        return Location(LocalStore(path.parent), path.name, str(path))
+    parent, _, name = text.rstrip("/").rpartition("/")
+    if not name or parent.endswith(":/"):
+        if protocol != "memory" or not name:
+            raise InvalidOption(f"{redacted(text)} is a bucket; a checkpoint needs a prefix of its own in it")
+        parent += "/"
+    store = _object_store(text, parent, protocol, where)
+    return Location(store, name, f"{store.url}/{name}")
+
+
+def locate_run(url: str | os.PathLike[str], where: Where = Where()) -> tuple[Store, str]:
     """The store whose directories are the steps of a run, and the run's URL for messages."""
-    path = _local_path(url)
-    return LocalStore(path), str(path)
+    text, protocol = _parsed(url, where)
+    if _is_local(protocol, where):
+        path = _local_path(text)
+        return LocalStore(path), str(path)
+    store = _object_store(text, text.rstrip("/"), protocol, where)
+    return store, store.url
 
 
-def _local_path(url: str | os.PathLike[str]) -> Path:
+def _parsed(url: str | os.PathLike[str], where: Where) -> tuple[str, str]:
+    where.check()
     try:
         text = os.fspath(url)
     except TypeError:
         text = ""
     if type(text) is not str or not text or "\0" in text:
-        raise InvalidOption(f"{url!r} is not a path or URL")
-    protocol = get_protocol(text)
-    if protocol not in ("file", "local"):
-        raise InvalidOption(f"{protocol}:// is not supported by this version; it saves to local directories")
+        raise InvalidOption(f"{redacted(repr(url))} is not a path or URL")
+    return text, get_protocol(text)
+
+
+def _is_local(protocol: str, where: Where) -> bool:
+    if where.filesystem is not None:
+        return False
+    if protocol in _LOCAL and where.storage_options:
+        raise InvalidOption("storage_options= is for object storage, and this is a local directory")
+    return protocol in _LOCAL
+
+
+def _local_path(text: str) -> Path:
     return Path(strip_protocol(text) if "://" in text else text).absolute()
+
+
+def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectStore:
+    policy = where.policy or StorePolicy()
+    shown = redacted(base)
+    if where.filesystem is not None:
+        root = where.filesystem._strip_protocol(base)
+        handed_in = FsspecEngine(where.filesystem, policy)
+        return ObjectStore(handed_in, root, shown, policy, _cache(handed_in, policy))
+    options = dict(where.storage_options or {})
+    client = _client(base, protocol, options, policy)
+    if client is not None:
+        from .obstore_engine import ObstoreEngine  # here, because it is an extra
+
+        root = f"{client.bucket}/{_without_bucket(base)}".rstrip("/")
+        return ObjectStore(ObstoreEngine(client, policy, _helper(base, protocol, options, policy)), root, shown, policy)
+    engine, root = _through_fsspec(base, protocol, options, policy)
+    return ObjectStore(engine, root, shown, policy, _cache(engine, policy))
+
+
+def _cache(engine: FsspecEngine, policy: StorePolicy) -> FileCache | None:
+    return None if policy.cache_dir is None else FileCache(engine.filesystem, policy.cache_dir)
+
+
+def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StorePolicy) -> Client | None:
+    """For obstore, or None where fsspec is to be taken."""
+    wanted = policy.engine == "obstore"
+    if policy.engine == "fsspec" or policy.cache_dir is not None or protocol not in CLOUDS:
+        if wanted:
+            raise InvalidOption(f'engine="obstore" has s3://, gs:// and az:// without a cache, not {redacted(base)}')
+        return None
+    if find_spec("obstore") is None:
+        if wanted:
+            raise MissingExtra('engine="obstore" needs obstore: pip install "sidestream[cloud]"', extra="cloud")
+        return None
+    try:
+        return client_for(protocol, base.partition("://")[2].partition("/")[0], options)
+    except Unmapped as error:
+        if wanted:
+            raise InvalidOption(
+                f'storage_options has {", ".join(error.names)}, which engine="obstore" has no words for; leave it to '
+                'engine="auto" to take fsspec'
+            ) from None
+        return None
+
+
+def _helper(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy) -> Engine | None:
+    """The fsspec client beside obstore, where it is installed: it can list the uploads that were left open."""
+    if CLOUDS[protocol] != "s3" or find_spec("s3fs") is None:
+        return None
+    return _through_fsspec(base, protocol, options, policy)[0]
+
+
+def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy) -> tuple[FsspecEngine, str]:
+    if protocol in CLOUDS:
+        options.setdefault("use_listings_cache", False)
+    if protocol in ("s3", "s3a"):
+        options["config_kwargs"] = {**_ONE_ATTEMPT, **(options.get("config_kwargs") or {})}
+    try:
+        filesystem, root = url_to_fs(base, **options)
+        if protocol in ("s3", "s3a"):
+            filesystem.retries = 1  # ours can be seen, know the deadline, and slow down
+    except ImportError as error:
+        raise MissingExtra(
+            f'{protocol}:// needs a package: {error}. pip install "sidestream[cloud]"', extra="cloud"
+        ) from error
+    except ValueError as error:
+        raise InvalidOption(f"{redacted(base)}: {redacted(str(error))}") from None
+    return FsspecEngine(filesystem, policy), root
+
+
+def _without_bucket(base: str) -> str:
+    return base.partition("://")[2].partition("/")[2]

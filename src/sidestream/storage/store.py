@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from mmap import mmap
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from .._threads import Deadline, Stop, Threads
 from ..options import Durability
 
-__all__ = ["Body", "MappingStore", "Part", "ReadRange", "Store"]
+__all__ = ["Body", "FileStore", "Leftover", "MappingStore", "Part", "Place", "ReadRange", "Store"]
+
+Place: TypeAlias = Literal["new", "joined", "replacing"]
+"""How a writer meets its attempt: it makes it; another process has made it; it makes it, and the publish exchanges it
+with what stands at the target."""
 
 
 class Part(Protocol):
@@ -54,12 +58,35 @@ class ReadRange:
     arrived: Callable[[], None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something under the root that is no checkpoint: an ``"attempt"`` that was not published (yet), whose name
+    contains that of its target, or a ``"retired"`` checkpoint whose deletion was interrupted. ``age_s``: since it was
+    last written to, by the storage's clock."""
+
+    name: str
+    kind: Literal["attempt", "retired"]
+    age_s: float
+
+
 class Store(Protocol):
     """Directories of files under one root. Names are relative, with ``/`` between components.
 
     Every method is cancellable: when it raises ``CancelledError``, no thread touches a file or a buffer any more. All
     raise ``StorageError`` (or a subclass) for what the storage refuses, ``DeadlineExceeded`` when ``deadline`` passes.
     """
+
+    @property
+    def appears_whole(self) -> bool:
+        """Whether a directory appears with everything in it, so that one without a marker has lost it. Elsewhere it is
+        an attempt."""
+
+    @property
+    def lists(self) -> bool:
+        """Whether ``sizes`` and ``directories`` work. Web servers have no listings: there ``size`` has to do."""
+
+    def published_name(self, attempt: str, name: str) -> str:
+        """What the file ``name`` that ``write`` is given is called in the published directory. Pure."""
 
     def write(
         self,
@@ -71,28 +98,51 @@ class Store(Protocol):
         durability: Durability,
         stop: Stop,
         deadline: Deadline,
+        place: Place = "new",
     ) -> None:
         """In the calling thread and in ``threads``, without needing a loop: make the private directory ``attempt`` (it
         must not exist yet) and, durably, every missing parent, and write ``files`` into it one after the other.
 
         ``files`` may block until it knows the next one. Raises ``Conflict``, having made nothing, if ``target`` exists
         and is not an empty directory, and ``Closed`` when ``stop`` is set. A failure may leave an attempt behind.
+
+        ``place="joined"``: the attempt is another process's, which looked at the target too; raises ``NotShared`` if it
+        is not there. ``"replacing"``: ``Conflict`` only where two directories cannot be exchanged in one step.
         """
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
-        """Write a new file. When this returns it is complete and, with ``"fsync"``, its content is durable; its name
-        is so after ``publish``. Raises ``Conflict`` if it exists. A failure may leave a partial file behind."""
+        """Write a new file, of an attempt or in a directory that need not exist yet. When this returns it is complete
+        and, with ``"fsync"``, its content is durable; its name is so after ``publish``. Raises ``Conflict`` if it
+        exists. A failure may leave a partial file behind."""
 
     async def publish(self, attempt: str, target: str, *, durability: Durability, deadline: Deadline) -> None:
         """Make ``attempt`` visible as ``target`` in one atomic step, then durable. Raises ``Conflict``, having changed
         nothing, if ``target`` exists and is not an empty directory; ``NotDurable`` if it is visible and a sync failed.
+        What an attempt that was begun as ``"replacing"`` takes the place of is in ``attempt`` afterwards.
         """
 
     async def discard(self, attempt: str, *, deadline: Deadline) -> None:
-        """Delete an attempt and everything in it. Does nothing if it is not there."""
+        """Delete a leftover and everything in it. Does nothing if it is not there, or is being deleted elsewhere.
+
+        Whoever was writing an attempt that is deleted from elsewhere cannot publish what is left of it."""
 
     def discard_here(self, attempt: str) -> None:
         """``discard``, in the calling thread."""
+
+    async def retire(self, directory: str, *, durability: Durability, deadline: Deadline) -> None:
+        """End a committed checkpoint: it is invisible, with ``"fsync"`` durably, before its first byte is deleted.
+
+        Interrupted, what remains is found by ``leftovers``. Does nothing if it is not there."""
+
+    async def leftovers(self, *, deadline: Deadline) -> list[Leftover]:
+        """Attempts and unfinished deletions under the root, by names that only sidestream makes; for ``discard``."""
+
+    async def remove(self, names: Sequence[str], *, deadline: Deadline) -> None:
+        """Delete single files. Those that are not there are passed over."""
+
+    async def ages(self, directory: str, *, deadline: Deadline) -> dict[str, float]:
+        """Name and age in seconds, by the storage's clock, of every file directly in ``directory``; none if it does
+        not exist. Files that were complete before the call are among them."""
 
     async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
         """Fill every range. Raises ``Corrupt`` if the file ends before, ``FileNotFoundError`` if there is none.
@@ -102,11 +152,23 @@ class Store(Protocol):
     async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
         """The last ``nbytes`` of a small file, or all of it. Raises ``FileNotFoundError``."""
 
+    async def size(self, name: str, *, deadline: Deadline) -> int:
+        """Of one file. Raises ``FileNotFoundError``."""
+
     async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
         """Name and size of every regular file directly in ``directory``. Raises ``FileNotFoundError``."""
 
     async def directories(self, *, deadline: Deadline) -> list[str]:
         """Names of the directories directly under the root; none if the root does not exist."""
+
+
+@runtime_checkable
+class FileStore(Protocol):
+    """A store that can make a single file visible."""
+
+    async def publish_file(self, attempt: str, name: str, *, durability: Durability, deadline: Deadline) -> None:
+        """Make the one file ``attempt/name`` visible as ``name`` in one atomic step, then durable, and remove the
+        attempt. Raises ``Conflict``, having changed nothing, if there is anything of that name; ``NotDurable``."""
 
 
 @runtime_checkable

@@ -1,0 +1,151 @@
+"""What rank 0 makes of DCP's metadata and everybody's receipts: a manifest, and ``.metadata`` as stock DCP reads it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._threads import politely
+from .._torch import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
+from ..errors import InvalidOption, NotShared, UnsafeObject
+from ..format.checksum import crc32
+from ..format.manifest import write_manifest
+from ..format.marker import METADATA_NAME, Marker, manifest_name, marker_attribute
+from ..format.records import Chunk, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
+from ..format.validate import validate
+from ..plan.values import encode_value
+from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
+
+__all__ = ["as_stock", "check_files", "complete", "files_of_commit"]
+
+_VERSION = "1.0.0"
+_END = b"ub."  # SETITEMS into the state of the Metadata, BUILD, STOP
+_Receipts = Mapping[tuple[str, tuple[int, ...] | None], Receipt]
+
+
+def complete(metadata: Metadata, results: Iterable[Iterable[WriteResult]], url: str, save_id: str) -> Metadata:
+    """``metadata`` with the place of every item, and the dtypes that were written: a planner may have converted."""
+    places = {result.index: result.storage_data for each in results for result in each}
+    written = ((index.fqn, getattr(receipt, "dtype", None)) for index, receipt in places.items())
+    by_fqn = {fqn: dtype for fqn, dtype in written if dtype is not None}
+    described = {
+        fqn: replace(one, properties=replace(one.properties, dtype=dtype_from_name(by_fqn[fqn])))
+        if isinstance(one, TensorStorageMetadata) and fqn in by_fqn
+        else one
+        for fqn, one in metadata.state_dict_metadata.items()
+    }
+    return replace(
+        metadata,
+        state_dict_metadata=described,
+        storage_data=places,
+        storage_meta=StorageMeta(checkpoint_id=url, save_id=save_id),
+        version=_VERSION,
+    )
+
+
+def as_stock(metadata: Metadata) -> Metadata:
+    """With places as stock DCP knows them, and not a class of ours in it."""
+    return replace(metadata, storage_data={index: _info(one) for index, one in metadata.storage_data.items()})
+
+
+def check_files(results: Iterable[Iterable[WriteResult]], found: Mapping[str, int], url: str) -> dict[str, int]:
+    """The data files by their sizes. Raises ``NotShared`` if rank 0 does not find what the ranks have written."""
+    files = {result.storage_data.file: result.storage_data.file_bytes for each in results for result in each}
+    lost = [name for name, nbytes in files.items() if found.get(name) != nbytes]
+    if lost:
+        raise NotShared(
+            2,
+            f"ranks wrote {len(files)} files, and rank 0 does not see {len(lost)} of them ({', '.join(lost[:4])}): "
+            "save to storage that all ranks share",
+            url,
+        )
+    return files
+
+
+def files_of_commit(metadata: Metadata, files: dict[str, int], save_id: str) -> dict[str, bytes]:
+    """In a worker thread: manifest and ``.metadata``. Items that went through an extension leave no payload that a
+    manifest could describe, so such a checkpoint has none, and is read like one of stock DCP.
+
+    Raises ``InvalidOption``, ``UnsafeObject`` and what ``validate`` does.
+    """
+    receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
+    stock = as_stock(metadata)
+    if any(isinstance(receipt, PackedReceipt) for receipt in receipts.values()):
+        return {METADATA_NAME: pickle.dumps(stock)}
+    manifest = _manifest(metadata, receipts, files, save_id)
+    validate(manifest)
+    raw = b"".join(politely(write_manifest(manifest, TORCH_VERSION)))
+    # Protocol 3 has no frames, whose lengths would have to be mended: the marker is one more attribute at the end.
+    pickled = pickle.dumps(stock, protocol=3)
+    assert pickled.endswith(_END)
+    marked = pickled[: -len(_END)] + marker_attribute(Marker(save_id, len(raw), crc32(raw)))
+    return {manifest_name(save_id): raw, METADATA_NAME: marked}
+
+
+def _manifest(metadata: Metadata, receipts: _Receipts, files: dict[str, int], save_id: str) -> Manifest:
+    paths = _paths(metadata)
+    entries: dict[str, Entry] = {}
+    for fqn, described in politely(metadata.state_dict_metadata.items()):
+        path = (fqn,) if paths is None else paths.get(fqn, (fqn,))
+        if isinstance(described, TensorStorageMetadata):
+            chunks = tuple(_chunk(fqn, one.offsets, one.sizes, described, receipts) for one in described.chunks)
+            dtype = dtype_name(described.properties.dtype)
+            entries[fqn] = TensorEntry(path, dtype, tuple(described.size), chunks)
+        else:
+            where = receipts.get((fqn, None))
+            if not isinstance(where, ValueReceipt):
+                raise _left_out(fqn)
+            entries[fqn] = ValueEntry(path, where.file, where.item_offset, where.item_bytes, where.node)
+    own = None if paths is not None or metadata.planner_data is None else _planner_data(metadata.planner_data)
+    return Manifest(save_id, entries, files, planner="dcp", planner_data=own)
+
+
+def _chunk(
+    fqn: str,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    described: TensorStorageMetadata,
+    receipts: _Receipts,
+) -> Chunk:
+    where = receipts.get((fqn, tuple(offsets)))
+    if not isinstance(where, TensorReceipt):
+        raise _left_out(fqn)
+    dtype = dtype_name(described.properties.dtype)
+    if where.dtype != dtype:
+        raise InvalidOption(f"{fqn}: the planner wrote parts of it as {dtype} and as {where.dtype}; nothing was saved")
+    place = where.file, where.item_offset, where.item_bytes, where.payload_offset, where.crcs
+    return Chunk(tuple(offsets), tuple(sizes), *place)
+
+
+def _paths(metadata: Metadata) -> dict[str, tuple[Key, ...]] | None:
+    """What DCP's own planner notes: the path of each FQN. None if it is something else, or nothing."""
+    noted = metadata.planner_data
+    if type(noted) is not dict or not noted.keys() <= metadata.state_dict_metadata.keys():
+        return None
+    for path in politely(noted.values()):
+        if type(path) is not tuple or not path or not all(type(step) in (str, int) for step in path):
+            return None
+    return noted
+
+
+def _planner_data(noted: object) -> Node:
+    try:
+        return encode_value(noted, "planner_data")
+    except UnsafeObject as error:
+        raise UnsafeObject(f"what the planner adds to the metadata has to be plain data: {error}") from error
+
+
+def _left_out(fqn: str) -> InvalidOption:
+    return InvalidOption(f"{fqn}: the planner's metadata has it, and no rank wrote all of it; nothing was saved")
+
+
+def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
+    return index.fqn, None if index.offset is None else tuple(index.offset)
+
+
+def _info(receipt: Receipt) -> object:
+    return storage_info(receipt.file, receipt.item_offset, receipt.item_bytes, receipt.transforms)

@@ -1,0 +1,257 @@
+"""The items of one rank on their way to storage: resolved as they are needed, staged, framed, written."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._threads import Deadline, politely
+from .._torch import TransformedStreams, check_tensor, dtype_name, storage_key
+from ..commit import BytesBody
+from ..errors import Corrupt, InvalidOption, UnsafeObject, UnsupportedCheckpoint, UnsupportedTensor
+from ..format.dtypes import DTYPES
+from ..format.frame import frame_tensor
+from ..format.records import Node
+from ..format.shard import ShardLayout, lay_out
+from ..format.torch_item import open_value_item
+from ..plan.save import window_bytes_for, window_copies
+from ..staging import AsyncStager, Captured, ImageLayout, Staging, capture
+from ..storage import Body
+from ..writing import ShardBody
+from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
+
+__all__ = ["Outgoing"]
+
+_BUDGET_BYTES = 256 << 20
+_GROUP_BYTES = 512 << 20  # a planner may make its tensors as it resolves them: twice as much of that at a time
+_VALUES_BYTES = 64 << 20
+_NODE_BYTES = 1 << 20  # a larger value is left to its item
+_NO_LIMIT = 1 << 62
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupPlan:
+    """A group of tensors as one file."""
+
+    shard: ShardLayout
+    images: tuple[ImageLayout, ...]
+
+    def without_sources(self) -> _GroupPlan:
+        return replace(self, images=())
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group that is being staged."""
+
+    items: Sequence[WriteItem]
+    dtypes: Sequence[str]
+    staging: Staging[_GroupPlan]
+
+
+class Outgoing:
+    """What ``plan`` asks one rank to write. ``files`` for the store, then ``results``; ``close`` in any case.
+
+    Tensors are resolved in groups of some 512 MiB, the next one while the last is written; host memory is bounded by
+    that, if the planner makes them, and by 256 MiB that everything is staged through. Values, and all items with
+    ``extensions``, of which nobody knows the size before they are there, go one after the other.
+    """
+
+    def __init__(
+        self, plan: SavePlan, planner: SavePlanner, rank: int, extensions: Sequence[object], deadline: Deadline
+    ) -> None:
+        self._planner = planner
+        self._rank = rank
+        self._deadline = deadline
+        self._transforms = TransformedStreams(extensions) if extensions else None
+        self._in_order = [item for item in plan.items if self._transforms or item.type == WriteItemType.BYTE_IO]
+        self._tensors = [] if self._transforms else [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        self._stager = AsyncStager(budget_bytes=_BUDGET_BYTES, timeout_s=deadline.timeout_s) if self._tensors else None
+        self._stagings: list[Staging[_GroupPlan]] = []
+        self._receipts: list[Callable[[], Iterable[tuple[WriteItem, Receipt]]]] = []
+        self._files = 0
+
+    def files(self) -> Iterator[tuple[str, Body]]:
+        """Name and content of each file; the planner is called in the thread that iterates."""
+        yield from self._sequential()
+        group: _Group | None = None
+        for items in _groups(self._tensors):
+            following = self._stage(items)
+            if group is not None:
+                yield self._shard(group)
+            group = following
+        if group is not None:
+            yield self._shard(group)
+
+    def results(self, published: Callable[[str], str]) -> list[WriteResult]:
+        """When everything has been written: a receipt for each item. ``published`` is what a file will be called."""
+        return [
+            WriteResult(item.index, receipt.item_bytes, replace(receipt, file=published(receipt.file)))
+            for receipts in self._receipts
+            for item, receipt in receipts()
+        ]
+
+    def close(self) -> None:
+        """No thread reads a tensor any more when this returns, unless a device hangs beyond the deadline."""
+        for staging in self._stagings:
+            staging.release()
+        for staging in self._stagings:
+            with suppress(TimeoutError):  # a copy that hangs keeps its memory
+                staging.copied.exception(max(self._deadline.remaining_s(), _GRACE_S))
+        if self._stager is not None:
+            self._stager.close()
+
+    def _name(self) -> str:
+        self._files += 1
+        return f"__{self._rank}_{self._files - 1}.distcp"
+
+    # --- one after the other ---
+
+    def _sequential(self) -> Iterator[tuple[str, Body]]:
+        content = io.BytesIO()
+        pending: list[tuple[WriteItem, Receipt]] = []
+        for item in self._in_order:
+            pending.append((item, self._append(item, content)))
+            if content.tell() >= _VALUES_BYTES:
+                yield self._close_file(content, pending)
+                content, pending = io.BytesIO(), []
+        if pending:
+            yield self._close_file(content, pending)
+
+    def _append(self, item: WriteItem, content: io.BytesIO) -> Receipt:
+        data = self._planner.resolve_data(item)
+        start = content.tell()
+        if self._transforms is not None:
+            descriptors = self._pack(item, data, content)
+            dtype = dtype_name(data.dtype) if isinstance(data, torch.Tensor) else None
+            return PackedReceipt("", 0, start, content.tell() - start, descriptors, dtype)
+        if not isinstance(data, io.BytesIO):
+            raise InvalidOption(f"{item.index.fqn}: the planner resolved a BYTE_IO item to a {type(data).__name__}")
+        content.write(data.getbuffer())
+        return ValueReceipt("", 0, start, content.tell() - start, _node(data))
+
+    def _pack(self, item: WriteItem, data: torch.Tensor | io.BytesIO, content: io.BytesIO) -> tuple[str, ...]:
+        assert self._transforms is not None
+        stream, descriptors = self._transforms.transform(item, content)
+        if isinstance(data, io.BytesIO):
+            stream.write(data.getbuffer())
+        else:
+            _check(data, item, held=False)
+            torch.save(data.detach().cpu().clone(), stream)  # a view would bring all of its storage along
+        stream.close()
+        return descriptors
+
+    def _close_file(self, content: io.BytesIO, pending: list[tuple[WriteItem, Receipt]]) -> tuple[str, Body]:
+        name, raw = self._name(), content.getvalue()
+        done = [(item, replace(receipt, file=name, file_bytes=len(raw))) for item, receipt in pending]
+        self._receipts.append(lambda: done)
+        return name, BytesBody(raw)
+
+    # --- tensors ---
+
+    def _stage(self, items: Sequence[WriteItem]) -> _Group:
+        assert self._stager is not None
+        tensors: dict[str, torch.Tensor] = {}
+        for number, item in enumerate(items):
+            data = self._planner.resolve_data(item)
+            if not isinstance(data, torch.Tensor):
+                raise InvalidOption(f"{item.index.fqn}: the planner resolved a tensor to a {type(data).__name__}")
+            _check(data, item, held=False)
+            tensors[str(number)] = data
+        staging = self._stager.launch(capture(tensors), partial(_plan_group, items), self._deadline)
+        self._stagings.append(staging)
+        return _Group(items, [dtype_name(tensor.dtype) for tensor in tensors.values()], staging)
+
+    def _shard(self, group: _Group) -> tuple[str, Body]:
+        try:
+            plan = group.staging.laid.result(self._deadline.remaining_s())
+        except TimeoutError as error:
+            if group.staging.laid.done():
+                raise
+            raise self._deadline.exceeded("planning a file") from error
+        name, body = self._name(), ShardBody(plan.shard, group.staging.images, None)
+        self._receipts.append(lambda: _receipts(name, group, plan.shard, body.sums.crcs))
+        return name, body
+
+
+def _receipts(
+    name: str, group: _Group, shard: ShardLayout, crcs: Sequence[bytes]
+) -> Iterator[tuple[WriteItem, TensorReceipt]]:
+    for item, dtype, placed, packed in zip(group.items, group.dtypes, shard.items, crcs, strict=True):
+        yield (
+            item,
+            TensorReceipt(
+                name, shard.nbytes, placed.item_offset, placed.frame.item_bytes, placed.payload_offset, packed, dtype
+            ),
+        )
+
+
+def _plan_group(items: Sequence[WriteItem], captured: Captured) -> _GroupPlan:
+    """In the stager's thread."""
+    tensors = list(captured.root.values())
+    for item, tensor in zip(items, politely(tensors), strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedTensor(f"{item.index.fqn}: cannot save {tensor.kind}; save the tensors that it is made of")
+        _check(tensor, item, held=bool(captured.held) and storage_key(tensor) in captured.held)
+    frames = (frame_tensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in politely(tensors))
+    window_bytes = window_bytes_for(sum(tensor.nbytes for tensor in tensors), _BUDGET_BYTES)
+    (shard,) = lay_out(frames, _NO_LIMIT, window_bytes)
+    numbers = range(len(tensors))
+    images = tuple(
+        ImageLayout(window.end - window.start, tuple(window_copies(shard, window, numbers, 0, tensors)))
+        for window in politely(shard.windows)
+    )
+    return _GroupPlan(shard, images)
+
+
+def _check(tensor: torch.Tensor, item: WriteItem, *, held: bool) -> None:
+    fqn = item.index.fqn
+    check_tensor(tensor, fqn, held=held)
+    if dtype_name(tensor.dtype) not in DTYPES:
+        raise UnsupportedTensor(f"{fqn}: torch cannot serialize a tensor of dtype {tensor.dtype}; save a view of it")
+    planned = item.tensor_data
+    if planned is not None and tensor.shape != planned.chunk.sizes:
+        raise InvalidOption(
+            f"{fqn}: the planner resolved a tensor of shape {tuple(tensor.shape)}, its plan says "
+            f"{tuple(planned.chunk.sizes)}; nothing was saved"
+        )
+
+
+def _groups(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    group: list[WriteItem] = []
+    nbytes = 0
+    for item in items:
+        size = _planned_bytes(item)
+        if group and nbytes + size > _GROUP_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(item)
+        nbytes += size
+    if group:
+        yield group
+
+
+def _planned_bytes(item: WriteItem) -> int:
+    planned = item.tensor_data
+    return 0 if planned is None else math.prod(planned.chunk.sizes) * planned.properties.dtype.itemsize
+
+
+def _node(data: io.BytesIO) -> Node:
+    """A planner's bytes as data, where they are the pickle of nothing more."""
+    nbytes = len(data.getbuffer())
+    pickled = bytes(data.getbuffer()[:4]) == b"PK\x03\x04"
+    if pickled and nbytes <= _NODE_BYTES:
+        try:
+            return open_value_item(io.BytesIO(data.getbuffer()), nbytes)
+        except (Corrupt, UnsafeObject, UnsupportedCheckpoint):
+            pass
+    return {"stored": "pickle" if pickled else "bytes"}

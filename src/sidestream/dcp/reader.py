@@ -1,0 +1,235 @@
+"""``StorageReader``: DCP plans, sidestream reads, verifies and puts in place."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
+from torch.futures import Future
+
+from .._threads import Deadline, io_threads, politely
+from .._torch import check_tensor, dtype_name
+from ..blocking import run_anywhere
+from ..catalog import read_manifest
+from ..errors import Corrupt, DtypeMismatch, InvalidOption, MissingKeys, ShapeMismatch, SidestreamError
+from ..format.records import Manifest, TensorEntry, ValueEntry
+from ..options import StorePolicy, Trust, Verify, check_choice, check_timeout
+from ..plan.cast import castable
+from ..plan.objects import allowed_types
+from ..plan.ranges import Box
+from ..reading import Reader, Wanted
+from ..storage import Location
+from ..streams import current_streams
+from .incoming import read_bytes
+from .metadata import chunks_by_place, metadata_of
+from .session import Address, Sessions, is_located
+
+__all__ = ["StorageReader"]
+
+_BATCH_BYTES = 1 << 30  # a planner may make a tensor for each item that it is asked for
+
+
+@dataclass(slots=True)
+class _Load:
+    """One load, as one rank sees it."""
+
+    location: Location
+    deadline: Deadline
+    manifest: Manifest
+
+
+@dataclass(slots=True)
+class _Session:
+    wanted: str | os.PathLike[str] | None = None
+    load: _Load | None = None
+
+
+class StorageReader(DcpStorageReader):
+    """For ``dcp.load(state_dict, storage_reader=StorageReader(url))``: what sidestream or stock DCP wrote to ``url``.
+
+    Nothing of the checkpoint is unpickled: metadata and values are decoded as data, checked, and only then used. Each
+    rank reads the rows that it needs, several ranges at a time, verified as they arrive (``verify``). Where stock DCP
+    goes on in silence this raises: ``Corrupt`` for altered bytes, ``NotCovered`` for holes, ``DtypeMismatch`` for a
+    cast that torch would not make by itself, such as a float's to an integer.
+
+    Objects of the types in ``allow`` are made again by their own code; another value that is more than data is an
+    ``UnsafeObject``. ``trust="pickle"`` hands the bytes of all values to the planner as they are: DCP's own unpickles
+    them, which runs whatever code they hold, so it is for checkpoints that you trust, and for planners that write bytes
+    of their own. ``checkpoint_id`` of DCP's call takes the place of ``url`` for that call; ``storage_options``,
+    ``filesystem`` and ``store_policy`` (as for ``sidestream.load``) stay.
+
+    When DCP returns, everything is in place. After an error some tensors may have been written to. DCP raises
+    ``CheckpointException`` with the error of each rank in ``failures``; of an error in the metadata it keeps the words.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        verify: Verify = "always",
+        allow: Iterable[type] = (),
+        trust: Trust = "data",
+        timeout_s: float = 600.0,
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+        store_policy: StorePolicy | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("verify", verify, Verify)
+        check_choice("trust", trust, Trust)
+        check_timeout(timeout_s)
+        self._address = Address(url, storage_options, filesystem, store_policy)
+        self._verify: Verify = verify
+        self._allow = allowed_types(allow)
+        self._trust: Trust = trust
+        self._timeout_s = timeout_s
+        self._sessions: Sessions[_Session] = Sessions(_Session)
+
+    # --- what DCP calls, in this order ---
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._sessions.current().wanted = checkpoint_id if checkpoint_id else None
+
+    # Without a parameter named kwargs, so that DCP does not ask once more for the metadata of one rank: they are read
+    # as one checkpoint here, and with collectives.
+    def read_metadata(self, *_: Any, **options: Any) -> Metadata:
+        session = self._sessions.current()
+        session.load = None
+        location, deadline = self._address.located(session.wanted), Deadline.after(self._timeout_s)
+
+        async def read() -> tuple[Manifest, Metadata]:
+            manifest = await read_manifest(location.store, location.name, location.url, deadline)
+            return manifest, await io_threads().run(metadata_of, manifest, location.url, deadline=deadline)
+
+        manifest, metadata = run_anywhere(read)
+        session.load = _Load(location, deadline, manifest)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._load()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        session, load = self._sessions.current(), self._load()
+        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        self._read_values(load, values, planner)
+        for batch in _batches([item for item in plan.items if item.type != LoadItemType.BYTE_IO]):
+            self._read_tensors(load, batch, planner)
+        session.load = session.wanted = None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_located(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """What the call in this thread reads, or would."""
+        return self._address.located(self._sessions.current().wanted).url
+
+    # --- inside ---
+
+    def _load(self) -> _Load:
+        load = self._sessions.current().load
+        if load is None:
+            raise InvalidOption("read_metadata() comes first; DCP's load() calls everything in its order")
+        return load
+
+    def _read_values(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        entries: dict[str, ValueEntry] = {}
+        for item in items:
+            entry = load.manifest.entries.get(item.storage_index.fqn)
+            if not isinstance(entry, ValueEntry):
+                raise _missing(load, item)
+            entries[item.storage_index.fqn] = entry
+        if not entries:
+            return
+        found = run_anywhere(
+            lambda: read_bytes(
+                load.location, load.manifest, entries, load.deadline, allow=self._allow, trust=self._trust
+            )
+        )
+        for item in items:
+            planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
+
+    def _read_tensors(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        chunks = chunks_by_place(load.manifest, {item.storage_index.fqn for item in items})
+        targets: list[tuple[ReadItem, torch.Tensor]] = []
+        wanted: list[Wanted] = []
+        names: dict[str, str] = {}
+        for item in items:
+            fqn, entry = item.storage_index.fqn, load.manifest.entries.get(item.storage_index.fqn)
+            chunk = chunks.get((fqn, tuple(item.storage_index.offset or ())))
+            if not isinstance(entry, TensorEntry) or chunk is None:
+                raise _missing(load, item)
+            target = planner.resolve_tensor(item).detach()
+            _check_target(item, entry, target)
+            name = fqn if fqn not in names else f"{fqn} (part {len(names)})"
+            names[name] = fqn
+            offsets = tuple(map(sum, zip(chunk.offsets, item.storage_offsets, strict=True)))
+            box = Box(offsets, tuple(item.lengths))
+            targets.append((item, target))
+            wanted.append(Wanted(name, replace(entry, chunks=(chunk,)), box, target))
+        streams = current_streams({target.device for _, target in targets})
+        reader = Reader(load.location.store, load.location.name, self._verify, load.deadline, None, streams)
+        try:
+            run_anywhere(lambda: reader.read(wanted, own=load.manifest.own))
+        except FileNotFoundError as error:
+            if isinstance(error, SidestreamError):
+                raise
+            raise Corrupt(f"{load.location.url}: {error.filename} is missing") from error
+        except Corrupt as error:
+            error.fqn = names.get(error.fqn or "", error.fqn)
+            raise
+        for item, target in targets:
+            if not target.is_inference():
+                torch.autograd.graph.increment_version(target)
+            planner.commit_tensor(item, target)
+
+
+def _check_target(item: ReadItem, entry: TensorEntry, target: torch.Tensor) -> None:
+    fqn = item.dest_index.fqn
+    check_tensor(target, fqn, "load into")
+    if target.shape != torch.Size(item.lengths):
+        given = tuple(target.shape)
+        raise ShapeMismatch(f"{fqn}: the planner gave a tensor of shape {given} for {tuple(item.lengths)}", [fqn])
+    if dtype_name(target.dtype) != entry.dtype and not castable(entry.dtype, dtype_name(target.dtype)):
+        raise DtypeMismatch(
+            f"{fqn}: {entry.dtype} was saved, the target is {dtype_name(target.dtype)}, and a cast would not keep what "
+            "the values mean; make the target of the saved kind and convert it afterwards",
+            [fqn],
+        )
+
+
+def _missing(load: _Load, item: ReadItem) -> MissingKeys:
+    index = item.storage_index
+    where = "" if index.offset is None else f" at {tuple(index.offset)}"
+    return MissingKeys(f"{load.location.url} has no {index.fqn!r}{where}, which the planner asks for", [index.fqn])
+
+
+def _batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
+    batch: list[ReadItem] = []
+    elements = 0
+    for item in politely(items):
+        if batch and elements + math.prod(item.lengths) > _BATCH_BYTES // 4:
+            yield batch
+            batch, elements = [], 0
+        batch.append(item)
+        elements += math.prod(item.lengths)
+    if batch:
+        yield batch

@@ -1,0 +1,266 @@
+"""``StorageWriter``: DCP plans, sidestream writes and commits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .._threads import Deadline, Stop, Threads, io_threads
+from ..blocking import run_anywhere
+from ..catalog import attempt_name
+from ..commit import Verdict, clean_up, commit_files
+from ..errors import InvalidOption, SidestreamError
+from ..options import Durability, StorePolicy, check_choice, check_timeout
+from ..storage import Body, Location, Place, Store
+from .committing import as_stock, check_files, complete, files_of_commit
+from .outgoing import Outgoing
+from .receipts import Order, forget_order, order_received
+from .session import Address, Sessions, is_located
+
+__all__ = ["StorageWriter"]
+
+_log = logging.getLogger("sidestream")
+_WRITE_THREADS = 4
+
+
+@dataclass(slots=True)
+class _Save:
+    """One save, as one rank sees it."""
+
+    location: Location
+    deadline: Deadline
+    order: Order | None = None
+    alone: bool = True
+    verdict: Verdict = field(default_factory=Verdict)
+    net: Any = None
+    """Removes what the coordinator's attempt left behind, if nobody else does."""
+
+
+class StorageWriter(DcpStorageWriter):
+    """For ``dcp.save(state_dict, storage_writer=StorageWriter(url))`` and ``dcp.async_save``, with any number of ranks.
+
+    When DCP returns, the checkpoint at ``url`` is visible and durable, as after ``sidestream.save``: ranks write into a
+    hidden directory, and the ``finish()`` of rank 0 publishes it in one step. ``dcp.load`` and ``sidestream.load`` read
+    it. If a rank fails, nothing is visible, and what was written goes when the writer is used again, closed (``with``)
+    or collected.
+
+    ``checkpoint_id`` of DCP's calls takes the place of ``url`` for that call, everything else stays: credentials in
+    ``storage_options``, a ``filesystem``, a ``store_policy``, all as for ``sidestream.save``. Calls in several threads
+    do not disturb each other. A target that is not empty raises ``Conflict`` before anything is written. With
+    ``overwrite=True`` the new checkpoint is exchanged with the old one in one step, which is then deleted; where the
+    file system cannot do that it is a ``Conflict`` too. ``extensions`` are DCP's ``StreamTransformExtension``s.
+    ``timeout_s`` is for a whole save. ``use_collectives=False`` is refused with more than one rank: such ranks do not
+    know of each other, and nobody could commit for all.
+
+    The errors are those of ``sidestream.save``, ``NotShared`` and ``InvalidOption`` for what a planner did; DCP raises
+    its own ``CheckpointException`` with the error of each rank in ``failures``.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        durability: Durability = "fsync",
+        timeout_s: float = 600.0,
+        extensions: Sequence[Any] = (),
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+        store_policy: StorePolicy | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("durability", durability, Durability)
+        check_timeout(timeout_s)
+        self._address = Address(url, storage_options, filesystem, store_policy)
+        self._place: Place = "replacing" if overwrite else "new"
+        self._durability: Durability = durability
+        self._timeout_s = timeout_s
+        self._extensions = tuple(extensions)
+        self._sessions: Sessions[_Session] = Sessions(_Session)
+
+    # --- what DCP calls, in this order ---
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._sessions.current().wanted = checkpoint_id if checkpoint_id else None
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self._wanted().url)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if not kwargs.get("use_collectives", True) and ranks > 1:
+            raise InvalidOption(
+                "use_collectives=False: ranks that do not talk to each other cannot commit one checkpoint; leave it out"
+            )
+        forget_order()
+        session, location = self._sessions.current(), self._wanted()
+        session.drop()
+        session.save, session.wanted = _Save(location, Deadline.after(self._timeout_s)), None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans are good: make the attempt, and tell every rank of it."""
+        save = self._save()
+        save_id, target = uuid.uuid4().hex, save.location.name
+        orders = [Order(save_id, attempt_name(target, save_id), target, rank) for rank in range(len(plans))]
+        save.order, save.alone = orders[0], len(plans) == 1
+        self._write(save, orders[0], (), self._place)
+        save.net = weakref.finalize(self, _discard, save.location.store, orders[0].attempt, save.verdict)
+        return [replace(plan, storage_data=order) for plan, order in zip(plans, orders, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        save = self._save()
+        order = save.order or order_received()
+        if order is None or order.target != save.location.name:
+            meant = "nothing" if order is None else repr(order.target)
+            raise InvalidOption(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
+        save.order = order
+        try:
+            results = self._write_items(save, order, plan, planner)
+        except BaseException:
+            if save.alone:  # other ranks may be writing there still
+                self._sessions.current().drop()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        save = self._save()
+        assert save.order is not None
+        done = complete(metadata, results, save.location.url, save.order.save_id)
+        run_anywhere(lambda: self._commit(save, done, results))
+        # DCP returns this object, as it was written.
+        vars(metadata).update(vars(as_stock(done)))
+        self._sessions.current().drop()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_located(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """What the call in this thread writes to, or would."""
+        session = self._sessions.current()
+        if session.save is not None and session.wanted is None:
+            return session.save.location.url
+        return self._wanted().url
+
+    # --- inside ---
+
+    def _wanted(self) -> Location:
+        return self._address.located(self._sessions.current().wanted)
+
+    def _save(self) -> _Save:
+        save = self._sessions.current().save
+        if save is None:
+            raise InvalidOption("set_up_storage_writer() comes first; DCP's save() calls everything in its order")
+        return save
+
+    def _write_items(self, save: _Save, order: Order, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        outgoing = Outgoing(plan, planner, order.rank, self._extensions, save.deadline)
+        try:
+            self._write(save, order, outgoing.files(), "joined")
+            return outgoing.results(lambda name: save.location.store.published_name(order.attempt, name))
+        finally:
+            outgoing.close()
+
+    def _write(self, save: _Save, order: Order, files: Iterable[tuple[str, Body]], place: Place) -> None:
+        threads = Threads("sidestream-write", _WRITE_THREADS)
+        stop = Stop()
+        try:
+            save.location.store.write(
+                order.attempt,
+                order.target,
+                files,
+                threads=threads,
+                durability=self._durability,
+                stop=stop,
+                deadline=save.deadline,
+                place=place,
+            )
+        finally:
+            stop.set()
+            threads.close()
+
+    async def _commit(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        order, store, deadline = save.order, save.location.store, save.deadline
+        assert order is not None
+        try:
+            sizes = check_files(results, await _found(store, order, deadline), save.location.url)
+            files = await io_threads().run(files_of_commit, metadata, sizes, order.save_id, deadline=deadline)
+            await commit_files(
+                store,
+                order.attempt,
+                order.target,
+                files,
+                save.verdict,
+                durability=self._durability,
+                deadline=deadline,
+            )
+        except BaseException as error:
+            await clean_up(store, order.attempt, save.verdict, error)
+            raise
+        if self._place == "replacing":
+            try:
+                await store.discard(order.attempt, deadline=deadline)
+            except SidestreamError as error:  # the new checkpoint is committed all the same
+                _log.warning("what %s replaced could not be removed: %s", save.location.url, error)
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Remove what a save that failed in this thread has left behind. The writer can be used again."""
+        self._sessions.current().drop()
+
+    def __enter__(self) -> StorageWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class _Session:
+    """``wanted``: the ``checkpoint_id`` of a call that has only begun."""
+
+    wanted: str | os.PathLike[str] | None = None
+    save: _Save | None = None
+
+    def drop(self) -> None:
+        save, self.save = self.save, None
+        if save is not None and save.net is not None:
+            save.net()
+
+
+async def _found(store: Store, order: Order, deadline: Deadline) -> Mapping[str, int]:
+    """What there is of the attempt, as the publish will show it."""
+    try:
+        return await store.sizes(order.attempt if store.appears_whole else order.target, deadline=deadline)
+    except FileNotFoundError:
+        return {}
+
+
+def _discard(store: Store, attempt: str, verdict: Verdict) -> None:
+    """Once, after DCP has told every rank how the save ended, so that no rank writes there any more."""
+    if verdict.outcome == "absent":
+        with suppress(SidestreamError):
+            store.discard_here(attempt)

@@ -1,0 +1,183 @@
+"""What the bytes of a checkpoint have to be, piece by piece: pieces are read in any order, and in parallel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..errors import Corrupt
+from ..format.checksum import combine, crc32, join_blocks, unpack_crcs
+from ..format.digest import DIGEST_BYTES, installed_digest
+from ..format.frame import frame_tensor, frame_value
+from ..format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
+from ..format.values import pickle_node
+from .ranges import PIECE_BYTES, ForeignPayload
+
+__all__ = [
+    "Piece",
+    "altered",
+    "check_digests",
+    "compare_metadata",
+    "foreign_pieces",
+    "own_pieces",
+    "value_pieces",
+]
+
+Check: TypeAlias = Callable[[memoryview], None]
+"""Raises ``Corrupt`` where the bytes are not what they have to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``nbytes`` from ``offset`` of ``file``, which belong to ``fqn``."""
+
+    fqn: str
+    file: str
+    offset: int
+    nbytes: int
+    check: Check
+
+
+def own_pieces(fqn: str, entry: TensorEntry) -> Iterator[Piece]:
+    """Every byte of the items of one of our tensors: what is framed around a payload follows from dtype and shape."""
+    for chunk in entry.chunks:
+        start = chunk.payload_offset
+        if start is None or chunk.crcs is None:
+            raise Corrupt(f"{fqn}: the manifest has no place or no checksums for its payload", file=chunk.file, fqn=fqn)
+        frame = frame_tensor(entry.dtype, chunk.sizes)
+        if (start - len(frame.header), frame.item_bytes) != (chunk.item_offset, chunk.item_bytes):
+            raise Corrupt(f"{fqn}: its item is not as large as its dtype and shape make it", file=chunk.file, fqn=fqn)
+        trailer = frame.trailer(join_blocks(list(unpack_crcs(chunk.crcs)), frame.payload_bytes))
+        yield _exact(fqn, chunk.file, chunk.item_offset, frame.header)
+        for begin in range(0, frame.payload_bytes, PIECE_BYTES):
+            nbytes = min(PIECE_BYTES, frame.payload_bytes - begin)
+            yield Piece(fqn, chunk.file, start + begin, nbytes, _blocks(fqn, chunk, begin // BLOCK_BYTES))
+        yield _exact(fqn, chunk.file, start + frame.payload_bytes, trailer)
+
+
+def value_pieces(fqn: str, entry: ValueEntry) -> Iterator[Piece]:
+    """The item of one of our values, which says to stock DCP what the manifest says to us."""
+    try:
+        content = frame_value(*pickle_node(entry.node))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, Corrupt):
+            raise
+        raise Corrupt(f"{fqn}: its value in the manifest is damaged ({type(error).__name__})", fqn=fqn) from None
+    if len(content) != entry.item_bytes:
+        raise Corrupt(f"{fqn}: its item has another size than its value", file=entry.file, fqn=fqn)
+    yield _exact(fqn, entry.file, entry.item_offset, content)
+
+
+def foreign_pieces(fqn: str, entry: TensorEntry, payloads: dict[Chunk, ForeignPayload]) -> Iterator[Piece]:
+    """The payloads of another writer's tensor, as far as there is a checksum of them."""
+    for chunk in entry.chunks:
+        payload = payloads.get(chunk)
+        if payload is None or chunk.payload_offset is None:
+            continue
+        whole = _Whole(fqn, chunk, payload)
+        for begin in range(0, payload.payload_bytes, PIECE_BYTES):
+            nbytes = min(PIECE_BYTES, payload.payload_bytes - begin)
+            yield Piece(fqn, chunk.file, chunk.payload_offset + begin, nbytes, whole.part(begin // PIECE_BYTES))
+
+
+def _exact(fqn: str, file: str, offset: int, expected: bytes) -> Piece:
+    def check(view: memoryview) -> None:
+        if view != expected:
+            raise altered(fqn, file, offset, "they are not what the manifest says")
+
+    return Piece(fqn, file, offset, len(expected), check)
+
+
+def _blocks(fqn: str, chunk: Chunk, first: int) -> Check:
+    crcs, digests, payload_offset = chunk.crcs, chunk.digests, chunk.payload_offset
+    assert crcs is not None
+    assert payload_offset is not None
+
+    def check(view: memoryview) -> None:
+        for number, start in enumerate(range(0, len(view), BLOCK_BYTES), first):
+            block = view[start : start + BLOCK_BYTES]
+            if crc32(block) != int.from_bytes(crcs[4 * number : 4 * number + 4], "little"):
+                raise altered(fqn, chunk.file, payload_offset + number * BLOCK_BYTES)
+        offset = payload_offset + first * BLOCK_BYTES
+        check_digests(fqn, chunk.file, offset, view, digests and digests[DIGEST_BYTES * first :])
+
+    return check
+
+
+def check_digests(fqn: str, file: str, offset: int, view: memoryview, digests: bytes | None) -> None:
+    """Compare the digests of the blocks from ``offset`` on, where there are some and the package is installed."""
+    digest_of = installed_digest("blake3") if digests else None
+    if digest_of is None or digests is None:
+        return
+    for number, start in enumerate(range(0, len(view), BLOCK_BYTES)):
+        expected = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
+        if digest_of(view[start : start + BLOCK_BYTES]) != expected:
+            raise altered(fqn, file, offset + start, "the digest differs, though the checksum does not")
+
+
+class _Whole:
+    """A payload with one checksum over all of it; whichever part comes last compares it."""
+
+    def __init__(self, fqn: str, chunk: Chunk, payload: ForeignPayload) -> None:
+        self._fqn, self._chunk, self._payload = fqn, chunk, payload
+        self._parts: dict[int, tuple[int, int]] = {}
+        self._missing = -(-payload.payload_bytes // PIECE_BYTES)
+        self._lock = threading.Lock()
+
+    def part(self, number: int) -> Check:
+        def check(view: memoryview) -> None:
+            found = crc32(view), len(view)
+            with self._lock:
+                self._parts[number] = found
+                self._missing -= 1
+                last = not self._missing
+            if last:
+                self._compare()
+
+        return check
+
+    def _compare(self) -> None:
+        total = 0
+        for number in sorted(self._parts):
+            crc, nbytes = self._parts[number]
+            total = combine(total, crc, nbytes)
+        if total != self._payload.crc:
+            raise altered(self._fqn, self._chunk.file, self._chunk.payload_offset or 0)
+
+
+def altered(fqn: str, file: str, offset: int, why: str = "the checksum differs") -> Corrupt:
+    return Corrupt(
+        f"{fqn}: its bytes in {file} from offset {offset} on were altered ({why}); restore the file, or load an older "
+        "checkpoint",
+        file=file,
+        fqn=fqn,
+        offset=offset,
+    )
+
+
+# --- two descriptions of one checkpoint -----------------------------------------------------------------------------
+
+
+def compare_metadata(manifest: Manifest, metadata: Manifest) -> Iterator[Corrupt]:
+    """Where the ``metadata`` that stock DCP reads says something else than our ``manifest``."""
+    described = {fqn: entry for fqn, entry in manifest.entries.items() if not isinstance(entry, EmptyEntry)}
+    for fqn in described.keys() - metadata.entries.keys():
+        yield Corrupt(f"{fqn}: .metadata does not have it, the manifest has", file=".metadata", fqn=fqn)
+    for fqn in metadata.entries.keys() - described.keys():
+        yield Corrupt(f"{fqn}: .metadata has it, the manifest does not", file=".metadata", fqn=fqn)
+    for fqn, entry in described.items():
+        other = metadata.entries.get(fqn)
+        if other is not None and _told(entry) != _told(other):
+            yield Corrupt(f"{fqn}: .metadata says something else of it than the manifest", file=".metadata", fqn=fqn)
+
+
+def _told(entry: Entry) -> object:
+    """What both files say of an entry. DCP turns every dict key into a string."""
+    path = tuple(str(key.value) if isinstance(key, DictKey) else key for key in entry.path)
+    if isinstance(entry, ValueEntry):
+        return path, (entry.file, entry.item_offset, entry.item_bytes)
+    assert isinstance(entry, TensorEntry)
+    chunks = {(one.offsets, one.sizes): (one.file, one.item_offset, one.item_bytes) for one in entry.chunks}
+    return path, entry.dtype, entry.shape, chunks

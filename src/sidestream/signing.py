@@ -1,0 +1,168 @@
+"""Who wrote a checkpoint: a detached signature over its manifest and marker (the extra ``signing``).
+
+The manifest has a digest of every block of every tensor and every value in full, so one small signature covers all. It
+is an OpenSSF model signature (a Sigstore bundle with an in-toto statement) in ``manifest-<save_id>.sig`` beside the
+manifest; ``model_signing verify key`` of the package ``model-signing`` reads it too. Keys are elliptic-curve keys
+(P-256, P-384, P-521) in PEM files. Nothing here reaches for a network.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ._tasks import running_loop
+from ._threads import Deadline, io_threads
+from .catalog import read_manifest
+from .commit import BytesBody
+from .errors import BadSignature, CheckpointNotFound, Conflict, InvalidOption, MissingExtra
+from .foreign_manifest import read_file
+from .format.marker import METADATA_NAME, manifest_name
+from .format.records import Manifest
+from .options import Progress, StorePolicy, check_timeout
+from .storage import Location, Where, locate_directory
+from .verifying import VerifyReport, verify_manifest
+
+__all__ = ["sign", "verify"]
+
+_MOST_SIGNATURE_BYTES = 16 << 20
+
+
+async def sign(
+    url: str | os.PathLike[str],
+    key: str | os.PathLike[str],
+    *,
+    password: str | None = None,
+    timeout_s: float = 600.0,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
+) -> str:
+    """Sign the checkpoint at ``url`` with the private key in the file ``key`` and return the name of the new file.
+
+    The checkpoint has to be ours and saved with ``digest=``: to sign checksums that anybody can match would promise
+    nothing. Its payload is not read, so verify it first if it was not saved just now. Raises ``CheckpointNotFound``,
+    ``Corrupt``, ``InvalidOption`` (no digests, or a key that is none), ``Conflict`` if it has been signed already,
+    ``MissingExtra``, ``StorageError``. A cancel or a failure may leave a signature behind that does not verify.
+    """
+    running_loop("signing.sign")
+    check_timeout(timeout_s)
+    signing = _package("signing")
+    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    deadline = Deadline.after(timeout_s)
+    manifest = await _signable(location, deadline)
+    files = await _signed_files(location, manifest, deadline)
+    secret = None if password is None else password.encode()
+
+    def make(model: Path, signature: Path) -> bytes:
+        try:
+            config = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise InvalidOption(f"key={os.fspath(key)!r} is no private key that can sign: {error}") from error
+        config.sign(model, signature)
+        return signature.read_bytes()
+
+    raw = await io_threads().run(_with_files, files, b"", make, deadline=deadline)
+    name = f"{manifest_name(manifest.save_id)}.sig"
+    try:
+        await location.store.put(f"{location.name}/{name}", BytesBody(raw), durability="fsync", deadline=deadline)
+    except Conflict as error:
+        raise Conflict(f"{location.url} has been signed already: delete {name} to sign it again") from error
+    return name
+
+
+async def verify(
+    url: str | os.PathLike[str],
+    key: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+    timeout_s: float = 600.0,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
+) -> VerifyReport:
+    """Return if the owner of the public key in the file ``key`` has signed the checkpoint, and every byte of it that a
+    reader looks at is what was signed; the report is that of ``sidestream.verify``, without damage.
+
+    Raises ``BadSignature`` where there is no signature, where it is not by that key or not over these files, and where
+    anything at all is damaged; ``CheckpointNotFound``, ``Corrupt``, ``InvalidOption``, ``MissingExtra``.
+    """
+    running_loop("signing.verify")
+    check_timeout(timeout_s)
+    verifying = _package("verifying")
+    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    deadline = Deadline.after(timeout_s)
+    manifest = await _signable(location, deadline)
+    files = await _signed_files(location, manifest, deadline)
+    bundle = await _signature(location, manifest, deadline)
+
+    def check(model: Path, signature: Path) -> bytes:
+        try:
+            config = verifying.Config().use_elliptic_key_verifier(public_key=key)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise InvalidOption(f"key={os.fspath(key)!r} is no public key that can verify: {error}") from error
+        try:
+            config.verify(model, signature)
+        except Exception as error:  # it meets a bad bundle with errors of many packages
+            why = f"{type(error).__name__}: {error}".strip(": ")
+            raise BadSignature(
+                f"{location.url}: its signature is not one of this key over these files ({why})"
+            ) from error
+        return b""
+
+    await io_threads().run(_with_files, files, bundle, check, deadline=deadline)
+    report = await verify_manifest(location, manifest, deadline, progress)
+    if report.damaged or report.digest != "verified":
+        first = report.damaged[0].message if report.damaged else "its digests were not compared"
+        raise BadSignature(f"{location.url}: the signature is good, the files are not what was signed: {first}")
+    return report
+
+
+def _package(part: str) -> Any:
+    try:
+        from model_signing import signing, verifying
+    except ImportError as error:
+        raise MissingExtra(f"signing needs {error.name}: pip install 'sidestream[signing]'", extra="signing") from error
+    return {"signing": signing, "verifying": verifying}[part]
+
+
+async def _signable(location: Location, deadline: Deadline) -> Manifest:
+    manifest = await read_manifest(location.store, location.name, location.url, deadline)
+    if manifest.digest is None:
+        what = "was saved without digests" if manifest.own else "is not one of ours, and has no digests"
+        raise InvalidOption(f'{location.url} {what}: save it with digest="blake3" to sign it')
+    return manifest
+
+
+async def _signed_files(location: Location, manifest: Manifest, deadline: Deadline) -> dict[str, bytes]:
+    sizes = await location.store.sizes(location.name, deadline=deadline)
+    files = {}
+    for name in (manifest_name(manifest.save_id), METADATA_NAME):
+        try:
+            files[name] = bytes(await read_file(location.store, f"{location.name}/{name}", sizes[name], deadline))
+        except (KeyError, FileNotFoundError) as error:
+            raise CheckpointNotFound(f"{location.url} was deleted while it was read") from error
+    return files
+
+
+async def _signature(location: Location, manifest: Manifest, deadline: Deadline) -> bytes:
+    name = f"{manifest_name(manifest.save_id)}.sig"
+    sizes = await location.store.sizes(location.name, deadline=deadline)
+    if not 0 < sizes.get(name, 0) <= _MOST_SIGNATURE_BYTES:
+        raise BadSignature(f"{location.url} carries no signature ({name})")
+    return bytes(await read_file(location.store, f"{location.name}/{name}", sizes[name], deadline))
+
+
+def _with_files(files: dict[str, bytes], bundle: bytes, work: Callable[[Path, Path], bytes]) -> bytes:
+    """In a thread: the package works on paths, so it is given a private directory, whatever store they came from."""
+    with tempfile.TemporaryDirectory(prefix="sidestream-") as directory:
+        model, signature = Path(directory, "checkpoint"), Path(directory, "signature")
+        model.mkdir()
+        for name, content in files.items():
+            (model / name).write_bytes(content)
+        if bundle:
+            signature.write_bytes(bundle)
+        return work(model, signature)

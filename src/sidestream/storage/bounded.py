@@ -1,0 +1,100 @@
+"""An asynchronous fsspec file system whose blocking calls can be ended.
+
+Its file objects wait for their requests in ``fsspec.asyn.sync``, without a deadline: a peer that stalls holds such a
+thread for minutes, and s3fs for ever (its ``Expect: 100-continue``). They make their requests as tasks of the file
+system's loop, so a loop that remembers the tasks can end them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from fsspec.asyn import mirror_sync_methods, sync_wrapper
+
+__all__ = ["Bounded", "is_asynchronous"]
+
+Retrying = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
+
+
+class Bounded:
+    """A twin of ``filesystem`` with the same session, whose requests end at ``stop()``, and each after ``timeout_s``.
+
+    A request that was ended returns None to the file object, which mostly fails on it: ``ended`` tells, and has to be
+    looked at after every call. ``retrying`` runs those requests that may be sent again.
+    """
+
+    def __init__(self, filesystem: Any, timeout_s: float, retrying: Retrying) -> None:
+        self.ended: str | None = None
+        self._stopped = False
+        self._timeout_s = timeout_s
+        self._loop: asyncio.AbstractEventLoop = filesystem.loop
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.filesystem = _twin(filesystem, self)
+        innermost = self.filesystem
+        while "fs" in vars(innermost):
+            innermost = innermost.fs
+        if hasattr(innermost, "_call_s3"):
+            self._retry_s3(innermost, retrying)
+
+    def stop(self) -> None:
+        """End what is in flight and what will be. From any thread; does not block."""
+        self._stopped = True
+        self._loop.call_soon_threadsafe(self._end, "it was stopped")
+
+    def _retry_s3(self, filesystem: Any, retrying: Retrying) -> None:
+        call = filesystem._call_s3
+
+        async def call_s3(method: str, *arguments: Any, **keywords: Any) -> Any:
+            return await retrying(f"{keywords.get('Bucket')}/{keywords.get('Key')}", send(method, arguments, keywords))
+
+        def send(method: str, arguments: Any, keywords: Any) -> Callable[[], Awaitable[Any]]:
+            return lambda: call(method, *arguments, **keywords)
+
+        self._timeout_s = 0.0  # each attempt has its own
+        filesystem.call_s3 = sync_wrapper(call_s3, obj=filesystem)
+
+    # --- what asyncio and fsspec ask of a loop that they hand a coroutine to ---
+
+    def is_closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *arguments: Any) -> asyncio.Handle:
+        return self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def create_task(self, work: Coroutine[Any, Any, Any], **keywords: Any) -> asyncio.Task[Any]:
+        task = self._loop.create_task(work, **keywords)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if self._stopped:
+            self._end("it was stopped")
+        elif self._timeout_s:
+            timer = self._loop.call_later(self._timeout_s, self._end, f"no answer within {self._timeout_s:g} s")
+            task.add_done_callback(lambda _: timer.cancel())
+        return task
+
+    def get_debug(self) -> bool:
+        return False
+
+    def _end(self, why: str) -> None:
+        for task in list(self._tasks):
+            self.ended = self.ended or why
+            task.cancel()
+
+
+def is_asynchronous(filesystem: Any) -> bool:
+    """Whether its coroutines work: some file systems have them only if the one that they stand on has."""
+    below = getattr(filesystem, "fs", None)
+    return bool(filesystem.async_impl) and (below is None or is_asynchronous(below))
+
+
+def _twin(filesystem: Any, loop: Bounded) -> Any:
+    """Not ``copy``: that goes through ``__reduce__``, and fsspec would return the instance itself."""
+    twin = object.__new__(type(filesystem))
+    own = {name: value for name, value in vars(filesystem).items() if not hasattr(value, "__wrapped__")}
+    twin.__dict__.update(own, _loop=loop)
+    if "fs" in own:
+        twin.fs = _twin(own["fs"], loop)
+    mirror_sync_methods(twin)
+    return twin

@@ -1,0 +1,44 @@
+"""Two directories change places in one atomic step, where the file system can do that."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["exchange", "exchanges"]
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Raises ``OSError``: ``ENOSYS`` or ``EINVAL`` where this kernel, C library or file system does not do it."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one), None, str(other)) from None
+    paths = os.fsencode(one), os.fsencode(other)
+    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_RENAME_EXCHANGE)):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def exchanges(directory: Path) -> bool:
+    """Whether two directories within ``directory`` can be exchanged: tried, as nothing else tells."""
+    pair = directory / ".one", directory / ".other"
+    try:
+        for path in pair:
+            path.mkdir()
+        exchange(*pair)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
+            return False
+        raise
+    finally:
+        for path in pair:
+            with suppress(OSError):
+                path.rmdir()
+    return True
