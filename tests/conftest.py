@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import settings
 from leases import all_returned
 
 import sidestream
+
+settings.register_profile("sidestream", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("sidestream")
 
 
 @pytest.fixture

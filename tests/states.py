@@ -27,7 +27,8 @@ def raw_bytes(tensor: torch.Tensor) -> list[int]:
     """The row-major bytes."""
     if tensor.numel() == 0:
         return []
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # Not contiguous(), for which a dimension of one element may have any stride.
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     return list(plain.view(torch.uint8).tolist())
 
 

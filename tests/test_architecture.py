@@ -20,7 +20,7 @@ PACKAGE = "sidestream"
 SOURCES = Path(__file__).parents[1] / "src" / PACKAGE
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "options", "events", "_torch", "_threads", "_tasks"}),
+    frozenset({"errors", "options", "events", "_redact", "_torch", "_threads", "_tasks"}),
     frozenset({"staging", "storage", "ranks"}),
     frozenset({"plan", "format"}),
     frozenset(
@@ -38,12 +38,13 @@ FLOORS: tuple[frozenset[str], ...] = (
             "foreign",
             "foreign_manifest",
             "checkpoint",
+            "verifying",
         }
     ),
-    frozenset({"checkpointer", "saver", "weights", "blocking"}),
-    frozenset({"dcp", "convert", "cli", "integrations"}),
+    frozenset({"checkpointer", "runs", "saver", "weights", "blocking", "signing", "converting"}),
+    frozenset({"dcp", "cli", "integrations"}),
 )
-PUBLIC_MODULES = ("errors", "options", "events", "blocking", "storage")
+PUBLIC_MODULES = ("errors", "options", "events", "blocking", "storage", "signing", "dcp")
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 LOOP_MAKERS = frozenset({

@@ -213,7 +213,7 @@ async def test_options(options: dict[str, Any], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "", "/", "a\0b"])
+@pytest.mark.parametrize("url", ["s3://bucket", "nowhere://bucket/run", "", "/", "a\0b"])
 async def test_urls(url: str) -> None:
     with pytest.raises(errors.InvalidOption):
         await sidestream.save(STATE, url)

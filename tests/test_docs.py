@@ -16,7 +16,7 @@ from types import CodeType
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(
     r"^(?P<skip><!--\s*skip(?P<reason>.*?)-->\s*\n)?```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
 )

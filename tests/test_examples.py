@@ -1,4 +1,4 @@
-"""The small examples run as programs; ``train_live.py``, the demo, has a session of its own (``nox -s demo``)."""
+"""The small examples run as programs. Those called ``*_live.py`` belong to sessions of their own (``nox -l``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SMALL = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "train_live.py")
+SMALL = sorted(path for path in EXAMPLES.glob("*.py") if not path.stem.endswith("_live"))
 
 
 @pytest.mark.parametrize("example", SMALL, ids=lambda path: path.stem)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
+import uuid
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,27 +172,73 @@ async def test_empty_state(tmp_path: Path) -> None:
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
-tensors = st.builds(
-    filled,
-    st.lists(st.integers(0, 4), max_size=3).map(tuple),
-    st.sampled_from(SAVED_DTYPES),
-    st.integers(0, 99),
-)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Of any dtype, dense, permuted, strided or expanded, with any storage offset."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+    tensor = filled(shape, draw(st.sampled_from(SAVED_DTYPES)), draw(st.integers(0, 99)))
+    for dim, size in enumerate(shape):
+        first, step = draw(st.integers(0, size)), draw(st.integers(1, 3))
+        tensor = tensor[(slice(None),) * dim + (slice(first, None, step),)]
+    if draw(st.booleans()):
+        tensor = tensor.unsqueeze(-1).expand(*tensor.shape, draw(st.integers(1, 3)))
+    return tensor.permute(draw(st.permutations(range(tensor.dim()))))
+
+
 keys = st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1, max_size=6) | st.integers()
 states = st.recursive(
-    scalars | tensors | st.tuples(scalars, scalars),
+    scalars | tensors() | st.tuples(scalars, scalars),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=12,
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.fixture(params=["disk", "tmpfs"])
+def file_system(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """One that takes direct I/O where the machine has it, and one that never does."""
+    if request.param == "disk":
+        yield tmp_path
+    elif not os.path.ismount("/dev/shm"):
+        pytest.skip("no tmpfs at /dev/shm")
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            yield Path(folder)
+
+
+# The directory is shared by all examples: each takes another name in it.
+on_one_directory = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@on_one_directory
 @given(state=st.dictionaries(keys, states, max_size=4))
-async def test_random_nested_states(state: dict[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("state") / "c"
+async def test_random_nested_states(state: dict[Any, Any], file_system: Path) -> None:
+    path = file_system / uuid.uuid4().hex
     try:
         await sidestream.save(state, path)
     except sidestream.errors.KeyCollision:
         return
     back = await (await sidestream.open_checkpoint(path)).state_dict()
     assert_same(state, back)
+
+
+@on_one_directory
+@given(saved=st.lists(tensors(), min_size=1, max_size=4), data=st.data())
+async def test_random_tensors_in_place_and_by_rows(
+    saved: list[torch.Tensor], data: st.DataObject, file_system: Path
+) -> None:
+    """Into targets with strides of their own, whose elements between keep what they have, and a few rows of each."""
+    path = file_system / uuid.uuid4().hex
+    await sidestream.save({"t": saved}, path)
+    around = [filled((*tensor.shape, 2), tensor.dtype, 7) for tensor in saved]
+    before = [tensor[..., 1].clone() for tensor in around]
+    await sidestream.load({"t": [tensor[..., 0] for tensor in around]}, path)
+    assert_same(saved, [tensor[..., 0] for tensor in around])
+    assert_same(before, [tensor[..., 1] for tensor in around])
+    checkpoint = await sidestream.open_checkpoint(path)
+    for index, tensor in enumerate(saved):
+        if tensor.dim():
+            first = data.draw(st.integers(0, len(tensor)))
+            rows = slice(first, data.draw(st.integers(first, len(tensor))))
+            assert_same(tensor[rows], await checkpoint.tensor(f"t.{index}", rows=rows))

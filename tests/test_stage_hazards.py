@@ -212,6 +212,19 @@ async def test_closing_while_copies_are_enqueued_ends_every_future() -> None:
         await all_returned(stager)
 
 
+@pytest.mark.parametrize("form", ["close", "aclose"])
+async def test_closing_keeps_no_memory_from_the_stage_that_waits_for_it(form: str) -> None:
+    """There is room for one, and nobody but the stager knows of the others."""
+    stager = AsyncStager(budget_bytes=2 << 20, max_bytes_per_second=20e6, timeout_s=30)
+    for value in range(4):
+        stager.stage({"t": torch.full((400_000,), float(value))})
+    if form == "aclose":
+        await stager.aclose()
+    else:
+        await asyncio.to_thread(stager.close)
+    await all_returned(stager)
+
+
 @pytest.fixture
 def nervous() -> Iterator[None]:
     """Threads are switched all the time."""

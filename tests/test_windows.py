@@ -143,7 +143,7 @@ def rows_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tor
     return url, tensor
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1_500_007), st.integers(0, 600_000))
 async def test_any_rows_of_a_tensor_in_many_blocks(
     rows_checkpoint: tuple[Path, torch.Tensor], first: int, count: int

@@ -210,7 +210,6 @@ def strange(name: str, value: Any) -> Any:
         strange("state_dict_metadata", None),
         strange("state_dict_metadata", {1: BytesStorageMetadata()}),
         strange("state_dict_metadata", {"w": 1}),
-        strange("planner_data", [("w",)]),
         strange("planner_data", {"w": "w"}),
         strange("planner_data", {"w": ()}),
         strange("planner_data", {"w": (None,)}),
@@ -223,6 +222,13 @@ def test_damage(damage: Any) -> None:
     damage(metadata)
     with pytest.raises(Corrupt):
         read_dcp_metadata(pickled(metadata))
+
+
+def test_what_other_planners_note_leaves_the_names_as_paths() -> None:
+    metadata = small_metadata()
+    metadata.planner_data = ["of rank 0", {"of": "rank 1"}]
+    entries = read_dcp_metadata(pickled(metadata)).entries
+    assert {fqn: entry.path for fqn, entry in entries.items()} == {fqn: (fqn,) for fqn in entries}
 
 
 def test_damaged_entries() -> None:

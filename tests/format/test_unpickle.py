@@ -66,7 +66,7 @@ values = st.recursive(
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(value=values)
 def test_agrees_with_pickle(protocol: int, value: object) -> None:
     data = pickle.dumps(value, protocol)
@@ -255,7 +255,7 @@ def test_mutations_end_in_a_value_or_a_typed_error() -> None:
             decode(bytes(mutated), ALLOWED)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from([b")", b"(", b"t", b"\x85", b"\x86", b"]", b"a", b"e", b"}", b"s", b"u", b"N", b"K\x01",
                                  b"q\x00", b"h\x00", b"\x94", b"cbuiltins\nset\n", b"R", b"b", b"Q", b"\x8f", b"\x90",
                                  b"\x91", struct.pack("<cI", b"X", 2) + b"ab"])))  # fmt: skip

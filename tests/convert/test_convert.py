@@ -1,0 +1,435 @@
+"""``convert``: every format into every other, in pieces, verified, and all or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from states import SAVED_DTYPES, assert_same, filled, model_and_optimizer
+from stock import blank, nested_state, stock_load, stock_save
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import sidestream
+from sidestream import errors
+
+MIB = 1 << 20
+LEAST = 96 * MIB  # windows of 8 MiB
+
+
+def large_state() -> dict[str, Any]:
+    """Everything that lays out differently; some tensors go through several windows."""
+    tied = torch.randn(50, 7)
+    return {
+        "model": {"large": torch.randn(3 * MIB + 17, 2), "transposed": torch.randn(300, 70).t(), "tied": tied},
+        "tied again": tied,
+        "byte": torch.arange(5, dtype=torch.uint8),
+        "double": torch.randn(3, dtype=torch.float64),
+        "scalar": torch.tensor(2.5),
+        "none": torch.empty(0, 3),
+        "list": [torch.ones(2), {"deep": 1}],
+        "keys": {1: 2, None: 3, 2.5: {}},
+        "tuple": (1, torch.ones(3), "two"),
+        "step": 7,
+    }
+
+
+async def read(path: Path) -> dict[Any, Any]:
+    return await (await sidestream.open_checkpoint(path)).state_dict()
+
+
+def left_over(directory: Path, before: set[str]) -> set[str]:
+    return {path.name for path in directory.iterdir()} - before
+
+
+async def test_there_and_back(tmp_path: Path) -> None:
+    """DCP to torch.save to DCP; what torch and stock DCP read of it is the same too."""
+    state = large_state()
+    await sidestream.save(state, tmp_path / "a")
+    report = await sidestream.convert(tmp_path / "a", tmp_path / "b.pt", budget_bytes=LEAST)
+    assert (report.format, report.files, report.cast, report.left_out) == ("torch", ("b.pt",), (), ())
+    assert report.nbytes == (tmp_path / "b.pt").stat().st_size
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert_same(state, loaded)
+    assert loaded["model"]["tied"].data_ptr() == loaded["tied again"].data_ptr()
+
+    await sidestream.convert(tmp_path / "b.pt", tmp_path / "c", budget_bytes=LEAST)
+    assert_same(state, await read(tmp_path / "c"))
+    assert (await sidestream.verify(tmp_path / "c")).ok
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    assert {"model.large", "keys.1", "list.1.deep"} <= set(checkpoint)
+    target = {"model": {"large": torch.zeros(3 * MIB + 17, 2)}, "step": 0}
+    assert_same({"model": {"large": state["model"]["large"]}, "step": 7}, stock_load(target, tmp_path / "c"))
+
+
+async def test_from_what_torch_saved(tmp_path: Path) -> None:
+    """Views, shared storages and strides, an optimizer, a module's ordered dict with its attributes."""
+    model, optimizer = model_and_optimizer()
+    base = torch.randn(100, 10)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "views": [base[10:20], base[:, 3], base.t(), base],
+        "large": torch.randn(5 * MIB),
+        "strided": torch.randn(2 * MIB + 8, 2).t(),
+    }
+    torch.save(state, tmp_path / "a.pt")
+    await sidestream.convert(tmp_path / "a.pt", tmp_path / "b", budget_bytes=LEAST)
+    back = await read(tmp_path / "b")
+    assert_same({**state, "model": dict(state["model"])}, back)
+    fresh_model, fresh_optimizer = model_and_optimizer(seed=5)
+    await sidestream.load({"model": fresh_model, "optimizer": fresh_optimizer}, tmp_path / "b")
+    assert_same(dict(model.state_dict()), dict(fresh_model.state_dict()))
+
+
+async def test_safetensors(tmp_path: Path) -> None:
+    state = large_state()
+    await sidestream.save(state, tmp_path / "a")
+    only = ["model.*", "tied again", "byte", "double", "none", "scalar"]
+    report = await sidestream.convert(
+        tmp_path / "a", tmp_path / "b", format="safetensors", select=only, shard_bytes=10 * MIB, budget_bytes=LEAST
+    )
+    assert report.files == (
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    )
+    index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())
+    expected = {f"model.{key}": tensor for key, tensor in state["model"].items()}
+    expected |= {key: state[key] for key in ("tied again", "byte", "double", "none", "scalar")}
+    assert set(index["weight_map"]) == set(expected)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    found = {}
+    for file in set(index["weight_map"].values()):
+        found.update(load_file(tmp_path / "b" / file))
+    assert_same(dict(sorted(expected.items())), dict(sorted(found.items())))
+    assert set(report.left_out) >= {"step", "tuple", "keys.1", "list.0"}
+
+    report = await sidestream.convert(tmp_path / "b", tmp_path / "one.safetensors", budget_bytes=LEAST)
+    assert set(report.unverified) == set(expected)  # nothing to compare with
+    assert_same(dict(sorted(expected.items())), dict(sorted(load_file(tmp_path / "one.safetensors").items())))
+    await sidestream.convert(
+        tmp_path / "one.safetensors", tmp_path / "consolidated", format="safetensors", shard_bytes=None
+    )
+    assert [path.name for path in (tmp_path / "consolidated").iterdir()] == ["model.safetensors"]
+    await sidestream.convert(tmp_path / "consolidated", tmp_path / "c.pt")
+    assert_same(dict(sorted(expected.items())), dict(sorted(torch.load(tmp_path / "c.pt", weights_only=True).items())))
+
+
+@pytest.mark.parametrize("kind", ["plain", "zstd", "one file per item"])
+async def test_stock_checkpoints(kind: str, tmp_path: Path) -> None:
+    state = nested_state()
+    options: dict[str, Any] = {
+        "zstd": {"_extensions": [ZStandard()]},
+        "one file per item": {"single_file_per_rank": False},
+    }
+    stock_save(state, tmp_path / "a", **options.get(kind, {}))
+    await sidestream.convert(tmp_path / "a", tmp_path / "b", budget_bytes=LEAST)
+    assert_same(await read(tmp_path / "a"), await read(tmp_path / "b"))
+    assert_same(state, stock_load(blank(state), tmp_path / "b"))
+    await sidestream.convert(tmp_path / "a", tmp_path / "c.pt", budget_bytes=LEAST)
+    assert_same(await read(tmp_path / "a"), torch.load(tmp_path / "c.pt", weights_only=True))
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["rows", "columns"])
+async def test_chunks_of_several_ranks(axis: int, tmp_path: Path) -> None:
+    """Columns, as a tensor-parallel run writes them, are held as a whole for as long as there are pieces to come."""
+    whole = torch.randn(1500, 2000)
+    parts = [whole.narrow(axis, 0, 700), whole.narrow(axis, 700, whole.shape[axis] - 700)]
+    content, chunks, storage = b"", [], {}
+    for number, (part, at) in enumerate(zip(parts, (0, 700), strict=True)):
+        torch.save(part.clone(memory_format=torch.contiguous_format), tmp_path / "item")
+        raw = (tmp_path / "item").read_bytes()
+        chunks.append(ChunkStorageMetadata(torch.Size((0, at) if axis else (at, 0)), part.shape))
+        storage[MetadataIndex("w", chunks[-1].offsets, number)] = _StorageInfo("__0_0.distcp", len(content), len(raw))
+        content += raw
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "__0_0.distcp").write_bytes(content)
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), whole.shape, chunks)
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Metadata({"w": entry}, {"w": ("w",)}, storage), protocol=4))
+    for dtype in (None, torch.float64):
+        name = f"{dtype}.safetensors"
+        await sidestream.convert(tmp_path / "a", tmp_path / name, budget_bytes=LEAST, dtype=dtype)
+        assert torch.equal(load_file(tmp_path / name)["w"], whole.to(dtype or torch.float32))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+async def test_every_dtype(tmp_path: Path) -> None:
+    state = {str(dtype): filled((3, 4), dtype, seed) for seed, dtype in enumerate(SAVED_DTYPES)}
+    await sidestream.save(state, tmp_path / "a")
+    await sidestream.convert(tmp_path / "a", tmp_path / "b.pt")
+    await sidestream.convert(tmp_path / "b.pt", tmp_path / "c")
+    assert_same(state, await read(tmp_path / "c"))
+    with pytest.raises(errors.UnsupportedTensor, match="complex128"):
+        await sidestream.convert(tmp_path / "c", tmp_path / "d.safetensors", select="torch.complex128")
+    assert left_over(tmp_path, {"a", "b.pt", "c"}) == set()
+
+
+async def test_cast_select_and_rename(tmp_path: Path) -> None:
+    state = {"model": {"layer.weight": torch.randn(4 * MIB), "count": torch.arange(3)}, "other": 1, "x": torch.ones(2)}
+    await sidestream.save(state, tmp_path / "a")
+    report = await sidestream.convert(
+        tmp_path / "a", tmp_path / "b", dtype=torch.bfloat16, select="model.*", rename={r"layer\.": "dense."},
+        budget_bytes=LEAST,
+    )  # fmt: skip
+    expected = {"model": {"dense.weight": state["model"]["layer.weight"].bfloat16(), "count": torch.arange(3)}}
+    assert_same(expected, await read(tmp_path / "b"))
+    assert (report.cast, report.left_out) == (("model.dense.weight",), ("other", "x"))
+    assert report.tensors == ("model.dense.weight", "model.count")
+    await sidestream.convert(tmp_path / "b", tmp_path / "c.pt", dtype=torch.float64, rename=lambda fqn: f"module.{fqn}")
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert set(loaded) == {"module.model.dense.weight", "module.model.count"}
+    assert torch.equal(loaded["module.model.dense.weight"], expected["model"]["dense.weight"].double())
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"select": "no.*"}, errors.MissingKeys, "no"),
+        ({"select": []}, errors.MissingKeys, "that"),
+        ({"rename": lambda _: "same"}, errors.KeyCollision, "same"),
+        ({"rename": lambda _: ""}, errors.InvalidOption, "empty"),
+        ({"rename": lambda _: 3}, errors.InvalidOption, "no name"),
+        ({"rename": {"(": ""}}, errors.InvalidOption, "regular expression"),
+        ({"dtype": torch.int8}, errors.InvalidOption, "dtype="),
+        ({"dtype": "float16"}, errors.InvalidOption, "dtype="),
+        ({"format": "onnx"}, errors.InvalidOption, "format="),
+        ({"format": "safetensors"}, errors.InvalidOption, "step"),
+        ({"budget_bytes": MIB}, errors.InvalidOption, "budget_bytes="),
+        ({"shard_bytes": 0}, errors.InvalidOption, "shard_bytes="),
+        ({"verify": "yes"}, errors.InvalidOption, "verify="),
+        ({"timeout_s": -1}, errors.InvalidOption, "timeout_s="),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_before_anything_is_written(
+    options: dict[str, Any], kind: type[Exception], says: str, tmp_path: Path
+) -> None:
+    await sidestream.save({"w": torch.ones(3), "v": torch.ones(2), "step": 1}, tmp_path / "a")
+    with pytest.raises(kind) as raised:
+        await sidestream.convert(tmp_path / "a", tmp_path / "b", **options)
+    assert says in str(raised.value)
+    assert left_over(tmp_path, {"a"}) == set()
+
+
+async def test_targets_that_are_there_and_sources_that_are_not(tmp_path: Path) -> None:
+    await sidestream.save({"w": torch.ones(3)}, tmp_path / "a")
+    (tmp_path / "b.pt").write_bytes(b"mine")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "mine").touch()
+    before = {"a", "b.pt", "d"}
+    for target, options in (("b.pt", {}), ("d", {}), ("d", {"format": "safetensors"}), ("a", {})):
+        with pytest.raises(errors.Conflict):
+            await sidestream.convert(tmp_path / "a", tmp_path / target, **options)  # type: ignore[arg-type]
+    for source in ("nothing", "b.pt/x", "nothing/x.pt"):
+        with pytest.raises(errors.CheckpointNotFound):
+            await sidestream.convert(tmp_path / source, tmp_path / "c")
+    with pytest.raises(errors.Corrupt, match=r"b\.pt"):
+        await sidestream.convert(tmp_path / "b.pt", tmp_path / "c")
+    assert (tmp_path / "b.pt").read_bytes() == b"mine"
+    assert left_over(tmp_path, before) == set()
+
+
+async def test_damage_is_found_and_nothing_is_left(tmp_path: Path) -> None:
+    large = torch.randn(5 * MIB)
+    await sidestream.save({"w": large}, tmp_path / "own")
+    stock_save({"w": large}, tmp_path / "stock")
+    torch.save({"w": large}, tmp_path / "file.pt")
+    before = {path.name for path in tmp_path.iterdir()}
+    for source, file in (("own", "own/__0_1.distcp"), ("stock", "stock/__0_0.distcp"), ("file.pt", "file.pt")):
+        raw = bytearray((tmp_path / file).read_bytes())
+        at = raw.index(large[-1000:].numpy().tobytes())
+        raw[at] ^= 4
+        (tmp_path / file).write_bytes(raw)
+        for target in ("t", "t.pt", "t.safetensors"):
+            with pytest.raises(errors.Corrupt, match="w: "):
+                await sidestream.convert(tmp_path / source, tmp_path / target, budget_bytes=LEAST)
+            assert left_over(tmp_path, before) == set()
+        await sidestream.convert(tmp_path / source, tmp_path / f"as-is-{source}", verify="never")
+        before.add(f"as-is-{source}")
+
+
+async def test_cancelled_or_stopped_nothing_is_left(tmp_path: Path) -> None:
+    await sidestream.save({"w": torch.randn(6 * MIB), "v": torch.randn(3 * MIB)}, tmp_path / "a")
+    for target in ("b", "b.pt", "b.safetensors"):
+        for stop_at in (0, 9 * MIB, 25 * MIB):
+
+            def stop(done: int, total: int, stop_at: int = stop_at) -> None:
+                if done >= stop_at:
+                    raise RuntimeError("enough")
+
+            with pytest.raises(RuntimeError, match="enough"):
+                await sidestream.convert(tmp_path / "a", tmp_path / target, budget_bytes=LEAST, progress=stop)
+
+            started = asyncio.Event()
+
+            def tell(done: int, total: int, stop_at: int = stop_at, started: asyncio.Event = started) -> None:
+                if done >= stop_at:
+                    started.set()
+
+            task = asyncio.create_task(
+                sidestream.convert(tmp_path / "a", tmp_path / target, budget_bytes=LEAST, progress=tell)
+            )
+            await started.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert left_over(tmp_path, {"a"}) == set()
+    shown: list[tuple[int, int]] = []
+    await sidestream.convert(
+        tmp_path / "a", tmp_path / "b.pt", budget_bytes=LEAST, progress=lambda *told: shown.append(told)
+    )
+    assert shown[0] == (0, 36 * MIB)
+    assert shown[-1] == (36 * MIB, 36 * MIB)
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+async def test_files_that_are_more_than_data(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3), "v": Evil(tmp_path / "executed")}, tmp_path / "a.pt")
+    with pytest.raises(errors.UnsafeObject, match="system"):
+        await sidestream.convert(tmp_path / "a.pt", tmp_path / "b")
+    torch.save({"w": torch.ones(1).expand(1 << 40)}, tmp_path / "expanded.pt")
+    with pytest.raises(errors.UnsupportedCheckpoint, match="w: an expanded tensor"):
+        await sidestream.convert(tmp_path / "expanded.pt", tmp_path / "b")
+    torch.save([torch.ones(3)], tmp_path / "list.pt")
+    with pytest.raises(errors.UnsupportedCheckpoint, match="something else than a dict"):
+        await sidestream.convert(tmp_path / "list.pt", tmp_path / "b")
+    torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(errors.UnsupportedCheckpoint, match="before zips"):
+        await sidestream.convert(tmp_path / "old.pt", tmp_path / "b")
+    save_file({"w": torch.ones(3)}, tmp_path / "cut.safetensors")
+    raw = (tmp_path / "cut.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(raw[:-1])
+    with pytest.raises(errors.Corrupt):
+        await sidestream.convert(tmp_path / "cut.safetensors", tmp_path / "b")
+    assert not (tmp_path / "executed").exists()
+    assert not (tmp_path / "b").exists()
+
+
+_MEASURE = """
+import asyncio, re, sys, time, torch, sidestream
+from pathlib import Path
+from sidestream.storage import local
+
+MIB = 1 << 20
+root = Path(sys.argv[1])
+
+def peak_kib():
+    # of this program: ru_maxrss still has the peak of the process that started it
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+write = local._write_buffer
+
+calls = 0
+
+def slowly(*args):
+    global calls
+    calls += 1
+    if calls <= 4:
+        time.sleep(1.5)  # whoever reads ahead without a bound has all of the source in memory by then
+    return write(*args)
+
+local._write_buffer = slowly
+
+async def main():
+    await sidestream.save({"w": torch.ones(3)}, root / "small")
+    await sidestream.convert(root / "small", root / "small.pt")  # brings every import
+    before = peak_kib()
+    chain = [root / name for name in ("a.safetensors", "b", "c.pt", "d.safetensors")]
+    for source, target in zip(chain, chain[1:]):
+        globals().update(calls=0)
+        await sidestream.convert(source, target, budget_bytes=96 * MIB, durability="flush")
+        now = peak_kib()
+        print(target.name, (now - before) // 1024)
+
+asyncio.run(main())
+"""
+
+
+def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
+    """A state of more than twice the budget, one tensor of it alone larger than the budget."""
+    tensors = {"large": torch.arange(20 * MIB, dtype=torch.int64), **{f"t{n}": torch.full((MIB,), n) for n in range(8)}}
+    save_file(tensors, tmp_path / "a.safetensors")
+    child = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    grown = [int(line.split()[1]) for line in child.stdout.splitlines()]
+    assert len(grown) == 3
+    assert max(grown) <= 96, child.stdout
+    back = load_file(tmp_path / "d.safetensors")
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+async def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    await sidestream.save({"w": torch.ones(3)}, tmp_path / "a")
+
+    def appear(done: int, total: int) -> None:
+        if done == total:
+            (tmp_path / "b.pt").write_bytes(b"mine")
+
+    with pytest.raises(errors.Conflict):
+        await sidestream.convert(tmp_path / "a", tmp_path / "b.pt", progress=appear)
+    assert (tmp_path / "b.pt").read_bytes() == b"mine"
+    assert left_over(tmp_path, {"a", "b.pt"}) == set()
+
+
+async def test_object_storage(tmp_path: Path) -> None:
+    """DCP goes to and comes from any store; what is no checkpoint of ours is written to local directories alone."""
+    state = {"w": torch.randn(5 * MIB), "v": 1}
+    await sidestream.save(state, tmp_path / "a")
+    await sidestream.convert(tmp_path / "a", "memory://convert/run/c", budget_bytes=LEAST)
+    assert (await sidestream.verify("memory://convert/run/c")).ok
+    await sidestream.convert("memory://convert/run/c", tmp_path / "b.pt", budget_bytes=LEAST)
+    assert_same(state, torch.load(tmp_path / "b.pt", weights_only=True))
+    for target, chosen in (("d.pt", None), ("d", "safetensors"), ("d.safetensors", None)):
+        with pytest.raises(errors.InvalidOption, match="local directories"):
+            await sidestream.convert(tmp_path / "a", f"memory://convert/run/{target}", format=chosen)  # type: ignore[arg-type]
+
+
+def test_blocking(tmp_path: Path) -> None:
+    sidestream.blocking.save({"w": torch.ones(3)}, tmp_path / "a")
+    assert sidestream.blocking.convert(tmp_path / "a", tmp_path / "b.pt").tensors == ("w",)
+
+
+def test_transformers_reads_it(tmp_path: Path) -> None:
+    """A small GPT-2 of transformers' own making: safetensors, DCP, torch.save, safetensors, and transformers again."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "a", max_shard_size="50KB")
+    convert = sidestream.blocking.convert
+    convert(tmp_path / "a", tmp_path / "b")
+    convert(tmp_path / "b", tmp_path / "c.pt")
+    convert(tmp_path / "c.pt", tmp_path / "d", format="safetensors", shard_bytes=50_000)
+    assert (tmp_path / "d" / "model.safetensors.index.json").exists()
+    config.save_pretrained(tmp_path / "d")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "d")
+    assert_same(dict(model.state_dict()), dict(again.state_dict()))

@@ -1,0 +1,340 @@
+"""A warm process that forks one child for each trial and reports how it ended. Driven by ``_trials.Trials``.
+
+The child saves for real and is killed for real, at the file operation that it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import fcntl
+import gc
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import anyio.lowlevel
+import torch
+from _operations import Intercept, Operation
+from _seeded import blank_state, make_state
+
+import sidestream
+from sidestream import errors
+from sidestream._threads import Threads, io_threads
+
+_FS_IOC_SHUTDOWN = 0x8004587D
+_NO_LOG_FLUSH = struct.pack("I", 2)
+
+
+class _Child:
+    def __init__(self, trial: dict[str, Any], out: int) -> None:
+        self.trial = trial
+        self.out = out
+
+    def tell(self, **what: Any) -> None:
+        os.write(self.out, (json.dumps(what) + "\n").encode())
+
+    def die(self) -> None:
+        """The end: of the process alone, or of the whole machine as far as the file system can tell."""
+        mount = self.trial.get("cut")
+        if mount:
+            self._descriptor = os.open(mount, os.O_RDONLY) if not hasattr(self, "_descriptor") else self._descriptor
+            fcntl.ioctl(self._descriptor, _FS_IOC_SHUTDOWN, _NO_LOG_FLUSH)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(self, operation: Operation) -> Any:
+        if operation.index != self.trial["at"]:
+            return operation.call()
+        after = self.trial["when"] == "after"
+        self.tell(killed_at=operation.name, path=os.path.basename(operation.path), when=self.trial["when"])
+        try:
+            if after:
+                self._kept = operation.call()
+        finally:
+            self.die()
+
+    def run(self) -> None:
+        trial = self.trial
+        if trial.get("cut"):
+            self._descriptor = os.open(trial["cut"], os.O_RDONLY)
+        if trial.get("uid"):
+            os.setgid(trial["uid"])
+            os.setuid(trial["uid"])
+        with Intercept(Path(trial["root"]), self.hook).installed() as intercept:
+            try:
+                asyncio.run(getattr(self, trial["work"])(Path(trial["run"])))
+            except errors.SidestreamError as error:
+                self.tell(error=type(error).__name__, number=getattr(error, "errno", None), message=str(error))
+            except BaseException as error:
+                self.tell(error=type(error).__name__, untyped=True, message=str(error))
+        self.tell(operations=[operation.name for operation in intercept.log])
+        if trial.get("cut"):
+            self.die()
+
+    def stager(self) -> sidestream.AsyncStager:
+        """With the memory that the trial grants: with less than the state has, it passes through in windows."""
+        return sidestream.AsyncStager(budget_bytes=self.trial.get("budget_bytes", 1 << 26))
+
+    # --- what a trial does; every save that is acknowledged is told at once ---
+
+    async def steps(self, run: Path) -> None:
+        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:
+            for step, seed in self.trial["saves"]:
+                info = await (await checkpoints.save(make_state(seed), step=step))
+                self.tell(acked=Path(info.url).name, seed=seed)
+
+    async def together(self, run: Path) -> None:
+        """All saves in flight at once."""
+        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:
+
+            async def one(step: int, seed: int) -> None:
+                info = await (await checkpoints.save(make_state(seed), step=step))
+                self.tell(acked=Path(info.url).name, seed=seed)
+
+            async with asyncio.TaskGroup() as group:
+                for step, seed in self.trial["saves"]:
+                    group.create_task(one(step, seed))
+
+    async def prune(self, run: Path) -> None:
+        """One save after which retention lets older steps go, and a pass of its own."""
+        async with self.stager() as stager, self.pruning(run, stager) as checkpoints:
+            for step, seed in self.trial["saves"]:
+                info = await (await checkpoints.save(make_state(seed), step=step))
+                self.tell(acked=Path(info.url).name, seed=seed)
+            self.tell(pruned=asdict(await checkpoints.prune()))
+
+    async def recover(self, run: Path) -> None:
+        """What somebody left who was killed is removed; nothing is saved."""
+        async with self.stager() as stager, self.pruning(run, stager) as checkpoints:
+            with suppress(errors.CheckpointNotFound):
+                await checkpoints.verify()
+            await checkpoints.restore(blank_state(), fallback="older")
+            for _ in range(3):  # what is not known to be dead is looked at twice
+                await checkpoints.prune()
+
+    def pruning(self, run: Path, stager: sidestream.AsyncStager) -> sidestream.Checkpointer:
+        """Whoever is silent for a moment is dead."""
+        keep = sidestream.KeepLast(self.trial.get("keep", 2))
+        return sidestream.Checkpointer(run, stager=stager, keep=keep, lease_s=1e-3, abandoned_after_s=1e-3)
+
+    async def plain(self, run: Path) -> None:
+        """``save`` to a URL."""
+        for step, seed in self.trial["saves"]:
+            snapshot = self.trial.get("snapshot", True)
+            info = await sidestream.save(make_state(seed), run / f"plain-{step}", snapshot=snapshot)
+            self.tell(acked=Path(info.url).name, seed=seed)
+
+    async def race(self, run: Path) -> None:
+        """As ``me`` of two, at the same moment as the other: the same steps of one run, or the same directories."""
+        me, rounds = self.trial["me"], self.trial["rounds"]
+        async with self.stager() as stager, sidestream.Checkpointer(run / "run", stager=stager) as checkpoints:
+            for number in range(rounds):
+                seed = 2 * number + me
+                (run / f"ready-{number}-{me}").touch()
+                while not (run / f"ready-{number}-{1 - me}").exists():
+                    await asyncio.sleep(0)
+                try:
+                    if number % 2:
+                        info = await (await checkpoints.save(make_state(seed), step=number))
+                    else:
+                        info = await sidestream.save(make_state(seed), run / f"plain-{number}", stager=stager)
+                except errors.Conflict:
+                    self.tell(lost=number)
+                except BaseException:
+                    (run / f"ready-{number + 1}-{me}").touch()
+                    raise
+                else:
+                    self.tell(acked=Path(info.url).name, seed=seed, round=number)
+
+    async def publish(self, run: Path) -> None:
+        """Step after step, old ones pruned, until the file ``stop`` is there."""
+        keep = sidestream.KeepLast(2)
+        async with (
+            self.stager() as stager,
+            sidestream.Checkpointer(run, stager=stager, keep=keep, durability="flush") as checkpoints,
+        ):
+            step = 0
+            while not Path(self.trial["stop"]).exists():
+                step += 1
+                noted = {"seed": step}
+                await (await checkpoints.save(make_state(step), step=step, metadata=noted))
+        self.tell(published=step)
+
+    async def soak(self, run: Path) -> None:
+        """``saves`` of them; how much memory, how many descriptors and threads there are after every ``every``."""
+        async with (
+            self.stager() as stager,
+            sidestream.Checkpointer(run, stager=stager, keep=sidestream.KeepLast(2), durability="flush") as checkpoints,
+        ):
+            state = make_state(1)
+            for number in range(1, self.trial["saves"] + 1):
+                await (await checkpoints.save(state, step=number))
+                if number % self.trial["every"] == 0:
+                    self.tell(after=number, **usage())
+
+    async def held(self, run: Path) -> None:
+        """A save that waits in the middle until the file ``go`` is there; it tells by the file ``ready``."""
+        here = threading.Event()
+
+        def hook(operation: Operation) -> Any:
+            if operation.index == self.trial["hold"]:
+                Path(self.trial["ready"]).touch()
+                while not Path(self.trial["go"]).exists():
+                    time.sleep(0.001)
+                here.set()
+            return operation.call()
+
+        with Intercept(run, hook).installed():
+            async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:
+                for step, seed in self.trial["saves"]:
+                    info = await (await checkpoints.save(make_state(seed), step=step))
+                    self.tell(acked=Path(info.url).name, seed=seed)
+        self.tell(held=here.is_set())
+
+    async def odd_clock(self, run: Path) -> None:
+        """Saves and prunes where the clock of this machine jumps at every look at it."""
+        random = Random(self.trial["jumps"])
+        now, now_ns = time.time, time.time_ns
+        month = 30 * 86400
+        time.time = lambda: now() + random.uniform(-month, month)
+        time.time_ns = lambda: now_ns() + random.randint(-month, month) * 10**9
+        keep = sidestream.KeepLast(2) | sidestream.KeepEvery(seconds=3600)
+        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, keep=keep) as checkpoints:
+            for step, seed in self.trial["saves"]:
+                info = await (await checkpoints.save(make_state(seed), step=step))
+                self.tell(acked=Path(info.url).name, seed=seed)
+                await checkpoints.prune()
+
+    async def tight(self, run: Path) -> None:
+        """Saves of ``state_bytes`` within ``limit_bytes`` more than there are in use, by cgroup or address space."""
+        trial = self.trial
+        state = {"weights": [torch.full((trial["state_bytes"] // 32 // 4,), float(n)) for n in range(32)], "seed": 1}
+        if trial["cgroup"]:
+            join_cgroup(Path(trial["cgroup"]), trial["limit_bytes"])
+        else:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            resource.setrlimit(resource.RLIMIT_AS, (used + trial["limit_bytes"], resource.RLIM_INFINITY))
+        try:
+            async with sidestream.AsyncStager(budget_bytes=trial["budget_bytes"], timeout_s=60) as stager:
+                for number in range(2):
+                    info = await sidestream.save(state, run / f"tight-{number}", stager=stager)
+                    self.tell(acked=Path(info.url).name, seed=1)
+        finally:
+            if not trial["cgroup"]:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    async def limited(self, run: Path) -> None:
+        """No file may grow beyond ``limit``."""
+        limit = self.trial["limit"]
+        async with sidestream.AsyncStager() as stager:
+            await stager.prewarm(1 << 20)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                info = await sidestream.save(make_state(12), run / "limited", stager=stager)
+                self.tell(acked=Path(info.url).name, seed=12)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    async def forked(self, run: Path) -> None:
+        """What was made before the fork refuses; what is made here works."""
+        stager, checkpoints = sidestream.AsyncStager(), sidestream.Checkpointer("/nonexistent")
+        threads = Threads("test-threads", 1)
+        assert await threads.run(int) == await io_threads().run(int) == 0
+        pid = os.fork()
+        if pid:
+            _, status = os.waitpid(pid, 0)
+            os._exit(os.waitstatus_to_exitcode(status))
+        refused = []
+
+        async def stage() -> None:
+            stager.stage({})
+
+        async def use_them() -> None:
+            for use in (threads.run(int), checkpoints.steps(), checkpoints.save({}, step=1), stage()):
+                try:
+                    await use
+                except errors.SidestreamError as error:
+                    refused.append(type(error).__name__)
+            threads.close()
+            own = Threads("test-threads", 1)
+            self.tell(refused=refused, worked=[await own.run(len, "child"), await io_threads().run(bool, 1)])
+            own.close()
+
+        asyncio.run(use_them())
+
+    async def failing(self, run: Path) -> None:
+        """A save whose preallocation fails, so that the child dies while it cleans up."""
+        real = os.posix_fallocate
+
+        def full(descriptor: int, offset: int, nbytes: int) -> None:
+            real(descriptor, offset, nbytes)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        os.posix_fallocate = full
+        await self.steps(run)
+
+
+def usage() -> dict[str, int]:
+    """Of this process: resident bytes once all garbage has been given back, descriptors, threads."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "rss": pages * os.sysconf("SC_PAGE_SIZE"),
+        "fds": len(os.listdir("/proc/self/fd")),
+        # the pool of the process grows to its size when several hops happen to meet
+        "threads": sum(one.name != "sidestream-io" for one in threading.enumerate()),
+    }
+
+
+def join_cgroup(group: Path, limit_bytes: int) -> None:
+    """What is charged already is charged to the parent's group; from here on there are ``limit_bytes``."""
+    limit = group / ("memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes")
+    limit.write_text(str(limit_bytes))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+async def _warm() -> None:
+    """Import now, in the parent of all trials, what a save imports."""
+    await anyio.lowlevel.checkpoint()
+    assert callable(sidestream.save)
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    asyncio.run(_warm())
+    gc.collect()
+    gc.freeze()  # or every child would copy the pages of all that was imported
+    for line in sys.stdin:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(reading)
+                _Child(json.loads(line), writing).run()
+            except BaseException as error:
+                os.write(2, f"{type(error).__name__}: {error}\n".encode())
+                os._exit(70)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            told = [json.loads(report) for report in pipe]
+        _, status = os.waitpid(pid, 0)
+        print(json.dumps({"exit": os.waitstatus_to_exitcode(status), "told": told}), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,93 @@
+"""What a reader finds in a run. Rows of the campaign do this in another process (``_judge.py``)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from _seeded import blank_state, make_state, same
+
+import sidestream
+
+
+@dataclass(slots=True)
+class Found:
+    """What a reader finds in a run: ``seeds`` by directory (each complete and bit-exact), the ``steps`` that are
+    listed and the seed that each restores to, attempts that are left, and what must not be."""
+
+    seeds: dict[str, int] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    attempts: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+
+@lru_cache(maxsize=64)
+def reference(seed: int) -> dict[str, Any]:
+    """``make_state``, to compare with."""
+    return make_state(seed)
+
+
+async def seed_of(url: Path) -> int:
+    """The seed of the checkpoint at ``url``; ``AssertionError`` if it is not exactly the state of that seed."""
+    checkpoint = await sidestream.open_checkpoint(url)
+    state = await checkpoint.state_dict()
+    seed = state["seed"]
+    assert same(state, reference(seed)), f"{url} is not the state of one save"
+    return int(seed)
+
+
+async def look(run: Path) -> Found:
+    """Everything that a reader can see in ``run``."""
+    found = Found()
+    if not run.exists():
+        return found
+    for name in sorted(os.listdir(run)):
+        if name == ".leases":  # of those that were killed: they expire
+            continue
+        if name.startswith("."):
+            found.attempts.append(name)
+            continue
+        try:
+            found.seeds[name] = await seed_of(run / name)
+        except (Exception, AssertionError) as error:
+            found.violations.append(f"{name} is visible and not good: {type(error).__name__}: {error}")
+    async with sidestream.Checkpointer(run) as checkpoints:
+        generations: dict[int, list[tuple[int, int]]] = {}
+        for name, seed in found.seeds.items():
+            step, _, generation = name.removeprefix("step-").partition(".g")
+            if name.startswith("step-"):
+                generations.setdefault(int(step), []).append((int(generation or 1), seed))
+        for step in await checkpoints.steps():
+            found.steps[step] = max(generations.get(step, [(0, -1)]))[1]
+        if set(found.steps) != set(generations):
+            found.violations.append(f"{sorted(generations)} are there, and listed are {sorted(found.steps)}")
+        state = blank_state()
+        try:
+            newest = await checkpoints.restore(state)
+        except Exception as error:
+            found.violations.append(f"the newest step is not good: {type(error).__name__}: {error}")
+        else:
+            if newest != max(found.steps, default=None):
+                found.violations.append(f"of {sorted(found.steps)} the newest is {newest}")
+            elif newest is not None and not same(state, reference(found.steps[newest])):
+                found.violations.append(f"step {newest} restores to something else")
+    return found
+
+
+def attempts_in(folder: Path) -> list[str]:
+    """Attempts, and deletions that were not finished, anywhere below ``folder``."""
+    return [str(path) for pattern in ("*.partial", ".retired-*") for path in folder.rglob(pattern)]
+
+
+def descriptors(folder: Path) -> list[str]:
+    """What this process has open in ``folder``."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:
+            continue  # the one that listed the directory
+    return [link for link in links if link.startswith(str(folder))]

@@ -1,0 +1,63 @@
+"""File systems of our own, for those who may mount."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from _rows import HERE, cannot
+
+_EXT4_BYTES = 64 << 20
+
+
+@contextmanager
+def mounted(place: Path, *arguments: str) -> Iterator[Path]:
+    """``mount *arguments place``, undone at the end. Skips where that is not permitted."""
+    if os.geteuid() != 0:
+        cannot("only root may mount")
+    place.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", *arguments, str(place)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        cannot(f"mount {' '.join(arguments)} is not possible here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True, capture_output=True)
+
+
+class Disk:
+    """An image with an empty file system, ``renew``ed as often as one likes."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._base, self._image, self._place = folder / "base.img", folder / "trial.img", folder / "disk"
+        self._options = "loop,nouuid" if kind == "xfs" else "loop"
+        {"ext4": self._make_ext4, "xfs": self._unpack_xfs}[kind]()
+
+    def _make_ext4(self) -> None:
+        make = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+        if make is None:
+            cannot("mkfs.ext4 is not installed")
+        with self._base.open("wb") as image:
+            image.truncate(_EXT4_BYTES)
+        subprocess.run([make, "-q", str(self._base)], check=True, capture_output=True)
+
+    def _unpack_xfs(self) -> None:
+        """Few machines have mkfs.xfs. The image is what ``truncate -s 64M xfs.img; mkfs.xfs --unsupported xfs.img;
+        xz -9e xfs.img`` of xfsprogs 6.1 makes."""
+        with lzma.open(HERE / "xfs.img.xz") as packed, self._base.open("wb") as image:
+            while block := packed.read(1 << 20):
+                if block.count(0) == len(block):
+                    image.truncate(image.seek(len(block), os.SEEK_CUR))
+                else:
+                    image.write(block)
+
+    def renew(self) -> None:
+        subprocess.run(["cp", "--sparse=always", str(self._base), str(self._image)], check=True)
+
+    def mount(self) -> AbstractContextManager[Path]:
+        return mounted(self._place, "-o", self._options, str(self._image))

@@ -1,0 +1,377 @@
+"""The commit protocol with one thing wrong in it, once for each thing: every one has to be caught by a row.
+
+``python _mutants.py`` waits for lines ``{"source": DIR, "catcher": NAME, "place": DIR, "seed": N}``. For each it forks,
+takes sidestream from that source, and runs the row's own trials until one of them finds a violation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import importlib
+import json
+import os
+import random
+import shutil
+import sys
+import warnings
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio.lowlevel
+import torch
+import torch.distributed.checkpoint  # so that children need not
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old``, which stands in ``file`` exactly once, becomes ``new``; the row ``catcher`` has to notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    catcher: str
+
+
+_SYNC_NEW = """            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # an error that NFS"""
+_SYNC_DIRECTORY = """        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _discard"""
+_SUPPRESSED = "with suppress(OSError):\n                    os.fsync(descriptor)"
+_IN_USE = (
+    '        return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)\n'
+)
+_CANDIDATES = "                candidates = [steps[name] for name in chosen if steps[name].order < newest.order]\n"
+_LOCAL = "storage/local.py"
+_RENAME = "            os.rename(attempt, target)\n"
+_SYNC_AND_RENAME = """        if durability == "fsync":
+            _sync_directory(attempt)
+        if replacing and not _is_vacant(target):
+            exchange(attempt, target)
+        else:
+            os.rename(attempt, target)
+"""
+_SYNC_PARENT = """            _sync_directory(target.parent)
+        except OSError as error:
+            raise NotDurable(
+                error.errno, "the checkpoint"""
+_TRANSLATED = """        raise from_os_error(error, "publishing", str(target)) from error
+    if durability"""
+_PRUNING = "runs/pruning.py"
+
+MUTANTS = (
+    # syncs left out, or in the wrong place
+    Mutant("files are not synced", _LOCAL, _SYNC_NEW, _SYNC_NEW.replace("os.fsync(descriptor)", "pass"), "cuts"),
+    Mutant("the attempt's directory is not synced", _LOCAL, "            _sync_directory(attempt)\n",
+           "            pass\n", "cuts"),
+    Mutant("the parent is not synced after the rename", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
+           "_sync_directory(target.parent)", "pass"), "cuts"),
+    Mutant("new directories are not synced", _LOCAL, "            _sync_directory(path.parent)\n", "            pass\n",
+           "cuts"),
+    Mutant("directories are opened and not synced", _LOCAL, _SYNC_DIRECTORY,
+           _SYNC_DIRECTORY.replace("os.fsync(descriptor)", "pass"), "cuts"),
+    Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_RENAME,
+           "        os.rename(attempt, target)\n"
+           "        if durability == 'fsync':\n            _sync_directory(target)\n",
+           "cuts"),
+    Mutant("the parent is synced before the rename", _LOCAL, _SYNC_AND_RENAME,
+           "        _sync_directory(attempt)\n        _sync_directory(target.parent)\n"
+           "        os.rename(attempt, target)\n        return\n", "cuts"),
+    Mutant("files are synced before they are written", _LOCAL,
+           "            _Parts(descriptor, direct, body, deadline).write(stop, threads)\n",
+           "            os.fsync(descriptor)\n            durability = 'flush'\n"
+           "            _Parts(descriptor, direct, body, deadline).write(stop, threads)\n", "cuts"),
+    Mutant("a deletion is not synced before it goes on", _LOCAL, "            _sync_directory(root)\n        except",
+           "            pass\n        except", "cuts"),
+    # what is visible when
+    Mutant("a step is written in place", _LOCAL, _RENAME,
+           "            shutil.copytree(attempt, target)\n            shutil.rmtree(attempt)\n", "kills"),
+    Mutant("a deletion begins with the files", _LOCAL, "    hidden = _take_away(root, directory)\n",
+           "    _discard(root / directory)\n    hidden = _take_away(root, directory)\n", "kills"),
+    Mutant("the marker is written first and published alone", _LOCAL, _RENAME,
+           "            target.mkdir()\n            for one in sorted(attempt.iterdir()):\n"
+           "                os.rename(one, target / one.name)\n            attempt.rmdir()\n", "kills"),
+    Mutant("an occupied target is replaced", _LOCAL, _RENAME,
+           "            shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
+    Mutant("a generation that is there is taken again", "catalog.py",
+           "    return max((found.generation for found in found), default=0) + 1",
+           "    return 1", "conflicts"),
+    # failures
+    Mutant("a short write counts as a whole one", _LOCAL,
+           "            done += os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)\n",
+           "            os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)\n"
+           "            done = len(buffer)\n", "faults"),
+    Mutant("an error of a writer's thread is forgotten", _LOCAL,
+           "        if self._error is not None:\n            raise self._error\n", "", "faults"),
+    Mutant("a failed sync of a file is passed over", _LOCAL, _SYNC_NEW,
+           _SYNC_NEW.replace("os.fsync(descriptor)", _SUPPRESSED), "faults"),
+    Mutant("a failed sync of the parent is passed over", _LOCAL, """            raise NotDurable(
+                error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
+            ) from error
+""", "            return\n", "faults"),
+    Mutant("a failed save leaves its attempt", "commit.py", '    if verdict.outcome != "absent":\n        return\n',
+           "    if verdict.outcome:\n        return\n", "faults"),
+    Mutant("a commit that was sent counts as absent", "commit.py", '    verdict.outcome = "unknown"\n',
+           '    verdict.outcome = "absent"\n', "faults"),
+    Mutant("a sent commit is not read back", "commit.py",
+           "    await finish(lambda: _read_back(store, target, tail, error, verdict))\n    return verdict.outcome\n",
+           '    verdict.outcome = "absent"\n    return verdict.outcome\n', "faults"),
+    Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
+    Mutant("a short read counts as a whole one", _LOCAL, "        buffers = _rest(buffers, count)\n",
+           "        break\n", "reads"),
+    # checks left out
+    Mutant("blocks are not verified", "reading.py",
+           "        if crc32(buffer[start : start + BLOCK_BYTES]) != expected:\n", "        if False:\n", "corruption"),
+    Mutant("the manifest is not verified", "catalog.py", "    if crc32(raw) != marker.manifest_crc:\n",
+           "    if False:\n", "corruption"),
+    Mutant("stock DCP's checksums are not looked at", "reading.py", "        if crc32(buffer) != one.crc:\n",
+           "        if False:\n", "stock"),
+    Mutant("a renamed step is believed", "catalog.py", "    if (marker.step, marker.generation) != found.order:\n",
+           "    if False:\n", "renamed"),
+    # retention
+    Mutant("nothing is verified before older steps go", _PRUNING, "        if step.name in self._verified:\n",
+           "        if True:\n", "retention"),
+    Mutant("a reader's lease is not looked for", _PRUNING, _IN_USE, "        return False\n", "retention"),
+    Mutant("damaged steps are deleted like others", _PRUNING, _CANDIDATES,
+           _CANDIDATES + "                candidates += [self._known[name] for name in self._damaged]\n", "retention"),
+    # cancelling
+    Mutant("a cancelled save is left to itself", "saving.py",
+           "        pending.cancel()\n        await finish(pending.ended)\n", "", "cancels"),
+    Mutant("a cancelled thread is left behind", "_threads.py",
+           "                    cancelled = cancelled or cancel\n                    _stop_work(future, stop)\n",
+           "                    raise\n", "cancels"),
+)  # fmt: skip
+
+
+def mutate(mutant: Mutant, source: Path, to: Path) -> None:
+    """A copy of the package with the mutant in it."""
+    shutil.copytree(source / "sidestream", to / "sidestream", ignore=shutil.ignore_patterns("__pycache__"))
+    path = to / "sidestream" / mutant.file
+    text = path.read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.name}: found {text.count(mutant.old)} times in {mutant.file}"
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+# --- the rows, one violation at a time --------------------------------------------------------------------------------
+
+
+async def cuts(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    """Modelled power cuts, the last moments first."""
+    async for wrong in modelled(place, chance, ("nothing", "names", "chance", "chance", "chance")):
+        yield wrong
+
+
+async def kills(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    """What a kill leaves: all that was done until then."""
+    async for wrong in modelled(place, chance, ("everything",)):
+        yield wrong
+
+
+async def modelled(place: Path, chance: random.Random, keeps: tuple[Any, ...]) -> AsyncIterator[list[str]]:
+    from _cutting import WORK, judged
+    from _disk_model import record
+    from _look import look
+    from _seeded import make_state
+
+    import sidestream
+
+    for number, (name, work) in enumerate(WORK.items()):
+        root, cut = place / f"root-{number}", place / f"cut-{number}"
+        async with sidestream.Checkpointer(root / "run") as checkpoints:
+            await (await checkpoints.save(make_state(11), step=1))
+        recording = await record(root, place / f"before-{number}", lambda acked, w=work, r=root: w(r / "run", acked))
+        new = "run/new/below" if name == "a new run" else "run"
+        last = len(recording.events)
+        telling = ("rename", "fsync", "unlink", "rmdir", "mkdir")
+        for at, model in recording.moments():
+            if at < last and recording.events[at - 1].operation not in telling:
+                continue
+            for keep in keeps:
+                model.write_to(cut, keep, chance)
+                found = await look(cut / new)
+                older = found if new == "run" else await look(cut / "run")
+                yield judged(found, recording.acknowledged(at), older, name)
+
+
+async def faults(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    from _injecting import Bench, late, late_and_dead, once, short, sticky
+    from _operations import Operation
+
+    import sidestream
+
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        bench = Bench(place, stager)
+        await bench.prepare()
+        _, _, whole = await bench.save(Operation.call)
+        for way, number in ((once, errno.EIO), (late, errno.EIO), (late_and_dead, errno.EIO), (short, 1), (sticky, 28)):
+            for at in range(1, len(whole.log) + 1):
+                error, outcome, intercept = await bench.save(way(at, number))
+                wrong = await bench.judge(error, outcome, removable=way is not late_and_dead)
+                changed = way in (once, sticky) and len(intercept.log) >= at and intercept.log[at - 1].changes
+                yield [*wrong, *(["a fault that nobody was told of"] if changed and error is None else [])]
+
+
+async def reads(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    from _injecting import short
+    from _operations import Intercept
+    from _seeded import blank_state, make_state, same
+
+    import sidestream
+
+    await sidestream.save(make_state(11), place / "target")
+    for at in range(1, 20):
+        state = blank_state()
+        with Intercept(place, short(at, 1)).installed():
+            try:
+                await sidestream.load(state, place / "target", verify="never")
+                yield [] if same(state, make_state(11)) else ["a silent failure"]
+            except sidestream.errors.SidestreamError as error:
+                yield [f"a short transfer became {error!r}"]
+
+
+async def corruption(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    from _corrupting import DAMAGES, OWN_READERS, damaged, judged
+    from _seeded import make_state
+
+    import sidestream
+
+    async with sidestream.Checkpointer(place / "run") as checkpoints:
+        for step, seed in ((1, 11), (2, 12)):
+            await (await checkpoints.save(make_state(seed), step=step))
+    for _ in range(1500):
+        with damaged(place / "run" / "step-1", chance.choice(DAMAGES), chance):
+            _, wrong = await judged(place / "run" / "step-1", chance.choice(OWN_READERS))
+        yield wrong
+
+
+async def stock(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    from _corrupting import STOCK_READERS, bit_flip, damaged, judged
+    from _seeded import make_state
+
+    torch.distributed.checkpoint.save(make_state(11), checkpoint_id=place / "stock", no_dist=True)
+    for _ in range(300):
+        with damaged(place / "stock", bit_flip, chance):
+            _, wrong = await judged(place / "stock", STOCK_READERS[0])
+        yield wrong
+
+
+async def renamed(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    """A directory under the name of another step."""
+    from _seeded import blank_state, make_state
+
+    import sidestream
+
+    async with sidestream.Checkpointer(place / "run") as checkpoints:
+        await (await checkpoints.save(make_state(1), step=1))
+        shutil.copytree(place / "run" / "step-1", place / "run" / "step-7")
+        try:
+            step = await checkpoints.restore(blank_state())
+        except sidestream.errors.Corrupt:
+            yield []
+        else:
+            yield [f"the copy of step 1 is loaded as step {step}"]
+
+
+async def conflicts(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    from _look import look
+    from _seeded import make_state
+
+    import sidestream
+
+    run = place / "run"
+    for number in range(20):
+        async with sidestream.Checkpointer(run) as one, sidestream.Checkpointer(run) as other:
+            pending = [await each.save(make_state(2 * number + me), step=1) for me, each in enumerate((one, other))]
+            won = await asyncio.gather(*pending, return_exceptions=True)
+        names = [Path(info.url).name for info in won if isinstance(info, sidestream.SaveInfo)]
+        found = await look(run)
+        wrong = list(found.violations)
+        for me, info in enumerate(won):
+            if isinstance(info, sidestream.SaveInfo) and found.seeds.get(Path(info.url).name) != 2 * number + me:
+                wrong.append("an acknowledged save was replaced")
+            elif isinstance(info, BaseException) and not isinstance(info, sidestream.errors.Conflict):
+                wrong.append(f"the loser got {info!r}")
+        if not names:
+            wrong.append("nobody won")
+        yield wrong
+
+
+async def retention(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    from _retaining import trial
+
+    for number in range(60):
+        yield await trial(place / str(number), chance)
+
+
+async def cancels(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    from _cancelling import OPERATIONS, cancelled, made, sweep
+
+    async with made(place) as bench:
+        for name in ("save", "Checkpointer.save and aclose"):
+            _, violations = await sweep(bench, OPERATIONS[name], cancelled, lambda at: {at})
+            yield [str(one) for one in violations]
+
+
+CATCHERS: dict[str, Callable[[Path, random.Random], AsyncIterator[list[str]]]] = {
+    each.__name__: each
+    for each in (cuts, kills, faults, reads, corruption, stock, renamed, conflicts, retention, cancels)
+}
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+async def catch(catcher: str, place: Path, seed: int) -> dict[str, Any]:
+    trials = 0
+    async for wrong in CATCHERS[catcher](place, random.Random(f"{seed} {catcher}")):
+        trials += 1
+        if wrong:
+            return {"caught": wrong[0][:300], "trials": trials}
+    return {"caught": None, "trials": trials}
+
+
+def in_child(asked: dict[str, Any], out: int) -> None:
+    sys.path.insert(0, asked["source"])
+    importlib.import_module("sidestream")
+    told = asyncio.run(catch(asked["catcher"], Path(asked["place"]), asked["seed"]))
+    os.write(out, json.dumps(told).encode())
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+    async def warm() -> None:
+        await anyio.lowlevel.checkpoint()
+
+    asyncio.run(warm())
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(reading)
+                in_child(json.loads(line), writing)
+            except BaseException as error:  # a mutant that cannot even run is caught too, and told apart
+                os.write(writing, json.dumps({"caught": f"it ended: {error!r}"[:300], "trials": 1}).encode())
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            told = pipe.read()
+        os.waitpid(pid, 0)
+        print(told.decode() or '{"caught": "it died", "trials": 1}', flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,132 @@
+"""Something happens at exactly the k-th suspension of an operation, whichever of its tasks suspends."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Generator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Stepped(Coroutine[Any, Any, T]):
+    """The coroutine ``inner``, with every suspension counted."""
+
+    def __init__(self, inner: Coroutine[Any, Any, T], steps: Steps) -> None:
+        self._inner = inner
+        self._steps = steps
+
+    def send(self, value: Any) -> Any:
+        return self._suspended(self._inner.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        return self._suspended(self._inner.throw(*error))
+
+    def _suspended(self, awaited: Any) -> Any:
+        while self._steps.suspended() and self._steps.throwing:
+            if hasattr(awaited, "cancel"):
+                awaited.cancel()
+            awaited = self._inner.throw(asyncio.CancelledError())
+        return awaited
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        raise NotImplementedError
+
+
+class Steps:
+    """Counts the suspensions of all tasks that are made while it is installed, and calls ``fire`` at those in ``at``.
+
+    ``fire`` None: a ``CancelledError`` is thrown into the coroutine that suspends.
+    """
+
+    def __init__(self, at: set[int], fire: Callable[[], Any] | None) -> None:
+        self._at = at
+        self._fire = fire
+        self.count = 0
+        self.fired = 0
+
+    @property
+    def throwing(self) -> bool:
+        return self._fire is None
+
+    def suspended(self) -> bool:
+        self.count += 1
+        if self.count not in self._at:
+            return False
+        self.fired += 1
+        if self._fire is not None:
+            self._fire()
+        return True
+
+    def task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        return asyncio.Task(_Stepped(coroutine, self), loop=loop, **options)
+
+
+async def stepped(
+    operation: Coroutine[Any, Any, T], at: set[int], fire: Callable[[asyncio.Task[T]], Any] | None
+) -> tuple[asyncio.Task[T], Steps]:
+    """Run ``operation`` as a task; ``fire`` gets it at each of its suspensions (and its children's) in ``at``.
+
+    With ``fire`` None, a ``CancelledError`` is thrown right there instead. Returns when the task has ended.
+    """
+    loop = asyncio.get_running_loop()
+    running: list[asyncio.Task[T]] = []
+    steps = Steps(at, None if fire is None else lambda: fire(running[0]))
+    factory = loop.get_task_factory()
+    loop.set_task_factory(steps.task)
+    try:
+        running.append(loop.create_task(operation))
+        await asyncio.wait(running)
+    finally:
+        loop.set_task_factory(factory)
+    return running[0], steps
+
+
+def busy_threads() -> list[str]:
+    """Functions of sidestream that a thread of a pool is in, and does not leave.
+
+    The last thing that a thread does is to resolve a future; whoever awaits that may run before the thread has returned
+    from there, so it is given the time to. What it must not do meanwhile, touch a file, the operations' hook tells.
+    """
+    end = time.monotonic() + 2.0
+    while (busy := _sample()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return busy
+
+
+def owned_threads(besides: list[str], before: Collection[threading.Thread] = ()) -> list[str]:
+    """Names of the threads that belong to one save or one closed stager, and have not ended; each name in ``besides``
+    may be there once, for the stager of the test. Those ``before`` are of other tests, and of the process."""
+    end = time.monotonic() + 2.0
+    while True:
+        there = [one for one in threading.enumerate() if one not in before]
+        left = [one.name for one in there if one.name.startswith("sidestream-")]
+        left = [name for name in left if name != "sidestream-io"]  # the pool of the process
+        for name in besides:
+            if name in left:
+                left.remove(name)
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.001)
+
+
+def _sample() -> list[str]:
+    busy = []
+    for number, frame in sys._current_frames().items():
+        names = []
+        walk = frame
+        while walk is not None:
+            names.append((walk.f_code.co_filename, walk.f_code.co_name))
+            walk = walk.f_back
+        pooled = any(file.endswith("/sidestream/_threads.py") for file, _ in names)
+        inside = [f"{file}:{name}" for file, name in names if "/sidestream/" in file or "_operations.py" in file]
+        inside = [place for place in inside if "/sidestream/_threads.py" not in place]  # not the pool's own frames
+        if pooled and inside:
+            busy.append(f"{number}: {inside}")
+    return busy

@@ -1,0 +1,133 @@
+"""Too little disk, too little memory: a typed error or back-pressure, and the next save works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from _judge import Oracle
+from _mounts import mounted
+from _rows import Row, Size, cannot
+from _seeded import make_state
+from _trials import Told, Trials
+
+import sidestream
+from sidestream import errors
+
+MIB = 1 << 20
+SIZES = (64, 512)
+LIMITS = (24, 200)
+PAGE = 4096
+
+
+async def test_a_full_disk(place: Path, judge: Oracle, row: Callable[..., Row], size: Size) -> None:
+    """Every size of a disk, from nothing to more than enough; then room is made, and the same save works."""
+    counts = row("full disks")
+    total = size.of(*SIZES)
+    async with sidestream.AsyncStager(budget_bytes=1 << 22) as stager:
+        for number in range(total):
+            pages = 2 + number * 110 // total
+            with mounted(place / "disk", "-t", "tmpfs", "-o", f"size={pages * PAGE}", "tmpfs") as disk:
+                counts.trial(f"{pages} pages", await fill(disk, stager, judge, counts))
+    counts.end(at_least=total)
+
+
+async def fill(disk: Path, stager: sidestream.AsyncStager, judge: Oracle, counts: Row) -> list[str]:
+    run, wrong = disk / "run", []
+    for step in (1, 2):
+        try:
+            async with sidestream.Checkpointer(run, stager=stager) as checkpoints:
+                await (await checkpoints.save(make_state(step), step=step))
+        except errors.SidestreamError as error:
+            counts.note("refused")
+            if type(error) is not errors.NoSpace or error.errno != errno.ENOSPC or str(disk) not in str(error):
+                wrong.append(f"a full disk is told as {error!r}")
+            if [name for name in os.listdir(run) if name.startswith(".")] if run.exists() else []:
+                wrong.append(f"left behind: {os.listdir(run)}")
+            subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+            async with sidestream.Checkpointer(run, stager=stager) as checkpoints:
+                await (await checkpoints.save(make_state(step), step=step))
+        except Exception as error:
+            return [f"untyped: {type(error).__name__}: {error}"]
+        else:
+            counts.note("saved")
+    found = judge.look(run)
+    return wrong + found.violations + ([] if found.seeds == {"step-1": 1, "step-2": 2} else [f"found {found.seeds}"])
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def cgroup() -> Iterator[Path]:
+    """A memory group of our own."""
+    for parent in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+        group = parent / f"sidestream-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / "memory.max").exists() or (group / "memory.limit_in_bytes").exists():
+                yield group
+                return
+        finally:
+            group.rmdir()
+    cannot("there is no memory cgroup to make groups in")
+
+
+def of_python(error: dict[str, Any]) -> bool:
+    """What the interpreter itself says where it has no memory left."""
+    return error["error"] == "MemoryError" or (error["error"], error["message"]) == (
+        "RuntimeError",
+        "can't start new thread",
+    )
+
+
+def judged(told: Told, generous: bool) -> list[str]:
+    """``generous``: there is as much as the options grant the save, so it has to work."""
+    wrong = []
+    if told.exit != 0:
+        wrong.append(f"the process ended with {told.exit}")
+    elif told.error is not None and told.error.get("untyped") and not of_python(told.error):
+        wrong.append(f"untyped: {told.error}")
+    elif generous and len(told.acked) != 2:
+        wrong.append(f"within its budget, and it failed: {told.error}")
+    return wrong
+
+
+def test_a_memory_group(tmp_path: Path, children: Trials, row: Callable[..., Row], size: Size) -> None:
+    """As much memory as the budget allows and what Python needs besides: never more is taken, or the kernel kills."""
+    counts, random = row("memory limits"), size.random("cgroup")
+    with cgroup() as group:
+        for number in range(size.of(*LIMITS) // 2):
+            budget = random.choice([4, 8, 16]) * MIB
+            told = children.run(
+                work="tight", root="/nonexistent", run=tmp_path / str(number), cgroup=group,
+                state_bytes=48 * MIB, budget_bytes=budget, limit_bytes=budget + 40 * MIB,
+            )  # fmt: skip
+            counts.trial(f"cgroup, budget {budget >> 20} MiB", judged(told, generous=True))
+            shutil.rmtree(tmp_path / str(number))
+    counts.end(at_least=1)
+
+
+def test_an_address_space(place: Path, children: Trials, row: Callable[..., Row], size: Size) -> None:
+    """From nothing more to more than enough."""
+    counts = row("memory limits", "address space")
+    total = size.of(*LIMITS) // 2
+    for number in range(total):
+        limit = number * 320 * MIB // max(1, total - 1)
+        told = children.run(
+            work="tight", root="/nonexistent", run=place / str(number), cgroup="",
+            state_bytes=16 * MIB, budget_bytes=4 * MIB, limit_bytes=limit,
+        )  # fmt: skip
+        counts.trial(f"{limit >> 20} MiB more", judged(told, generous=False))
+        counts.note("saved" if len(told.acked) == 2 else "refused")
+        shutil.rmtree(place / str(number), ignore_errors=True)
+    counts.end(at_least=total)

@@ -1,0 +1,38 @@
+"""Thousands of saves of one process: memory, descriptors and threads stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+from _rows import Row, Size
+from _trials import Trials
+
+SHORT, LONG = 2_000, 50_000
+MOST_BYTES_PER_SAVE = 1024
+EVERY = 25
+
+
+def slope(points: list[tuple[int, int]]) -> float:
+    """Of the line through them, by the median of all pairs: a single jump of the allocator is none."""
+    return median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
+
+
+def test_saves_without_end(place: Path, children: Trials, row: Callable[..., Row], size: Size) -> None:
+    counts = row("soak")
+    saves = size.of(SHORT, LONG)
+    told = children.run(work="soak", root="/nonexistent", run=place / "run", saves=saves, every=EVERY)
+    samples = [report for report in told.reports if "after" in report]
+    settled = samples[len(samples) // 4 :]
+    growth = slope([(sample["after"], sample["rss"]) for sample in settled])
+    wrong = [f"a save failed: {told.error}"] if told.error else []
+    wrong += [f"{growth:.0f} bytes more per save: {settled}"] if growth >= MOST_BYTES_PER_SAVE else []
+    for what in ("fds", "threads"):
+        # The least of several: one sample may fall into the pass of retention that goes on in the background.
+        first, last = (min(sample[what] for sample in part) for part in (settled[:5], settled[-5:]))
+        wrong += [f"{what} went from {first} to {last}: {samples}"] if last > first else []
+    counts.trial("soak", wrong, count=samples[-1]["after"])
+    counts.note("bytes of growth per save", round(growth))
+    counts.end(at_least=saves)

@@ -1,0 +1,224 @@
+"""The checkpoints of a run: steps, generations, slots, and errors that are heard of."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from states import assert_same, model_and_optimizer
+
+import sidestream
+from sidestream.errors import CheckpointNotFound, Closed, Conflict, Corrupt, ForkedProcess, InvalidOption, WrongLoop
+
+
+async def test_save_and_restore_the_newest(tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer()
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
+        assert await checkpoints.restore(state) is None
+        assert await checkpoints.steps() == []
+        assert await checkpoints.latest() is None
+        for step in (5, 100, 20):
+            state["step"] = step
+            pending = await checkpoints.save(state, step=step)
+            await pending.staged
+            info = await pending
+            assert (info.step, info.generation) == (step, 1)
+            assert await pending is info, "as often as one likes"
+            assert pending.outcome == "committed"
+        assert await checkpoints.steps() == [5, 20, 100]
+        assert await checkpoints.latest() == 100
+        fresh = {"model": model_and_optimizer(seed=4)[0], "step": 0}
+        assert await checkpoints.restore(fresh) == 100
+        assert fresh["step"] == 100
+        assert_same(model.state_dict(), fresh["model"].state_dict())
+        assert await checkpoints.restore(fresh, step=5) == 5
+        with pytest.raises(CheckpointNotFound, match="no committed step 6"):
+            await checkpoints.restore(fresh, step=6)
+
+
+async def test_generations_of_a_step(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        first = await checkpoints.save({"n": 1}, step=7)
+        second = await checkpoints.save({"n": 2}, step=7)
+        assert [(await first).generation, (await second).generation] == [1, 2]
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        assert (await (await checkpoints.save({"n": 3}, step=7))).url.endswith("step-7.g3")
+        assert await checkpoints.steps() == [7]
+        state = {"n": 0}
+        assert await checkpoints.restore(state) == 7
+        assert state["n"] == 3
+    assert sorted(os.listdir(tmp_path)) == ["step-7", "step-7.g2", "step-7.g3"]
+
+
+async def test_only_what_is_committed_counts(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await (await checkpoints.save({"n": 1}, step=1))
+        (tmp_path / "step-9").mkdir()
+        (tmp_path / ".step-8.0123.partial").mkdir()
+        (tmp_path / "step-1").rename(tmp_path / "step-5")  # the marker says that it is another step
+        assert await checkpoints.steps() == []
+        (tmp_path / "step-5").rename(tmp_path / "step-1")
+        assert await checkpoints.steps() == [1]
+
+
+async def test_a_damaged_newest_step_is_told_not_skipped(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        for step in (1, 2):
+            await (await checkpoints.save({"t": torch.ones(10)}, step=step))
+        newest = tmp_path / "step-2"
+        raw = (newest / ".metadata").read_bytes()
+        shard = (newest / "__0_1.distcp").read_bytes()
+        for damaged in (
+            b"",
+            raw[:-5],
+            raw.replace(b'"step":2', b'"step":3'),
+            raw.replace(b"sidestream", b"sidestraem"),
+        ):
+            (newest / ".metadata").write_bytes(damaged)
+            with pytest.raises(Corrupt, match="step-2"):
+                await checkpoints.restore({"t": torch.zeros(10)})
+        (newest / ".metadata").unlink()
+        with pytest.raises(Corrupt, match="step-2"):
+            await checkpoints.restore({"t": torch.zeros(10)})
+        (newest / ".metadata").write_bytes(raw)
+        (newest / "__0_1.distcp").write_bytes(b"")
+        with pytest.raises(Corrupt, match="step-2"):
+            await checkpoints.restore({"t": torch.zeros(10)})
+        (newest / "__0_1.distcp").write_bytes(shard)
+        assert await checkpoints.restore({"t": torch.zeros(10)}) == 2
+        (newest / ".metadata").write_bytes(b"")
+        assert await checkpoints.steps() == [1]
+        assert (await (await checkpoints.save({"t": torch.ones(10)}, step=2))).generation == 2
+        assert await checkpoints.steps() == [1, 2]
+        assert await checkpoints.restore({"t": torch.zeros(10)}, step=1) == 1
+
+
+async def test_a_step_that_stock_dcp_wrote(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await (await checkpoints.save({"t": torch.ones(10)}, step=1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"t": torch.full((10,), 2.0)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
+        target = {"t": torch.zeros(10)}
+        assert await checkpoints.restore(target) == 2
+        assert target["t"].tolist() == [2.0] * 10
+        assert (await (await checkpoints.save({"t": torch.ones(10)}, step=2))).generation == 2
+
+
+async def test_values_are_those_at_the_call_while_saves_overlap(tmp_path: Path) -> None:
+    tensor = torch.zeros(1 << 18)
+    async with sidestream.Checkpointer(tmp_path, in_flight=3) as checkpoints:
+        saves = []
+        for step in range(12):
+            tensor.fill_(step)
+            pending = await checkpoints.save({"t": tensor, "step": step}, step=step)
+            saves.append(pending)
+            await pending.staged
+        tensor.fill_(-1)
+        await asyncio.gather(*saves)
+        for step in range(12):
+            target = {"t": torch.zeros(1 << 18), "step": None}
+            await checkpoints.restore(target, step=step)
+            assert target["step"] == step
+            assert (target["t"] == step).all()
+
+
+async def test_a_slot_is_waited_for(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path, in_flight=1) as checkpoints:
+        first = await checkpoints.save({"t": torch.ones(1 << 20)}, step=1)
+        second = await checkpoints.save({"t": torch.ones(1 << 20)}, step=2)
+        assert first.done()
+        await second
+
+
+async def test_a_failure_nobody_awaited_is_raised_by_the_next_save(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        pending = await checkpoints.save({"n": 1}, step=1)
+        (tmp_path / "step-1").write_text("in the way")
+        await pending.ended()
+        with pytest.raises(Conflict):
+            await checkpoints.save({"n": 2}, step=2)
+        (tmp_path / "step-1").unlink()
+        assert (await (await checkpoints.save({"n": 2}, step=2))).step == 2, "it is told once"
+
+
+async def test_a_failure_nobody_awaited_is_raised_by_aclose(tmp_path: Path) -> None:
+    (tmp_path / "step-1").write_text("in the way")
+    with pytest.raises(Conflict):
+        async with sidestream.Checkpointer(tmp_path) as checkpoints:
+            await checkpoints.save({"n": 1}, step=1)
+    with pytest.raises(ValueError, match="the body's own") as raised:
+        async with sidestream.Checkpointer(tmp_path) as checkpoints:
+            await checkpoints.save({"n": 1}, step=1)
+            raise ValueError("the body's own")
+    assert "step-1" in raised.value.__notes__[0]
+
+
+async def test_a_failure_of_a_bare_save_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "c").write_text("in the way")
+    pending = sidestream.async_save({"n": 1}, tmp_path / "c")
+    await pending.ended()
+    assert pending.outcome == "absent"
+    with caplog.at_level(logging.ERROR):
+        del pending
+        gc.collect()
+    assert len(caplog.records) == 1
+    assert "nobody awaited it: Conflict" in caplog.text
+    with pytest.raises(Conflict):
+        await sidestream.async_save({"n": 1}, tmp_path / "c")
+    assert len(caplog.records) == 1
+
+
+async def test_use_outside_its_life_and_loop(tmp_path: Path) -> None:
+    checkpoints = sidestream.Checkpointer(tmp_path)
+    with pytest.raises(Closed, match="enter the Checkpointer first"):
+        await checkpoints.steps()
+    async with checkpoints:
+        with pytest.raises(WrongLoop):
+            await asyncio.to_thread(lambda: asyncio.run(_steps(checkpoints)))
+        for step in (-1, 1.5, True, "1"):
+            with pytest.raises(InvalidOption, match="step="):
+                await checkpoints.save({}, step=step)  # type: ignore[arg-type]
+    with pytest.raises(Closed):
+        await checkpoints.save({}, step=1)
+    with pytest.raises(InvalidOption):
+        sidestream.Checkpointer(tmp_path, in_flight=0)
+    with pytest.raises(InvalidOption):
+        sidestream.Checkpointer("nowhere://bucket/run")
+
+
+async def _steps(checkpoints: sidestream.Checkpointer) -> list[int]:
+    return await checkpoints.steps()
+
+
+async def test_after_a_fork(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints, sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        staged = await stager.stage({"t": torch.ones(10)})
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for use in (checkpoints._check_usable, lambda: stager.stage({})):
+                    try:
+                        use()
+                    except ForkedProcess:
+                        code = 0
+                    else:
+                        code = 2
+                        break
+                staged.release()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert staged["t"].tolist() == [1.0] * 10
+        assert stager.statistics().leases == 1
+        staged.release()

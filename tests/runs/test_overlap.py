@@ -1,0 +1,155 @@
+"""More saves than slots, by each policy; and that the loop goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from _run import Held, leases_in, state_of, until
+
+import sidestream
+from sidestream.errors import Busy, Conflict, InvalidOption, Skipped
+
+
+async def test_wait(tmp_path: Path) -> None:
+    held = Held()
+    async with sidestream.Checkpointer(tmp_path, in_flight=1, stager=held) as checkpoints:
+        first = await checkpoints.save(state_of(1), step=1)
+        second = asyncio.create_task(checkpoints.save(state_of(2), step=2))
+        await until(lambda: bool(held.held), "the first stage")
+        assert not second.done()
+        held.let_go()
+        await first
+        pending = await second
+        held.let_go()
+        assert (await pending).step == 2
+
+
+async def test_skip(tmp_path: Path) -> None:
+    held = Held()
+    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="skip", stager=held) as checkpoints:
+        first = await checkpoints.save(state_of(1), step=1)
+        second = await checkpoints.save(state_of(2), step=2)
+        await second.staged
+        with pytest.raises(Skipped, match="1 saves are in flight"):
+            await second
+        assert second.outcome == "absent"
+        third = await checkpoints.save(state_of(3), step=3)
+        held.let_go()
+        await first
+        await third.ended()
+        assert (await _saved(checkpoints, held, 4)).step == 4
+        assert await checkpoints.steps() == [1, 4], "to be skipped is no failure: nobody has to hear of it"
+
+
+async def test_fail(tmp_path: Path) -> None:
+    held = Held()
+    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="fail", stager=held) as checkpoints:
+        first = await checkpoints.save(state_of(1), step=1)
+        with pytest.raises(Busy, match="step-2 was not saved"):
+            await checkpoints.save(state_of(2), step=2)
+        held.let_go()
+        await first
+        assert (await _saved(checkpoints, held, 3)).step == 3
+
+
+async def test_latest(tmp_path: Path) -> None:
+    held = Held()
+    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held) as checkpoints:
+        first = await checkpoints.save(state_of(1), step=1)
+        await until(lambda: bool(held.held), "the first stage")
+        waiting = [await checkpoints.save(state_of(step), step=step, metadata={"n": step}) for step in (2, 3, 4)]
+        for superseded in waiting[:2]:
+            await superseded.staged
+            with pytest.raises(Skipped, match="a newer save came"):
+                await superseded
+        assert not waiting[2].done()
+        assert checkpoints.health().in_flight == 2
+        held.let_go()
+        await first
+        await until(lambda: len(held.held) == 2, "the stage of the latest")
+        held.let_go()
+        assert (await waiting[2]).step == 4
+        assert waiting[2].url.endswith("step-4")
+        assert await checkpoints.steps() == [1, 4]
+        assert await checkpoints.metadata() == {"n": 4}
+
+
+async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: Path) -> None:
+    held = Held()
+    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held) as checkpoints:
+        first = await checkpoints.save(state_of(1), step=1)
+        second = await checkpoints.save(state_of(2), step=2)
+        await asyncio.sleep(0)
+        assert second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        held.let_go()
+        await first
+        for step in (3, 4):
+            assert (await _saved(checkpoints, held, step)).step == step
+    assert leases_in(tmp_path) == []
+
+
+async def test_closing_waits_for_a_queued_save(tmp_path: Path) -> None:
+    held = Held()
+    checkpoints = sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held)
+    async with checkpoints:
+        await checkpoints.save(state_of(1), step=1)
+        second = await checkpoints.save(state_of(2), step=2)
+        await until(lambda: bool(held.held), "the first stage")
+        closing = asyncio.create_task(checkpoints.aclose())
+        await asyncio.sleep(0)
+        held.let_go()
+        await until(lambda: len(held.held) == 2, "the stage of the second")
+        held.let_go()
+        assert (await second).step == 2
+        await closing
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        assert await checkpoints.steps() == [1, 2]
+
+
+async def test_options_are_checked(tmp_path: Path) -> None:
+    for overlap in ("block", None, True):
+        with pytest.raises(InvalidOption, match="overlap"):
+            sidestream.Checkpointer(tmp_path, overlap=overlap)  # type: ignore[arg-type]
+    for seconds in (0, -1, "1"):
+        for name in ("lease_s", "abandoned_after_s"):
+            with pytest.raises(InvalidOption):
+                sidestream.Checkpointer(tmp_path, **{name: seconds})  # type: ignore[arg-type]
+
+
+async def test_two_writers_of_one_step(tmp_path: Path) -> None:
+    """Both choose the first generation; one wins, the other is told, and both checkpoints are never mixed."""
+    ours, theirs = Held(), Held()
+    async with (
+        sidestream.Checkpointer(tmp_path, stager=ours) as one,
+        sidestream.Checkpointer(tmp_path, stager=theirs) as other,
+    ):
+        pendings = [await one.save(state_of(1), step=5), await other.save(state_of(2), step=5)]
+        await until(lambda: bool(ours.held) and bool(theirs.held), "both stages")
+        ours.let_go()
+        theirs.let_go()
+        for pending in pendings:
+            await pending.ended()
+        outcomes = sorted(str(pending.outcome) for pending in pendings)
+        assert outcomes == ["absent", "committed"]
+        loser, winner = sorted(pendings, key=lambda pending: str(pending.outcome))
+        with pytest.raises(Conflict):
+            await loser
+        assert (await winner).generation == 1
+        state = state_of(0)
+        await one.restore(state)
+        assert state["step"] == (1 if winner is pendings[0] else 2)
+        assert (state["t"] == state["step"]).all()
+        ours.let_go()
+        assert (await _saved(one, ours, 5)).generation == 2
+
+
+async def _saved(checkpoints: sidestream.Checkpointer, held: Held, step: int) -> sidestream.SaveInfo:
+    before = len(held.held)
+    pending = await checkpoints.save(state_of(step), step=step)
+    await until(lambda: len(held.held) > before, "the stage")
+    held.let_go()
+    return await pending

@@ -1,0 +1,400 @@
+"""Deleting: after a newer step was verified, marker first, never what is in use, never what is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _run import Held, blank, ended, flip, is_state_of, leases_in, line_of, process, save_steps, state_of, until
+
+import sidestream
+from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
+from sidestream._threads import Deadline, Stop, Threads
+from sidestream.commit import BytesBody
+from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
+from sidestream.storage import LocalStore
+
+
+def entries(run: Path) -> list[str]:
+    return sorted(os.listdir(run))
+
+
+async def test_steps_go_after_a_save(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
+        await save_steps(checkpoints, 1, 2, 3, 4)
+    assert entries(tmp_path) == ["step-3", "step-4"], "closing waits for it"
+
+
+async def test_the_best_stay_by_metadata_of_other_processes(tmp_path: Path) -> None:
+    for step, loss in enumerate((0.5, 0.1, 0.7, 0.8), 1):
+        async with sidestream.Checkpointer(tmp_path) as checkpoints:
+            await save_steps(checkpoints, step, loss=loss)
+    async with sidestream.Checkpointer(
+        tmp_path, keep=KeepLast(1) | KeepBest("loss") | KeepEvery(steps=3)
+    ) as checkpoints:
+        pruned = await checkpoints.prune()
+        assert pruned.deleted == ()
+        await save_steps(checkpoints, 5, loss=0.9)
+    assert entries(tmp_path) == ["step-1", "step-2", "step-3", "step-5"]
+
+
+async def test_nothing_goes_without_a_policy(tmp_path: Path) -> None:
+    for keep in (None, KeepAll(), KeepLast(1) | KeepAll()):
+        async with sidestream.Checkpointer(tmp_path, keep=keep) as checkpoints:
+            await save_steps(checkpoints, 1, 2, 2)
+    assert len(entries(tmp_path)) == 9
+    for keep in (3, KeepLast, "last"):
+        with pytest.raises(InvalidOption, match="KeepLast"):
+            sidestream.Checkpointer(tmp_path, keep=keep)  # type: ignore[arg-type]
+
+
+async def test_an_older_generation_goes_when_the_new_one_is_verified(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2, 2)
+    flip(tmp_path / "step-2.g2")
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
+        pruned = await checkpoints.prune()
+        assert (pruned.deleted, pruned.damaged) == ((), ("step-2.g2",)), "the new one is damaged, the old one stays"
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
+        await save_steps(checkpoints, 2)
+    assert entries(tmp_path) == ["step-1", "step-2.g3"], "superseded by one that is good"
+
+
+async def test_nothing_older_goes_while_the_newer_do_not_verify(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2, 3)
+    flip(tmp_path / "step-3")
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        pruned = await checkpoints.prune()
+        assert pruned.damaged == ("step-3",)
+        assert pruned.verified == "step-2"
+        assert pruned.deleted == ("step-1",), "a damaged step does not count, and is not deleted"
+        assert "step-3" in checkpoints.health().damaged
+        assert not checkpoints.health().ok
+        state = blank()
+        assert await checkpoints.restore(state, fallback="older") == 2
+        assert is_state_of(state, 2)
+    flip(tmp_path / "step-2")
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        assert (await checkpoints.prune()).deleted == ()
+    assert entries(tmp_path) == ["step-2", "step-3"]
+
+
+async def test_damage_that_retention_finds_is_told_once(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2, 9)
+    flip(tmp_path / "step-9")
+    with pytest.raises(Corrupt, match="step-9 does not verify"):
+        async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
+            await save_steps(checkpoints, 3)
+            await until(lambda: bool(checkpoints.health().damaged), "retention to find it")
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
+        await save_steps(checkpoints, 4)
+        await until(lambda: checkpoints.health().retention is not None, "retention to find it")
+        with pytest.raises(Corrupt, match="step-9"):
+            await checkpoints.save(state_of(5), step=5)
+        await save_steps(checkpoints, 5, 6)
+    assert entries(tmp_path) == ["step-5", "step-6", "step-9"]
+
+
+async def test_the_marker_goes_first(tmp_path: Path) -> None:
+    """A deletion that cannot go on leaves nothing that looks like a checkpoint, and the next pass finishes it."""
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2)
+    real = shutil.rmtree
+    seen: list[list[str]] = []
+
+    def failing(path: object, *args: object, **options: object) -> None:
+        seen.append([name for name in entries(tmp_path) if name.startswith("step-")])
+        raise OSError(5, "the disk gave up")
+
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        shutil.rmtree = failing  # type: ignore[assignment]
+        try:
+            with pytest.raises(StorageError):
+                await checkpoints.prune()
+        finally:
+            shutil.rmtree = real
+        assert seen == [["step-2"]], "invisible before the first byte of it is deleted"
+        assert await checkpoints.steps() == [2]
+        (left,) = [name for name in entries(tmp_path) if name.startswith(".retired-")]
+        pruned = await checkpoints.prune()
+        assert pruned.abandoned == (left,)
+    assert entries(tmp_path) == ["step-2"]
+
+
+async def test_a_failure_to_delete_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(path: object, *args: object, **options: object) -> None:
+        raise OSError(13, "no")
+
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        await save_steps(checkpoints, 1)
+        monkeypatch.setattr(shutil, "rmtree", failing)
+        await save_steps(checkpoints, 2)
+        await until(lambda: checkpoints.health().retention is not None, "the failure")
+        with pytest.raises(StorageError, match="removing"):
+            await save_steps(checkpoints, 3)
+        await save_steps(checkpoints, 3)  # the same failure is not told again and again
+        monkeypatch.undo()
+        await save_steps(checkpoints, 4)
+        await until(lambda: checkpoints.health().retention is None, "a pass that succeeds")
+        assert checkpoints.health().ok
+    assert entries(tmp_path) == ["step-4"]
+
+
+async def test_what_is_not_ours_is_neither_counted_nor_touched(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in (1, 9):
+            dcp.save({"t": torch.ones(10)}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "notes").write_text("mine")
+    (tmp_path / "best.pt").write_text("mine")
+    (tmp_path / ".cache").mkdir()
+    await sidestream.save(state_of(7), tmp_path / "other")
+    mine = entries(tmp_path)
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
+        await save_steps(checkpoints, 3, 4, 5)
+        await checkpoints.prune()
+        assert await checkpoints.steps() == [1, 4, 5, 9]
+    assert entries(tmp_path) == sorted([*mine, "step-4", "step-5"])
+
+
+async def test_what_was_saved_last_stays_after_going_back(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 100, 200, 300)
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
+        await save_steps(checkpoints, 150)
+        assert (await checkpoints.prune()).deleted in ((), ("step-100",))
+        assert await checkpoints.steps() == [150, 200, 300]
+
+
+# --- leases -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_leased_step_stays_until_its_reader_is_done(tmp_path: Path) -> None:
+    async with (
+        sidestream.Checkpointer(tmp_path) as reader,
+        sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as writer,
+    ):
+        await save_steps(reader, 1)
+        async with reader.open(1) as checkpoint:
+            await save_steps(writer, 2)
+            assert (await writer.prune()).leased == ("step-1",)
+            assert (await checkpoint.tensor("t"))[0].item() == 1.0
+        assert leases_in(tmp_path) == []
+        assert (await writer.prune()).deleted == ("step-1",)
+        with pytest.raises(CheckpointNotFound, match="no committed step 1; it has"):
+            async with reader.open(1):
+                pass
+    assert entries(tmp_path) == ["step-2"]
+
+
+async def test_a_lease_of_the_dead_expires(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1), lease_s=1) as writer:
+        await save_steps(writer, 1)
+        await writer.prune()
+        (tmp_path / ".leases").mkdir(exist_ok=True)
+        lease = tmp_path / ".leases" / f"step-1.read6.{'0' * 32}"
+        lease.write_text("{}")
+        await save_steps(writer, 2)
+        assert "step-1" in (await writer.prune()).leased
+        os.utime(lease, (1, 1))  # it has expired; half of its time has to pass before this process believes it
+
+        async def gone() -> bool:
+            await writer.prune()
+            return "step-1" not in entries(tmp_path)
+
+        await until(gone, "the lease to expire")
+    assert entries(tmp_path) == ["step-2"], "the lease of the dead is cleared away too"
+
+
+async def test_a_clock_that_was_set_forward_ends_no_lease_of_the_living(tmp_path: Path) -> None:
+    """All files are old at once; a living reader has renewed its lease before anybody takes it for dead."""
+    async with (
+        sidestream.Checkpointer(tmp_path, lease_s=4) as reader,
+        sidestream.Checkpointer(tmp_path, keep=KeepLast(1), lease_s=4) as writer,
+    ):
+        await save_steps(reader, 1, 2)
+        async with reader.open(1):
+            (name,) = leases_in(tmp_path)
+            os.utime(tmp_path / ".leases" / name, (1, 1))
+            assert (await writer.prune()).leased == ("step-1",)
+            await until(lambda: leases_in(tmp_path) != [name], "the renewal")
+            assert (await writer.prune()).leased == ("step-1",)
+        assert (await writer.prune()).deleted == ("step-1",)
+
+
+async def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -> None:
+    """Its lease comes second, so it does not read what is about to go."""
+    async with sidestream.Checkpointer(tmp_path, timeout_s=60) as reader:
+        await save_steps(reader, 1, 2)
+        (tmp_path / ".leases").mkdir()
+        deleter = tmp_path / ".leases" / f"step-1.delete300.{'0' * 32}"
+        deleter.write_text("{}")
+        reading = asyncio.create_task(reader.restore(blank(), 1))
+        await until(lambda: any("read" in name for name in leases_in(tmp_path)), "the reader's lease")
+        await until(lambda: not any("read" in name for name in leases_in(tmp_path)), "it to give way")
+        assert not reading.done()
+        await LocalStore(tmp_path).retire("step-1", durability="flush", deadline=_soon())
+        deleter.unlink()
+        with pytest.raises(CheckpointNotFound):
+            await reading
+        assert await reader.restore(blank()) == 2
+
+
+READER = """
+import asyncio, os, sys
+import sidestream
+from _run import blank
+
+async def main():
+    async with sidestream.Checkpointer(sys.argv[1]) as reader:
+        await reader.restore(blank())  # imports and opens all that it needs
+        print(reader.restored.leased)
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        step = await reader.restore(blank())
+        print(step, reader.restored.leased, (await reader.verify()).ok, await reader.metadata())
+
+asyncio.run(main())
+"""
+
+
+async def test_without_the_right_to_write_a_reader_reads_without_a_lease() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
+        run = Path(folder) / "run"
+        async with sidestream.Checkpointer(run) as writer:
+            await save_steps(writer, 1, loss=0.5)
+        Path(folder).chmod(0o755)
+        if os.geteuid() != 0:
+            run.chmod(0o555)
+        with process(READER, run) as reader:
+            assert await line_of(reader) == str(os.geteuid() == 0)
+            assert await line_of(reader) == "1 False True {'loss': 0.5}"
+            assert await ended(reader) == (0, "")
+        run.chmod(0o755)
+
+
+def _soon() -> Deadline:
+    return Deadline.after(60)
+
+
+# --- attempts ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(tmp_path: Path) -> None:
+    """The living one is as old, and as silent, as the dead one: only its lease tells them apart."""
+    held = Held()
+    dead = tmp_path / f".step-1.{'a' * 32}.partial"
+    unleased = tmp_path / f".step-8.{'b' * 32}.partial"
+    foreign = tmp_path / f".weights.{'c' * 32}.partial"
+    async with (
+        sidestream.Checkpointer(tmp_path, lease_s=1, stager=held) as slow,
+        sidestream.Checkpointer(tmp_path, lease_s=1, abandoned_after_s=3600) as other,
+    ):
+        pending = await slow.save(state_of(5), step=5)
+        await until(lambda: any("save" in name for name in leases_in(tmp_path)), "its lease")
+        living = (
+            tmp_path / f".step-5.{'d' * 32}.partial"
+        )  # a second attempt for the leased step, as old as the dead one
+        for path in (dead, living, unleased, foreign):
+            path.mkdir()
+            (path / "__0_1.distcp").write_bytes(b"x")
+        (tmp_path / ".leases" / f"step-1.save1.{'e' * 32}").write_text("{}")
+        for path in (dead, living, foreign):
+            for one in (path / "__0_1.distcp", path):
+                os.utime(one, (1, 1))
+
+        async def collected() -> bool:
+            await other.prune()
+            return not dead.exists()
+
+        try:
+            await until(collected, "the dead one to be collected")
+            assert living.exists()
+            assert unleased.exists(), "nobody knows about its writer: it has to be much older"
+            assert foreign.exists(), "it was to become no step"
+        finally:
+            held.let_go()
+        assert (await pending).step == 5
+    assert (tmp_path / "step-5").exists()
+
+
+async def test_an_attempt_without_a_lease_is_collected_by_age(tmp_path: Path) -> None:
+    attempt = tmp_path / f".step-8.{'b' * 32}.partial"
+    attempt.mkdir()
+    os.utime(attempt, (1, 1))
+    async with sidestream.Checkpointer(tmp_path, lease_s=1, abandoned_after_s=60) as checkpoints:
+        assert (await checkpoints.prune()).abandoned == (), "not at first sight: the clock may have been set"
+
+        async def collected() -> bool:
+            return (await checkpoints.prune()).abandoned == (attempt.name,)
+
+        await until(collected, "it to be collected")
+    assert entries(tmp_path) == []
+
+
+async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path: Path) -> None:
+    """As after a suspension that was longer than every lease: an error, and nothing torn."""
+    writer, collector = LocalStore(tmp_path), LocalStore(tmp_path)
+    attempt = f".step-1.{'a' * 32}.partial"
+    threads = Threads("test-writer", 1)
+    files = [("__0_1.distcp", BytesBody(b"x")), ("__0_2.distcp", BytesBody(b"y"))]
+
+    def write() -> None:
+        writer.write(attempt, "step-1", files, threads=threads, durability="flush", stop=Stop(), deadline=_soon())
+
+    await threads.run(write)
+    (left,) = await collector.leftovers(deadline=_soon())
+    assert (left.name, left.kind) == (attempt, "attempt")
+    await collector.discard(attempt, deadline=_soon())
+    for name in ("manifest", ".metadata"):
+        with pytest.raises(StorageError):
+            await writer.put(f"{attempt}/{name}", BytesBody(b"z"), durability="flush", deadline=_soon())
+    with pytest.raises(StorageError):
+        await writer.publish(attempt, "step-1", durability="flush", deadline=_soon())
+    await writer.discard(attempt, deadline=_soon())
+    threads.close()
+    assert entries(tmp_path) == []
+
+
+class Failing:
+    """A policy of somebody's own."""
+
+    def kept(self, steps: Sequence[SavedStep]) -> frozenset[int]:
+        return frozenset(step.step for step in steps if step.metadata["loss"] < 1)
+
+
+async def test_a_policy_that_fails_is_heard_of(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="loss"):
+        async with sidestream.Checkpointer(tmp_path, keep=Failing()) as checkpoints:
+            await save_steps(checkpoints, 1)
+    assert entries(tmp_path) == ["step-1"]
+
+
+async def test_after_going_back_what_was_saved_last_stays(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        await save_steps(checkpoints, 100, 51)
+        last = [await checkpoints.save(state_of(step), step=step) for step in (52, 53)]
+        await asyncio.gather(*last)
+    assert set(entries(tmp_path)) >= {"step-100", "step-53"}
+
+
+async def test_a_step_whose_manifest_is_gone_is_told_and_not_deleted(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, loss=0.1)
+        await save_steps(checkpoints, 2, 3, loss=0.5)
+    next((tmp_path / "step-1").glob("manifest-*")).unlink()
+    async with sidestream.Checkpointer(tmp_path, keep=KeepBest("loss") | KeepLast(1)) as checkpoints:
+        pruned = await checkpoints.prune()
+        assert "step-1" in pruned.damaged
+    assert "step-1" in entries(tmp_path)

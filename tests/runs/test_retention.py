@@ -1,0 +1,164 @@
+"""Which steps stay, as pure decisions; and that the decisions are carried out, in the right order, on real files."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
+from sidestream.errors import InvalidOption
+from sidestream.runs.pruning import abandoned
+from sidestream.runs.retention import doomed, needs_metadata
+from sidestream.storage import Leftover
+
+
+def saved(*steps: int, **losses: float) -> list[SavedStep]:
+    return [SavedStep(step, saved_at=step * 10, metadata={"loss": losses.get(f"s{step}", 100.0)}) for step in steps]
+
+
+def gone(steps: list[SavedStep], keep: Retention, *protected: int) -> list[int]:
+    return [each.step for each in doomed(steps, keep, frozenset(protected))]
+
+
+def test_each_policy() -> None:
+    steps = saved(0, 300, 700, 1000, 1900, 2100)
+    assert gone(steps, KeepAll()) == []
+    assert gone(steps, KeepLast(2)) == [0, 300, 700, 1000]
+    assert gone(steps, KeepLast(9)) == []
+    assert gone(steps, KeepEvery(steps=1000)) == [300, 700, 1900]
+    assert gone(steps, KeepEvery(seconds=10_000)) == [300, 700, 1900]
+    assert gone(saved(1, 2, 3, 4, s2=0.5), KeepBest("loss")) == [1, 3]
+    assert gone(saved(1, 2, 3, 4, s2=0.5), KeepBest("loss", 2, "max")) == [1, 2]
+
+
+def test_policies_compose() -> None:
+    steps = saved(1, 2, 3, 4, 5, 6, s2=0.5)
+    assert gone(steps, KeepLast(2) | KeepBest("loss")) == [1, 3, 4]
+    assert gone(steps, KeepLast(1) | KeepBest("loss") | KeepEvery(steps=4)) == [3, 5]
+    assert gone(steps, KeepLast(1) | KeepAll()) == []
+
+
+def test_a_policy_of_the_users_own() -> None:
+    class Even:
+        def kept(self, steps: list[SavedStep]) -> set[int]:
+            return {each.step for each in steps if each.step % 2 == 0}
+
+    assert gone(saved(1, 2, 3, 4), KeepLast(1) | Even()) == [1, 3]
+    assert needs_metadata(KeepLast(1) | Even())
+    assert not needs_metadata(KeepLast(1) | KeepEvery(steps=3))
+    with pytest.raises(TypeError):
+        KeepLast(1) | 3  # type: ignore[operator]
+
+
+def test_metrics_that_are_none() -> None:
+    metadata: list[dict[str, object]] = [{}, {"loss": "low"}, {"loss": True}, {"loss": math.nan}, {"loss": {"x": 1}}]
+    steps = [SavedStep(index, metadata=each) for index, each in enumerate(metadata)]
+    steps += [SavedStep(7, metadata={"loss": math.inf}), SavedStep(8)]
+    assert gone(steps, KeepBest("loss", 3)) == [0, 1, 2, 3, 4]
+    nested = [SavedStep(1, metadata={"val": {"loss": 1.0}}), SavedStep(2, metadata={"val.loss": 0.5}), SavedStep(3)]
+    assert gone(nested, KeepBest("val.loss")) == [1]
+    assert gone(nested, KeepBest("val.loss", mode="max")) == [2]
+    even = [SavedStep(step, metadata={"loss": 1.0}) for step in (1, 2, 3, 4)]
+    assert gone(even, KeepBest("loss", 2)) == [1, 2], "of equal ones the newer"
+
+
+def test_a_step_that_was_saved_again_counts_once() -> None:
+    steps = [SavedStep(1), SavedStep(2), SavedStep(2, 2), SavedStep(2, 3), SavedStep(3)]
+    assert [each.order for each in doomed(steps, KeepLast(2))] == [(1, 1), (2, 1), (2, 2)]
+    assert doomed(steps, KeepAll()) == []
+
+
+def test_what_was_saved_last_is_protected_after_going_back() -> None:
+    steps = saved(100, 200, 300, 400, 250)
+    assert gone(steps, KeepLast(2), 250) == [100, 200]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KeepLast(0),
+        lambda: KeepLast(2.0),  # type: ignore[arg-type]
+        lambda: KeepEvery(),
+        lambda: KeepEvery(steps=2, seconds=3),
+        lambda: KeepEvery(steps=0),
+        lambda: KeepBest(""),
+        lambda: KeepBest("loss", 0),
+        lambda: KeepBest("loss", 1, "best"),  # type: ignore[arg-type]
+    ],
+)
+def test_policies_are_checked(make: object) -> None:
+    with pytest.raises(InvalidOption):
+        make()  # type: ignore[operator]
+
+
+_policies = st.recursive(
+    st.one_of(
+        st.builds(KeepLast, st.integers(1, 5)),
+        st.builds(lambda n: KeepEvery(steps=n), st.integers(1, 40)),
+        st.builds(lambda n: KeepEvery(seconds=n), st.integers(1, 40)),
+        st.builds(KeepBest, st.just("loss"), st.integers(1, 4), st.sampled_from(["min", "max"])),
+    ),
+    lambda inner: st.builds(lambda a, b: a | b, inner, inner),
+    max_leaves=4,
+)
+_steps = st.lists(
+    st.builds(
+        SavedStep,
+        st.integers(0, 60),
+        st.integers(1, 3),
+        st.integers(0, 100),
+        st.dictionaries(st.just("loss"), st.one_of(st.integers(0, 5), st.floats(), st.none())),
+    ),
+    unique_by=lambda each: each.order,
+    max_size=25,
+)
+
+
+@given(_steps, _policies)
+def test_whatever_the_policy(steps: list[SavedStep], keep: Retention) -> None:
+    going = doomed(steps, keep)
+    left = [each for each in steps if each not in going]
+    assert {each.order for each in going} <= {each.order for each in steps}
+    assert bool(left) == bool(steps), "something is always left"
+    if steps:
+        newest = max(steps, key=lambda each: each.order)
+        assert newest in left
+        assert all(each.order < newest.order for each in going), "a newer one is left for each"
+    assert doomed(left, keep) == [], "what was kept once is kept: a second pass deletes nothing"
+    assert len({each.step for each in left}) == len(left), "one generation of each"
+
+
+@given(_steps, st.integers(1, 5))
+def test_one_step_after_the_other(steps: list[SavedStep], n: int) -> None:
+    """Pruned after each save or once at the end: the last ``n`` are there in any case."""
+    there: list[SavedStep] = []
+    for each in sorted(steps, key=lambda each: each.order):
+        there.append(each)
+        going = doomed(there, KeepLast(n))
+        there = [one for one in there if one not in going]
+    assert {each.step for each in there} == set(sorted({each.step for each in steps})[-n:])
+
+
+def test_which_leftovers_are_abandoned() -> None:
+    def attempt(name: str, age_s: float) -> Leftover:
+        return Leftover(name, "attempt", age_s)
+
+    old = attempt(".step-1.aa.partial", 1000.0)
+    again = attempt(".step-1.g2.bb.partial", 1000.0)
+    young = attempt(".step-2.cc.partial", 10.0)
+    foreign = attempt(".weights.dd.partial", 10_000.0)
+    retired = Leftover(".retired-step-3-ee", "retired", 0.0)
+    in_place = attempt("step-4/upload-7", 1000.0)
+    everything = [old, again, young, foreign, retired, in_place]
+
+    def chosen(live: set[str], ended: set[str], after_s: float) -> list[Leftover]:
+        return abandoned(everything, live, ended, ended_s=60.0, after_s=after_s)
+
+    assert chosen(set(), set(), 900.0) == [old, again, retired, in_place]
+    assert chosen(set(), set(), 2000.0) == [retired]
+    assert chosen({"step-1"}, set(), 900.0) == [again, retired, in_place], "a long save that is alive"
+    assert chosen(set(), {"step-1", "step-2"}, 2000.0) == [old, retired], "its writer is known to be dead"
+    assert chosen({"step-1"}, {"step-1"}, 0.0) == [again, young, retired, in_place], "one writer is dead, one is not"

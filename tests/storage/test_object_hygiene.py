@@ -1,0 +1,133 @@
+"""What is deleted from object stores, in which order, and what is found of those who died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import torch
+from _places import s3_place
+from _s3_server import S3Server
+
+import sidestream
+from sidestream import errors
+from sidestream._threads import Deadline
+from sidestream.storage import Where, locate_run
+from sidestream.storage.objects import ObjectStore
+
+STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
+
+
+def store_of(server: S3Server, engine: str = "obstore", **changes: Any) -> ObjectStore:
+    place = s3_place(server, engine, **changes)
+    where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
+    store = locate_run(place.base, where)[0]
+    assert isinstance(store, ObjectStore)
+    return store
+
+
+def soon() -> Deadline:
+    return Deadline.after(60)
+
+
+def killed_while_uploading(server: S3Server, engine: str) -> None:
+    """A process that dies with parts on their way."""
+    server.always("complete", "stall")
+    code = textwrap.dedent(f"""
+        import asyncio, torch, sidestream
+        state = {{"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}}
+        policy = sidestream.StorePolicy(engine={engine!r}, part_bytes=5 << 20)
+        asyncio.run(sidestream.save(state, "s3://{server.bucket}/run/step-1", storage_options={server.options!r},
+                                    store_policy=policy))
+    """)
+    child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    try:
+        server.wait_for("complete")
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(60)
+    server.fault = lambda request: None
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+async def test_what_the_dead_leave_behind(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine)
+    await asyncio.to_thread(killed_while_uploading, s3, engine)
+    assert len(s3.uploads) == 1
+    async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
+        assert await checkpoints.steps() == []
+        assert await checkpoints.restore({"large": torch.zeros(3 << 20), "step": 0}) is None
+    store = store_of(s3, engine)
+    found = await store.leftovers(deadline=soon())
+    assert sorted("?upload=" in one.name for one in found) == [False, True]
+    assert all(one.kind == "attempt" and one.name.startswith("step-1/") and one.age_s >= 0 for one in found)
+    assert not any(name.startswith("run/.leases") for name in s3.objects)
+    for one in found:
+        await store.discard(one.name, deadline=soon())
+    assert s3.uploads == {}
+    assert s3.objects == {}
+    assert await store.leftovers(deadline=soon()) == []
+
+
+async def test_the_marker_goes_first(s3: S3Server) -> None:
+    place, store = s3_place(s3, "obstore"), store_of(s3)
+    await sidestream.save(STATE, place.url("step-1"), **place.keywords)
+    await sidestream.save(STATE, place.url("step-2"), **place.keywords)
+    s3.log.clear()
+    await store.retire("step-1", durability="fsync", deadline=soon())
+    deleted = [one for one in s3.log if one.kind.startswith("delete")]
+    assert len(deleted) == 5
+    assert all(name.startswith("run/step-2/") for name in s3.objects)
+    assert await store.leftovers(deadline=soon()) == []
+
+
+async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
+    """No checkpoint is left, and what is left of it is found."""
+    place, store = s3_place(s3, "obstore", retries=0), store_of(s3, retries=0)
+    await sidestream.save(STATE, place.url("step-1"), **place.keywords)
+    deletions = 0
+
+    def fail_the_second(request: Any) -> int | None:
+        nonlocal deletions
+        deletions += request.kind.startswith("delete")
+        return 500 if request.kind.startswith("delete") and deletions > 1 else None
+
+    s3.fault = fail_the_second
+    with pytest.raises(errors.StorageError):
+        await store.retire("step-1", durability="fsync", deadline=soon())
+    s3.fault = lambda request: None
+    with pytest.raises(errors.CheckpointNotFound):
+        await sidestream.open_checkpoint(place.url("step-1"), **place.keywords)
+    (found,) = await store.leftovers(deadline=soon())
+    assert (found.kind, found.name) == ("retired", "step-1/retired")
+    await store.discard(found.name, deadline=soon())
+    assert s3.objects == {}
+
+
+async def test_a_run_keeps_what_its_policy_says(s3: S3Server) -> None:
+    place = s3_place(s3, "auto")
+    target = {"large": torch.zeros(3 << 20), "step": 0}
+    async with sidestream.Checkpointer(place.base, keep=sidestream.KeepLast(1), **place.keywords) as checkpoints:
+        for step in (1, 2, 3):
+            await (await checkpoints.save(STATE, step=step))
+        assert await checkpoints.restore(target) == 3
+    # A lease whose removal failed expires by itself, and is no step.
+    assert {name.split("/")[1] for name in s3.objects} - {".leases"} == {"step-3"}
+    assert s3.uploads == {}
+
+
+async def test_files_are_removed_one_by_one(s3: S3Server) -> None:
+    store = store_of(s3)
+    s3.objects |= {"run/.leases/a": b"1", "run/.leases/b": b"2"}
+    s3.modified |= dict.fromkeys(s3.objects, datetime.now(UTC))
+    ages = await store.ages(".leases", deadline=soon())
+    assert set(ages) == {"a", "b"}
+    await store.remove([".leases/a", ".leases/none"], deadline=soon())
+    assert set(s3.objects) == {"run/.leases/b"}

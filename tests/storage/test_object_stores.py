@@ -1,0 +1,132 @@
+"""What users do with object stores, on every client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from _places import Place, s3_place
+from _s3_server import S3Server
+from states import assert_same
+
+import sidestream
+from sidestream import errors
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {
+        "large": torch.randn(3 << 19),
+        "rows": torch.randn(1024, 1024),
+        "small": {str(number): torch.randn(7, number + 1) for number in range(20)},
+        "empty": torch.empty(0, 3),
+        "step": seed,
+        "name": "run",
+    }
+
+
+def blank() -> dict[str, Any]:
+    return {
+        "large": torch.zeros(3 << 19),
+        "rows": torch.zeros(1024, 1024),
+        "small": {str(number): torch.zeros(7, number + 1) for number in range(20)},
+        "empty": torch.empty(0, 3),
+        "step": -1,
+        "name": "",
+    }
+
+
+async def test_round_trip(place: Place) -> None:
+    source, target = state(3), blank()
+    info = await sidestream.save(source, place.url(), **place.keywords)
+    assert info.url == place.url()
+    report = await sidestream.load(target, place.url(), **place.keywords)
+    assert report.save_id == info.save_id
+    assert_same(source, target)
+    opened = await sidestream.open_checkpoint(place.url(), **place.keywords)
+    assert_same(source, await opened.state_dict())
+    assert torch.equal(await opened.tensor("rows", slice(100, 900)), source["rows"][100:900])
+    with pytest.raises(errors.InvalidOption, match="not on this machine"):
+        await opened.state_dict(memory="mapped")
+
+
+async def test_what_stands_there_is_not_touched(place: Place) -> None:
+    await sidestream.save(state(1), place.url(), **place.keywords)
+    with pytest.raises(errors.Conflict):
+        await sidestream.save(state(2), place.url(), **place.keywords)
+    target = blank()
+    await sidestream.load(target, place.url(), **place.keywords)
+    assert_same(state(1), target)
+    with pytest.raises(errors.CheckpointNotFound):
+        await sidestream.load(blank(), place.url("other"), **place.keywords)
+
+
+async def test_a_run(place: Place) -> None:
+    target = blank()
+    async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
+        assert await checkpoints.restore(target) is None
+        for step in (1, 2, 2):
+            await (await checkpoints.save(state(step), step=step))
+        assert await checkpoints.steps() == [1, 2]
+        assert await checkpoints.restore(target) == 2
+        assert_same(state(2), target)
+        assert await checkpoints.restore(target, step=1) == 1
+        assert_same(state(1), target)
+
+
+def test_blocking(place: Place) -> None:
+    from sidestream import blocking
+
+    target = blank()
+    assert blocking.save(state(4), place.url(), **place.keywords).url == place.url()
+    blocking.load(target, place.url(), **place.keywords)
+    assert_same(state(4), target)
+
+
+async def test_two_writers_one_winner(place_on_s3: Place) -> None:
+    """Both find the target empty; the storage decides."""
+    place, server = place_on_s3, place_on_s3.server
+    assert server is not None
+    saves = [sidestream.save(state(seed), place.url(), **place.keywords) for seed in (1, 2, 3)]
+    results = await asyncio.gather(*saves, return_exceptions=True)
+    won = [seed for seed, result in enumerate(results, 1) if isinstance(result, sidestream.SaveInfo)]
+    assert len(won) == 1
+    assert all(isinstance(one, (errors.Conflict, sidestream.SaveInfo)) for one in results)
+    target = blank()
+    await sidestream.load(target, place.url(), **place.keywords)
+    assert_same(state(won[0]), target)
+    assert len({name.rpartition("-")[2].partition(".")[0] for name in server.objects if "-" in name}) == 1
+    assert server.uploads == {}
+
+
+async def test_row_slices_cost_what_they_hold(place_on_s3: Place) -> None:
+    place, server = place_on_s3, place_on_s3.server
+    assert server is not None
+    source = {"rows": torch.randn(8192, 1024), "other": torch.randn(1 << 18)}
+    await sidestream.save(source, place.url(), **place.keywords)
+    opened = await sidestream.open_checkpoint(place.url(), **place.keywords)
+    server.log.clear()
+    rows = await opened.tensor("rows", slice(5000, 8000))
+    assert torch.equal(rows, source["rows"][5000:8000])
+    fetched = [one.asked for one in server.log if one.kind == "get"]
+    assert len(server.log) == len(fetched) <= 2
+    nbytes = sum(end - start for start, end in filter(None, fetched))
+    block = 1 << 20
+    wanted = -(-8000 * 4096 // block) * block - 5000 * 4096 // block * block
+    assert nbytes <= 1.05 * wanted
+
+
+async def test_listings_are_never_stale(s3: S3Server) -> None:
+    """A file system of the user's own, with the cache of listings that s3fs has by default."""
+    import s3fs
+
+    filesystem = s3fs.S3FileSystem(**s3.options)
+    writer = s3_place(s3, "obstore")
+    async with sidestream.Checkpointer(f"{s3.bucket}/run", filesystem=filesystem) as reader:
+        assert await reader.steps() == []
+        for step in (1, 2):
+            async with sidestream.Checkpointer(writer.base, **writer.keywords) as checkpoints:
+                await (await checkpoints.save({"t": torch.ones(4)}, step=step))
+            assert await reader.latest() == step

@@ -1,0 +1,234 @@
+"""A server that misbehaves, and what is then true: of the call, of what others see, of what is left on the server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import pytest
+import torch
+from _places import Place, s3_place
+from _s3_server import S3Server
+
+import sidestream
+from sidestream import errors, events
+
+ENGINES = ["obstore", "fsspec"]
+
+
+def large() -> dict[str, Any]:
+    """Three parts, and a file of plain values."""
+    return {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
+
+
+async def loads(place: Place) -> None:
+    target = {"large": torch.zeros(3 << 20), "step": 0}
+    await sidestream.load(target, place.url(), **place.keywords)
+    assert target["step"] == 7
+    assert torch.equal(target["large"], large()["large"])
+
+
+def assert_nothing_left(server: S3Server) -> None:
+    assert server.uploads == {}
+    assert sorted(server.objects) == []
+
+
+# --- what passes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("list", 503),
+        ("put", "lose"),
+        ("begin", "lose"),
+        ("part", 503),
+        ("part", "reset"),
+        ("complete", "lose"),
+        ("create", 409),
+        ("create", 503),
+        ("create", "lose"),
+    ],
+)
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_one_fault_of_a_save(s3: S3Server, engine: str, kind: str, fault: int | str) -> None:
+    place = s3_place(s3, engine)
+    s3.once(kind, fault, key="run/ckpt")
+    await sidestream.save(large(), place.url(), **place.keywords)
+    await loads(place)
+    assert s3.uploads == {}
+    assert sum(name.endswith(".metadata") for name in s3.objects) == 1
+
+
+@pytest.mark.parametrize("fault", [500, "truncate"])
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_faults_of_a_load(s3: S3Server, engine: str, fault: int | str) -> None:
+    place = s3_place(s3, engine)
+    await sidestream.save(large(), place.url(), **place.keywords)
+    s3.once("get", fault, times=3)
+    await loads(place)
+
+
+async def test_repetitions_can_be_seen(s3: S3Server) -> None:
+    place = s3_place(s3, "obstore")
+    seen: list[events.Event] = []
+    with events.observe(seen.append):
+        s3.once("create", 500)
+        await sidestream.save(large(), place.url(), **place.keywords)
+        s3.once("get", 503)
+        await loads(place)
+    retried = [one for one in seen if isinstance(one, events.Retried)]
+    throttled = [one for one in seen if isinstance(one, events.Throttled)]
+    assert [one.operation for one in retried] == ["writing"]
+    assert [one.operation for one in throttled] == ["reading"]
+    assert retried[0].url.endswith("/ckpt/.metadata")
+
+
+# --- what does not --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["part", "complete"])
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_save_that_fails_leaves_nothing(s3: S3Server, engine: str, kind: str) -> None:
+    place = s3_place(s3, engine, retries=1)
+    s3.always(kind, 500)
+    with pytest.raises(errors.StorageError):
+        await sidestream.save(large(), place.url(), **place.keywords)
+    s3.fault = lambda request: None
+    assert_nothing_left(s3)
+    await sidestream.save(large(), place.url(), **place.keywords)
+    await loads(place)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_an_upload_is_aborted_by_whoever_began_it(s3: S3Server, engine: str) -> None:
+    """Also where the right to list uploads is missing."""
+    place = s3_place(s3, engine, retries=0)
+    s3.fault = lambda request: {"uploads": 403, "part": 500}.get(request.kind)
+    with pytest.raises(errors.StorageError):
+        await sidestream.save(large(), place.url(), **place.keywords)
+    assert s3.count("abort") == 1
+    assert_nothing_left(s3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_cancelled_upload_is_aborted(s3: S3Server, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two parts, and with nobody to look for what is left."""
+    if engine == "obstore":
+        monkeypatch.setitem(sys.modules, "s3fs", None)
+    place = s3_place(s3, engine, in_flight=1)
+    loop = asyncio.get_running_loop()
+    s3.fault = lambda request: 403 if request.kind == "uploads" else cancel() if request.kind == "part" else None
+    pending = sidestream.async_save(large(), place.url(), **place.keywords)
+
+    def cancel() -> None:
+        loop.call_soon_threadsafe(pending.cancel)
+
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+    assert_nothing_left(s3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_stalled_part_ends_with_the_deadline(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine)
+    s3.always("part", "stall")
+    with pytest.raises(errors.DeadlineExceeded):
+        await sidestream.save(large(), place.url(), timeout_s=2.0, **place.keywords)
+    assert_nothing_left(s3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_what_stalls_is_sent_again(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine, request_timeout_s=2.0)
+    s3.once("part", "stall")
+    await sidestream.save(large(), place.url(), **place.keywords)
+    s3.once("get", "stall", key=".distcp")
+    await loads(place)
+    assert s3.uploads == {}
+
+
+@pytest.mark.parametrize("kind", ["part", "put"])
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_cancelling_beside_a_stalled_peer(s3: S3Server, engine: str, kind: str) -> None:
+    place = s3_place(s3, engine)
+    s3.once(kind, "stall", key="run/ckpt")
+    pending = sidestream.async_save(large(), place.url(), **place.keywords)
+    await asyncio.to_thread(s3.wait_for, kind)
+    pending.cancel()
+    await asyncio.wait_for(pending.ended(), 60)
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+    assert pending.outcome == "absent"
+    assert_nothing_left(s3)
+
+
+@pytest.mark.parametrize("fault", ["stall", "stall-after"])
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_commit_that_is_cancelled_is_finished(s3: S3Server, engine: str, fault: str) -> None:
+    place = s3_place(s3, engine, request_timeout_s=2.0)
+    s3.once("create", fault)
+    pending = sidestream.async_save(large(), place.url(), **place.keywords)
+    await asyncio.to_thread(s3.wait_for, "create")
+    pending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+    assert pending.outcome == "committed"
+    await loads(place)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_commit_without_an_answer(s3: S3Server, engine: str) -> None:
+    """It may arrive yet, so nothing may be deleted, and nobody may say what came of it."""
+    place = s3_place(s3, engine, retries=1)
+    s3.always("create", "reset")
+    with pytest.raises(errors.OutcomeUnknown):
+        await sidestream.save(large(), place.url(), **place.keywords)
+    assert [name for name in s3.objects if name.endswith(".distcp")] != []
+    assert not any(name.endswith(".metadata") for name in s3.objects)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_stalled_read_ends_with_the_deadline(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine)
+    await sidestream.save(large(), place.url(), **place.keywords)
+    s3.always("get", "stall", key=".distcp")
+    target = {"large": torch.zeros(3 << 20), "step": 0}
+    with pytest.raises(errors.DeadlineExceeded):
+        await sidestream.load(target, place.url(), timeout_s=2.0, **place.keywords)
+
+
+async def test_another_content_than_was_sent(s3: S3Server) -> None:
+    """A byte that changes on the way up: the checksum that the storage has is not that of what was staged."""
+    place = s3_place(s3, "obstore")
+    flipped: list[str] = []
+
+    def flip(request: Any) -> None:
+        if request.kind == "head" and request.key in s3.objects and request.key not in flipped:
+            content = bytearray(s3.objects[request.key])
+            content[len(content) // 2] ^= 1
+            s3.objects[request.key] = bytes(content)
+            flipped.append(request.key)
+
+    s3.fault = flip
+    with pytest.raises(errors.StorageError, match="CRC-64"):
+        await sidestream.save(large(), place.url(), **place.keywords)
+    assert flipped
+    s3.fault = lambda request: None
+    assert_nothing_left(s3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_an_attempt_that_was_removed_cannot_be_published(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine)
+
+    def remove(request: Any) -> None:
+        if request.kind == "put" and "manifest-" in request.key:
+            for name in [one for one in s3.objects if one.endswith(".distcp")]:
+                del s3.objects[name]
+
+    s3.fault = remove
+    with pytest.raises(errors.StorageError, match="is gone"):
+        await sidestream.save(large(), place.url(), **place.keywords)
+    assert not any(name.endswith(".metadata") for name in s3.objects)

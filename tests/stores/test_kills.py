@@ -1,0 +1,256 @@
+"""SIGKILL at every request of a save, two writers of one target, a reader that never waits; judged from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from _processes import Children, Oracle, Seen, Told, children, oracle
+from _proxy import Exchange, Fault, Lane, Proxy
+from _servers import Bucket, Endpoint
+from _states import PART_BYTES, make_state
+
+import sidestream
+
+ENGINES = ["obstore", "fsspec"]
+MIB = 8
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``before``: the (step, seed) pairs that are there; ``saves``: those that the child makes, by ``work``."""
+
+    before: tuple[tuple[int, int], ...]
+    saves: tuple[tuple[int, int], ...]
+    work: str = "steps"
+
+
+SCENARIOS = {
+    "a fresh run": Scenario((), ((1, 11),)),
+    "the same step again": Scenario(((1, 11), (2, 12)), ((2, 22),)),
+    "a plain save": Scenario(((1, 11),), ((2, 12),), "plain"),
+}
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Children]:
+    with children() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def another() -> Iterator[Children]:
+    with children() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Oracle]:
+    with oracle() as running:
+        yield running
+
+
+def policy(engine: str) -> dict[str, Any]:
+    return {"engine": engine, "part_bytes": PART_BYTES, "request_timeout_s": 30}
+
+
+class Killer:
+    """Ends a process when its ``at``-th request comes, which is then never carried out; or, ``after`` that, when it has
+    been carried out and the process does not know yet."""
+
+    def __init__(self, lane: Lane, at: int, after: bool = False) -> None:
+        self._at, self._after = at, after
+        self.pid = 0
+        self.dead = False
+        lane.decide = self._decide
+        lane.answered = self._answered
+
+    def _kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.dead = True
+
+    def _decide(self, exchange: Exchange) -> Fault | None:
+        if exchange.index == self._at and not self._after:
+            self._kill()
+        return "reset-before" if self.dead else None
+
+    def _answered(self, exchange: Exchange) -> None:
+        if exchange.index == self._at and self._after and not self.dead:
+            self._kill()
+
+
+def markers(lane: Lane) -> list[Exchange]:
+    """The puts of markers that have come."""
+    return [exchange for exchange in lane.of("PutObject") if exchange.name == ".metadata"]
+
+
+def judged(seen: Seen, told: Told, scenario: Scenario) -> list[str]:
+    """What is wrong with what was seen after the child had ended like that."""
+    wrong = [f"{name} is visible and not good: {seed}" for name, seed in seen.ours.items() if isinstance(seed, str)]
+    wrong += [f"stock DCP reads {seed} in {name}" for name, seed in seen.stock.items() if seed != seen.ours[name]]
+    older = {f"step-{step}": seed for step, seed in scenario.before}
+    wrong += [f"{name} was harmed" for name, seed in older.items() if seen.ours.get(name) != seed]
+    wrong += [f"acknowledged {name} is lost" for name, seed in told.acked.items() if seen.ours.get(name) != seed]
+    allowed = {seed for _, seed in scenario.saves}
+    wrong += [
+        f"{name} came from nowhere" for name, seed in seen.ours.items() if name not in older and seed not in allowed
+    ]
+    return wrong
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", SCENARIOS)
+async def test_kill_at_every_request(
+    name: str,
+    engine: str,
+    seaweed: Endpoint,
+    faults: Proxy,
+    bucket: Bucket,
+    child: Children,
+    judge: Oracle,
+    prefix: str,
+) -> None:
+    scenario = SCENARIOS[name]
+    how = {"storage_options": seaweed.options, "store_policy": sidestream.StorePolicy(**policy(engine))}
+
+    async with sidestream.Checkpointer(seaweed.url(f"{prefix}/before"), **how) as checkpoints:
+        for step, seed in scenario.before:
+            await (await checkpoints.save(make_state(seed, MIB), step=step))
+
+    def prepared(run: str) -> str:
+        bucket.copy(f"{prefix}/before/", f"{run}/")
+        return seaweed.url(run)
+
+    def trial(run: str, lane: Lane, killer: Killer | None) -> Told:
+        def started(pid: int) -> None:
+            if killer is not None:
+                killer.pid = pid
+
+        options = seaweed.at(lane.port)
+        return child.run(
+            started, work=scenario.work, run=run, options=options, policy=policy(engine), saves=scenario.saves, mib=MIB
+        )  # fmt: skip
+
+    with faults.lane() as lane:
+        run = prepared(f"{prefix}/whole")
+        whole = trial(run, lane, None)
+        assert (whole.exit, len(whole.acked)) == (0, 1), whole
+        requests = [exchange.operation for exchange in lane.log]
+        marker = markers(lane)[-1].index
+    assert {"CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "PutObject"} <= set(requests)
+
+    violations, unreached, committed = [], [], 0
+    points = [(at, False) for at in range(1, len(requests) + 1)] + [(len(requests), True)]
+    for at, after in points:
+        run = prepared(f"{prefix}/{at}-{after}")
+        with faults.lane() as lane:
+            killer = Killer(lane, at, after)
+            told = trial(run, lane, killer)
+        if not killer.dead or told.exit != -signal.SIGKILL:
+            unreached.append((at, after, told))
+        seen = judge.look(seaweed.options, run, MIB, [f"step-{step}" for step, _ in scenario.before])
+        wrong = judged(seen, told, scenario)
+        committed += len(seen.ours) > len(scenario.before)
+        async with sidestream.Checkpointer(run, **how) as checkpoints:
+            await (await checkpoints.save({"seed": 99}, step=9))
+            if await checkpoints.restore(state := {"seed": 0}) != 9 or state != {"seed": 99}:
+                wrong.append(f"a further save gave {state}")
+        violations += [(at, requests[at - 1], after, one) for one in wrong]
+    print(f"{name}, {engine}: {len(points)} kills, {len(unreached)} not reached, {len(violations)} violations")
+    assert violations == []
+    assert unreached == []
+    assert committed == 1 + len(requests) - marker, "visible from the marker on, and not before"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_what_a_killed_save_left_is_found_and_removed(
+    engine: str, seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, judge: Oracle, prefix: str
+) -> None:
+    from sidestream._threads import Deadline
+    from sidestream.storage import Where, locate_run
+
+    run = seaweed.url(prefix)
+    with faults.lane() as lane:
+        killed = False
+
+        def in_the_upload(exchange: Exchange) -> Fault | None:
+            nonlocal killed
+            if exchange.operation == "CompleteMultipartUpload" and not killed:
+                killed = True
+                os.kill(pid, signal.SIGKILL)
+            return "reset-before" if killed else None
+
+        lane.decide = in_the_upload
+        trial = {"work": "steps", "run": run, "policy": policy(engine), "saves": [(1, 11)], "mib": MIB}
+        pid = child.start(**trial, options=seaweed.at(lane.port))
+        child.begin()
+        assert child.finish().exit == -signal.SIGKILL
+    before = judge.look(seaweed.options, run, MIB)
+    assert before.uploads, "a killed process cannot abort its upload"
+    assert before.unmarked
+
+    store, _ = locate_run(run, Where(seaweed.options, None, sidestream.StorePolicy(**policy(engine))))
+    found = await store.leftovers(deadline=Deadline.after(60))
+    assert {one.kind for one in found} == {"attempt"}
+    for one in found:
+        await store.discard(one.name, deadline=Deadline.after(60))
+    after = judge.look(seaweed.options, run, MIB)
+    left = [name for name in after.unmarked if not name.startswith(".leases/")]  # which end by themselves
+    assert (after.uploads, left) == ([], [])
+    assert await store.leftovers(deadline=Deadline.after(60)) == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("meet", ["at the marker", "by chance"])
+def test_of_two_writers_of_one_target_one_wins(
+    meet: str, engine: str, seaweed: Endpoint, faults: Proxy, child: Children, another: Children, judge: Oracle,
+    prefix: str,
+) -> None:  # fmt: skip
+    """At the marker: the puts of both are held back until both have come."""
+    rounds = 4
+    for number in range(rounds):
+        run = seaweed.url(f"{prefix}/{number}")
+        with faults.lane() as lane:
+            if meet == "at the marker":
+                lane.hold = lambda one, lane=lane: one in markers(lane) and len(markers(lane)) < 2
+            trial = {
+                "work": "plain",
+                "run": run,
+                "options": seaweed.at(lane.port),
+                "policy": policy(engine),
+                "mib": MIB,
+            }
+            child.start(**trial, saves=[(1, 21)])
+            another.start(**trial, saves=[(1, 22)])
+            child.begin()
+            another.begin()
+            ends = [child.finish(), another.finish()]
+        winners = [end for end in ends if end.acked]
+        losers = [end for end in ends if not end.acked]
+        assert (len(winners), [end.get("error") for end in losers]) == (1, ["Conflict"]), ends
+        (seed,) = winners[0].acked.values()
+        seen = judge.look(seaweed.options, run, MIB)
+        assert (seen.ours, seen.stock, seen.uploads) == ({"plain-1": seed}, {"plain-1": seed}, [])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_polling_reader_sees_whole_steps_alone(
+    engine: str, seaweed: Endpoint, child: Children, prefix: str
+) -> None:
+    run, steps = seaweed.url(prefix), 12
+    trial = {"work": "polling", "run": run, "options": seaweed.options, "policy": policy(engine), "mib": 1}
+    child.start(**trial, until=steps)
+    child.begin()
+    async with sidestream.Checkpointer(run, storage_options=seaweed.options) as checkpoints:
+        for step in range(1, steps + 1):
+            await (await checkpoints.save(make_state(100 + step, 1), step=step))
+    told = child.finish()
+    assert (told.exit, told.get("error")) == (0, None), told
+    seen = told.get("seen")
+    assert all(seed == 100 + step for step, seed in seen)
+    assert [step for step, _ in seen] == sorted({step for step, _ in seen}), "never backwards"
+    print(f"{engine}: {told.get('loads')} loads of {len(seen)} steps")
