@@ -1,0 +1,189 @@
+"""Who uploads and downloads in ``object_store.py``: each in a process of its own, on the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import sidestream
+
+State = dict[str, torch.Tensor]
+Options = dict[str, Any]
+
+PART_BYTES = 16 << 20
+IN_FLIGHT = 4
+
+
+class Rival:
+    """Uploads ``state`` under a new prefix and downloads it from there into its tensors again."""
+
+    name: ClassVar[str]
+    downloads: ClassVar[bool] = True
+
+    def __init__(self, state: State, options: Options) -> None:
+        self.state = state
+        self.options = options
+
+    async def open(self) -> None: ...
+
+    async def upload(self, url: str) -> None:
+        raise NotImplementedError
+
+    async def download(self, url: str) -> None:
+        raise NotImplementedError
+
+    async def aclose(self) -> None: ...
+
+
+class Sidestream(Rival):
+    """A save as a training loop makes it: staged, framed, checksummed, written, committed."""
+
+    engine: ClassVar[str]
+
+    async def open(self) -> None:
+        self._stager = sidestream.AsyncStager()
+        self._policy = sidestream.StorePolicy(engine=self.engine, part_bytes=PART_BYTES, in_flight=IN_FLIGHT)
+        self._how: Options = {"storage_options": self.options, "store_policy": self._policy}
+
+    async def upload(self, url: str) -> None:
+        await sidestream.save(self.state, url, stager=self._stager, **self._how)
+
+    async def download(self, url: str) -> None:
+        await sidestream.load(self.state, url, **self._how)
+
+    async def aclose(self) -> None:
+        self._stager.close()
+
+
+class SidestreamObstore(Sidestream):
+    name = "sidestream, obstore"
+    engine = "obstore"
+
+
+class SidestreamFsspec(Sidestream):
+    name = "sidestream, s3fs"
+    engine = "fsspec"
+
+
+class Stock(Rival):
+    """``dcp.save`` and ``dcp.load`` over fsspec, in a thread: they have no asynchronous form that returns when all is
+    written, and would hold the loop."""
+
+    name = "stock DCP, s3fs"
+
+    async def upload(self, url: str) -> None:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+        writer = FsspecWriter(url, **self.options)
+        await asyncio.to_thread(dcp.save, self.state, storage_writer=writer, no_dist=True)
+
+    async def download(self, url: str) -> None:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+        reader = FsspecReader(url, **self.options)
+        await asyncio.to_thread(dcp.load, self.state, storage_reader=reader, no_dist=True)
+
+
+class _Plain(Rival):
+    """One object with the bytes of all tensors, and nothing else: no staging, no framing, no checksums of ours."""
+
+    def __init__(self, state: State, options: Options) -> None:
+        super().__init__(state, options)
+        nbytes = sum(tensor.nbytes for tensor in state.values())
+        self._bytes = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+        self._view = memoryview(self._bytes.numpy())
+        self.state = {}
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        return [(at, min(at + PART_BYTES, len(self._view))) for at in range(0, len(self._view), PART_BYTES)]
+
+    def _put_in(self, at: int, content: Any) -> None:
+        self._bytes[at : at + len(content)].copy_(torch.frombuffer(content, dtype=torch.uint8))
+
+    async def _several(self, one: Any) -> None:
+        left = iter(self._ranges())
+
+        async def worker() -> None:
+            for start, end in left:
+                await one(start, end)
+
+        await asyncio.gather(*(worker() for _ in range(IN_FLIGHT)))
+
+
+class PlainObstore(_Plain):
+    name = "plain obstore"
+    checksum: ClassVar[str | None] = "crc64nvme"
+
+    async def open(self) -> None:
+        import obstore.store
+
+        config: Options = {
+            "access_key_id": self.options["key"],
+            "secret_access_key": self.options["secret"],
+            "endpoint": self.options["endpoint_url"],
+            "region": "us-east-1",
+            "virtual_hosted_style_request": False,
+            "unsigned_payload": True,
+        }
+        if self.checksum:
+            config["checksum_algorithm"] = self.checksum
+        self._store = obstore.store.S3Store("bucket", config=config, client_options={"allow_http": True})
+
+    async def upload(self, url: str) -> None:
+        import obstore
+
+        key = url.partition("://bucket/")[2]
+        await obstore.put_async(self._store, key, self._view, chunk_size=PART_BYTES, max_concurrency=IN_FLIGHT)
+
+    async def download(self, url: str) -> None:
+        import obstore
+
+        key = url.partition("://bucket/")[2]
+
+        async def one(start: int, end: int) -> None:
+            content = await obstore.get_range_async(self._store, key, start=start, end=end)
+            await asyncio.to_thread(self._put_in, start, memoryview(content))
+
+        await self._several(one)
+
+
+class PlainObstoreNoChecksum(PlainObstore):
+    name = "plain obstore, no checksum"
+    checksum = None
+    downloads = False
+
+
+class PlainS3fs(_Plain):
+    """As s3fs's documentation has it: ``open("wb")``, in a thread."""
+
+    name = "plain s3fs"
+
+    async def open(self) -> None:
+        import s3fs
+
+        self._fs = s3fs.S3FileSystem(**self.options, skip_instance_cache=True, use_listings_cache=False)
+
+    async def upload(self, url: str) -> None:
+        def write() -> None:
+            with self._fs.open(url, "wb", block_size=PART_BYTES) as file:
+                for start, end in self._ranges():
+                    file.write(self._view[start:end])
+
+        await asyncio.to_thread(write)
+
+    async def download(self, url: str) -> None:
+        async def one(start: int, end: int) -> None:
+            content = await asyncio.to_thread(functools.partial(self._fs.cat_file, url, start=start, end=end))
+            await asyncio.to_thread(self._put_in, start, bytearray(content))
+
+        await self._several(one)
+
+
+RIVALS: dict[str, type[Rival]] = {
+    rival.name: rival
+    for rival in (SidestreamObstore, PlainObstore, PlainObstoreNoChecksum, SidestreamFsspec, PlainS3fs, Stock)
+}
