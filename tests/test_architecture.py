@@ -37,6 +37,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "streams",
             "foreign",
             "foreign_manifest",
+            "joint",
             "checkpoint",
             "verifying",
         }

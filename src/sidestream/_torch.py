@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -18,8 +18,10 @@ __all__ = [
     "dtype_from_name",
     "dtype_name",
     "extent_bytes",
+    "group_store",
     "neg_view",
     "outside_compile",
+    "shard_runs",
     "storage_info",
     "storage_key",
     "tensor_class",
@@ -129,6 +131,66 @@ def outside_compile(work: Callable[[], None]) -> Callable[..., None]:
 
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     return hook
+
+
+# --- of torch.distributed, for those that have it ---
+
+
+def group_store(process_group: Any) -> tuple[Any, str]:
+    """The store that the job's default group was made with, and a name in it that only ``process_group`` has."""
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d.PrefixStore("sidestream", distributed_c10d._get_default_store())
+    ranks = distributed_c10d.get_process_group_ranks(process_group)
+    return store, f"{process_group.group_name}/{ranks[0]}-{ranks[-1]}-{len(ranks)}"
+
+
+Run: TypeAlias = tuple[int, int, int]
+"""Of one dimension of a sharded tensor: where the run begins in the whole, its length, where it begins in the local
+tensor."""
+
+
+def shard_runs(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[Run, ...], ...] | None:
+    """Which elements of a ``DTensor`` this rank has, as runs along each dimension; None if it is not in the mesh.
+
+    Placements apply from left to right, as torch does it; those that cut a dimension in strides may leave several runs.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    runs: list[tuple[Run, ...]] = [((0, size, 0),) for size in shape]
+    for dim, (placement, place) in enumerate(zip(placements, coordinate, strict=True)):
+        if not hasattr(placement, "dim"):  # a replica
+            continue
+        axis, shards = placement.dim % len(shape), mesh.size(dim)
+        length = sum(run[1] for run in runs[axis])
+        if hasattr(placement, "split_factor"):
+            local = torch.arange(length).reshape((1,) * axis + (-1,))
+            parts = placement._split_tensor(local, shards, with_padding=False, contiguous=False)[0]
+            pieces = list(_runs_of(parts[place].reshape(-1).tolist()))
+        else:
+            size = -(-length // shards)
+            start = min(size * place, length)
+            pieces = [(start, min(size, length - start), 0)]
+        runs[axis] = tuple(_picked(runs[axis], pieces))
+    return tuple(runs)
+
+
+def _runs_of(indices: list[int]) -> Iterator[Run]:
+    start = 0
+    for position in range(1, len(indices) + 1):
+        if position == len(indices) or indices[position] != indices[position - 1] + 1:
+            yield indices[start], position - start, start
+            start = position
+
+
+def _picked(runs: Sequence[Run], pieces: Sequence[Run]) -> Iterator[Run]:
+    """Those parts of ``runs`` whose places in the local tensor are in ``pieces``, with new places."""
+    for low, count, new in pieces:
+        for start, size, at in runs:
+            first, last = max(low, at), min(low + count, at + size)
+            if first < last:
+                yield start + first - at, last - first, new + first - low
 
 
 # --- of torch.distributed.checkpoint, whose import takes a second: only who works inside of it asks for these ---

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from .format.checksum import crc32
 from .format.manifest import parse_manifest, parse_metadata_line
 from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, manifest_name
 from .format.records import Manifest
+from .format.shared import Part, Root, join, parse_part, part_name
 from .format.validate import validate
 from .plan.metadata import decode_metadata
 from .storage import Store
@@ -32,6 +34,8 @@ __all__ = [
     "read_manifest",
     "read_marker",
     "read_metadata",
+    "read_parts",
+    "read_root",
     "step_name",
     "target_of_attempt",
 ]
@@ -160,6 +164,18 @@ async def read_manifest(store: Store, directory: str, url: str, deadline: Deadli
 
     Raises ``CheckpointNotFound`` if there is none, ``Corrupt`` or ``UnsupportedCheckpoint``.
     """
+    root = await read_root(store, directory, url, deadline)
+    if isinstance(root, Manifest):
+        return root
+    with _telling(url):
+        parts = await read_parts(store, directory, root, range(len(root.parts)), deadline)
+        manifest = await io_threads().run(join, root, parts, deadline=deadline)
+        await io_threads().run(validate, manifest, deadline=deadline)
+    return manifest
+
+
+async def read_root(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest | Root:
+    """As ``read_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated."""
     if not store.lists:
         return await _read_unlisted(store, directory, url, deadline)
     try:
@@ -172,24 +188,54 @@ async def read_manifest(store: Store, directory: str, url: str, deadline: Deadli
         ) from error
     except Corrupt as error:
         raise _told(error, url) from error
-    try:
+    with _telling(url):
         if marker is None:
             ours = next((name for name in sizes if name.startswith("manifest-")), None)
             if ours is not None:
                 what = f"it names no manifest, but {ours} is there"
                 raise Corrupt(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
-            manifest = await read_foreign_manifest(store, directory, sizes, deadline)
+            manifest: Manifest | Root = await read_foreign_manifest(store, directory, sizes, deadline)
         else:
             manifest = await _own_manifest(store, directory, marker, sizes, deadline)
-        await io_threads().run(validate, manifest, deadline=deadline)
+        if isinstance(manifest, Manifest):
+            await io_threads().run(validate, manifest, deadline=deadline)
+    return manifest
+
+
+async def read_parts(
+    store: Store, directory: str, root: Root, ranks: Iterable[int], deadline: Deadline
+) -> dict[int, Part]:
+    """The parts of these ranks. Raises ``Corrupt``, ``FileNotFoundError``."""
+    parts: dict[int, Part] = {}
+    for rank in ranks:
+        nbytes, crc = root.parts[rank]
+        if not nbytes:
+            parts[rank] = Part({}, {})
+            continue
+        name = part_name(manifest_name(root.manifest.save_id), rank)
+        raw = await read_file(store, f"{directory}/{name}", nbytes, deadline)
+        parts[rank] = await io_threads().run(_parse_part, name, raw, crc, deadline=deadline)
+    return parts
+
+
+def _parse_part(name: str, raw: bytearray, crc: int) -> Part:
+    if crc32(raw) != crc:
+        raise Corrupt(f"{name} was altered: its checksum is not the one in the manifest", file=name)
+    return parse_part(bytes(raw))
+
+
+@contextmanager
+def _telling(url: str) -> Iterator[None]:
+    """What is raised says which checkpoint it is about."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise Corrupt(f"{url}: {error.filename} is missing") from error
     except SidestreamError as error:
         raise _told(error, url) from error
-    return manifest
 
 
-async def _read_unlisted(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest:
+async def _read_unlisted(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest | Root:
     """Where nothing is listed, the marker says how large the manifest is, and the manifest which files there are."""
     try:
         sizes = {METADATA_NAME: await store.size(f"{directory}/{METADATA_NAME}", deadline=deadline)}
@@ -203,39 +249,41 @@ async def _read_unlisted(store: Store, directory: str, url: str, deadline: Deadl
             f"{url} was written by another writer, and a server without listings does not say which files it has: copy "
             "it to a directory first"
         )
-    try:
+    with _telling(url):
         name = manifest_name(marker.save_id)
         sizes[name] = await store.size(f"{directory}/{name}", deadline=deadline)
         raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
         named = await io_threads().run(_parse, name, raw, marker, deadline=deadline)
-        for file in named.files:
+        for file in _head(named).files:
             sizes[file] = await store.size(f"{directory}/{file}", deadline=deadline)
         manifest = await _own_manifest(store, directory, marker, sizes, deadline)
-        await io_threads().run(validate, manifest, deadline=deadline)
-    except FileNotFoundError as error:
-        raise Corrupt(f"{url}: {error.filename} is missing") from error
-    except SidestreamError as error:
-        raise _told(error, url) from error
+        if isinstance(manifest, Manifest):
+            await io_threads().run(validate, manifest, deadline=deadline)
     return manifest
 
 
 async def _own_manifest(
     store: Store, directory: str, marker: Marker, sizes: Mapping[str, int], deadline: Deadline
-) -> Manifest:
+) -> Manifest | Root:
     name = manifest_name(marker.save_id)
     if sizes.get(name) != marker.manifest_bytes:
         raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
     raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
     manifest = await io_threads().run(_parse, name, raw, marker, deadline=deadline)
-    if (manifest.save_id, manifest.step, manifest.generation) != (marker.save_id, marker.step, marker.generation):
+    head = _head(manifest)
+    if (head.save_id, head.step, head.generation) != (marker.save_id, marker.step, marker.generation):
         raise Corrupt(f"{name} belongs to another save than the marker", file=name)
-    for file, nbytes in manifest.files.items():
+    for file, nbytes in head.files.items():
         if sizes.get(file) != nbytes:
             raise Corrupt(f"{file} has {sizes.get(file, 0)} bytes, {nbytes} were saved", file=file)
     return manifest
 
 
-def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest:
+def _head(manifest: Manifest | Root) -> Manifest:
+    return manifest if isinstance(manifest, Manifest) else manifest.manifest
+
+
+def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest | Root:
     if crc32(raw) != marker.manifest_crc:
         raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
     return parse_manifest(bytes(raw))

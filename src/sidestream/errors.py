@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "Aborted",
@@ -35,6 +37,8 @@ __all__ = [
     "NotDurable",
     "NotShared",
     "OutcomeUnknown",
+    "RankFailure",
+    "RankFailures",
     "ShapeMismatch",
     "SidestreamError",
     "Skipped",
@@ -177,6 +181,39 @@ class NotDurable(SidestreamError, OSError):
 class NotShared(SidestreamError, OSError):
     """Ranks that save together do not write to one place: what one of them wrote, or the directory itself, is not there
     for another. Nothing became visible."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """What went wrong on ``rank`` (its number in the group): in which ``step``, the ``kind`` of error and its ``text``.
+
+    ``error`` is the error itself, made again, where it is one of ours. ``kind`` is ``"RankDied"`` where the rank is
+    gone, ``"DeadlineExceeded"`` where it did not answer in time."""
+
+    rank: int
+    step: str
+    kind: str
+    text: str
+    error: SidestreamError | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.step}): {self.kind}: {self.text}"
+
+
+class RankFailures(SidestreamError, RuntimeError):
+    """Some of the ranks that save or load together could not go on, so none did; every rank that lives raises the same.
+
+    ``failures`` has one ``RankFailure`` for each of them, by rank. Of a save nothing became visible.
+    """
+
+    def __init__(self, failures: Sequence[RankFailure]):
+        self.failures = tuple(sorted(failures, key=lambda one: one.rank))
+        shown = [str(one) for one in self.failures[:8]]
+        more = [f"... and {len(self.failures) - 8} ranks more"] if len(self.failures) > 8 else []
+        super().__init__("\n  ".join([f"{len(self.failures)} of the ranks failed:", *shown, *more]))
+
+    def __reduce__(self) -> Any:
+        return RankFailures, (self.failures,)
 
 
 class OutcomeUnknown(SidestreamError, OSError):

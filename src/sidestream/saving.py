@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,16 +16,18 @@ from .commit import Verdict, clean_up, commit
 from .errors import InvalidOption
 from .format.records import Entry, Manifest, Node
 from .format.shard import BlockSums
+from .joint.saving import FailedSave, JointSave, planning_of
 from .options import Digest, Durability, StorePolicy, check_choice, check_timeout
 from .pending import PendingSave, SaveInfo
 from .plan.metadata import encode_metadata
-from .plan.save import SavePlan
+from .plan.save import SavePlan, plan_save
 from .plan.values import copy_value
+from .ranks import GroupChoice, Member, Operation, group_of
 from .staging import AsyncStager, capture
 from .storage import Location, Store, Where, locate_directory
 from .writing import ForeignStage, SaveOrder, Stager, Writing
 
-__all__ = ["SaveJob", "async_save", "save", "start_save"]
+__all__ = ["SaveJob", "async_save", "deadline_of", "save", "start_save", "start_together"]
 
 _STREAM_BYTES = 256 << 20
 
@@ -43,6 +45,7 @@ async def save(
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
+    process_group: GroupChoice = None,
 ) -> SaveInfo:
     """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
 
@@ -78,6 +81,7 @@ async def save(
         storage_options=storage_options,
         filesystem=filesystem,
         store_policy=store_policy,
+        process_group=process_group,
     )
     try:
         return await pending
@@ -100,6 +104,7 @@ def async_save(
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
+    process_group: GroupChoice = None,
 ) -> PendingSave:
     """Start what ``save`` does and return at once. Needs a running event loop.
 
@@ -107,24 +112,45 @@ def async_save(
     here and now. Raises what is wrong with ``url`` and options at once; the rest is raised by ``pending``, what is
     wrong with a tensor or value of ``state`` before anything has been written.
     """
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
-    if not snapshot and stager is not None:
-        raise InvalidOption(
-            "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
-        )
-    budget_bytes = None if snapshot else _STREAM_BYTES
-    return PendingSave(
-        start_save(
+    running_loop("async_save")
+    member = group_of(process_group)
+
+    def start(operation: Operation | None) -> SaveJob | JointSave:
+        if not snapshot and stager is not None:
+            raise InvalidOption(
+                "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
+            )
+        return start_save(
             state,
-            location,
+            locate_directory(url, Where(storage_options, filesystem, store_policy)),
             stager=stager,
             durability=durability,
             timeout_s=timeout_s,
-            budget_bytes=budget_bytes,
+            budget_bytes=None if snapshot else _STREAM_BYTES,
             metadata=encode_metadata(metadata),
             digest=digest,
+            operation=operation,
+            member=member,
         )
-    )
+
+    if member is None or member.group.world == 1:
+        return PendingSave(start(None))
+    return PendingSave(start_together(start, member.begin("save", deadline_of(timeout_s)), str(url)))
+
+
+def deadline_of(timeout_s: object) -> Deadline:
+    """Also of what is no number of seconds, which is refused later, on behalf of all ranks."""
+    return Deadline.after(timeout_s if isinstance(timeout_s, (int, float)) else 600.0)
+
+
+def start_together(
+    start: Callable[[Operation], SaveJob | JointSave], operation: Operation, url: str
+) -> SaveJob | JointSave | FailedSave:
+    """What keeps this rank from starting is told to the others, and raised by all alike."""
+    try:
+        return start(operation)
+    except Exception as error:
+        return FailedSave(operation, url, error)
 
 
 def start_save(
@@ -139,19 +165,37 @@ def start_save(
     budget_bytes: int | None = None,
     metadata: Node = None,
     digest: Digest | None = None,
-) -> SaveJob:
+    operation: Operation | None = None,
+    member: Member | None = None,
+) -> SaveJob | JointSave:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
     ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
+
+    ``operation`` is there where several ranks save. A ``member`` alone in its group saves as any process does, unless
+    it has tensors that only a group can describe.
     """
     running_loop("async_save")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
     if digest is not None:
         check_choice("digest", digest, Digest)
-    order = SaveOrder(location, durability, Deadline.after(timeout_s), step, generation, budget_bytes, digest, metadata)
-    if stager is None or isinstance(stager, AsyncStager):
-        return SaveJob(order, Writing(order, capture(state, copy_value), stager))
-    return SaveJob(order, ForeignStage(order, state, stager))
+    deadline = Deadline.after(timeout_s)
+    own = stager is None or isinstance(stager, AsyncStager)
+    captured = capture(state, copy_value) if own else None
+    if operation is None and member is not None and captured is not None and captured.sharded:
+        operation = member.begin("save", deadline)
+    order = SaveOrder(location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation)
+    planning = None if operation is None else planning_of(order, operation)
+    lay_out = plan_save if planning is None else planning.lay_out
+    if captured is not None:
+        assert stager is None or isinstance(stager, AsyncStager)
+        source: Writing | ForeignStage = Writing(order, captured, stager, lay_out)
+    else:
+        assert stager is not None
+        source = ForeignStage(order, state, stager, lay_out)
+    if operation is not None and planning is not None:
+        return JointSave(order, operation, planning, source)
+    return SaveJob(order, source)
 
 
 @dataclass(slots=True)

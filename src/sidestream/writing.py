@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from ._threads import Deadline, Stop, Threads, io_threads, politely
 from ._torch import Stateful
@@ -26,9 +26,10 @@ from .format.digest import DigestOf, digest_of
 from .format.records import Node
 from .format.shard import BlockSums, Sealer, ShardLayout, Window
 from .options import Digest, Durability
-from .plan.save import SavePlan, plan_save, shard_name
+from .plan.save import plan_save
 from .plan.values import copy_value
-from .staging import AsyncStager, Captured, StagedImage, Staging, capture
+from .ranks import Operation
+from .staging import AsyncStager, Captured, PlanCache, StagedImage, Staging, capture
 from .storage import Location
 
 __all__ = ["ForeignStage", "SaveOrder", "ShardBody", "Stager", "Writing"]
@@ -57,28 +58,57 @@ class SaveOrder:
     """Of the memory that is mapped for this save alone."""
     digest: Digest | None = None
     metadata: Node = None
-    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    operation: Operation | None = None
+    """Of a save that several ranks do together."""
+    own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def save_id(self) -> str:
+        """Several ranks have one id, which is known once they have planned."""
+        return self.own_id if self.operation is None else self.operation.save_id
 
     @property
     def attempt(self) -> str:
         return attempt_name(self.location.name, self.save_id)
 
 
+class FilePlan(Protocol):
+    """What a writer needs of a plan: the content of the file of plain values (empty: no such file), the shards, and
+    what the files are called."""
+
+    @property
+    def values(self) -> bytes: ...
+
+    @property
+    def values_file(self) -> str: ...
+
+    @property
+    def shards(self) -> tuple[ShardLayout, ...]: ...
+
+    def shard_file(self, index: int) -> str: ...
+
+
+LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
+
+
 class Writing:
     """A launched stage and the thread that writes it; without a ``stager``, memory is mapped for this save alone.
 
-    With ``mode="snapshot"`` the sources have been read when this is made.
+    With ``mode="snapshot"`` the sources have been read when this is made. ``lay_out`` plans, in the stager's thread,
+    given its cache of plans and its budget.
     """
 
-    def __init__(self, order: SaveOrder, captured: Captured, stager: AsyncStager | None) -> None:
+    def __init__(
+        self, order: SaveOrder, captured: Captured, stager: AsyncStager | None, lay_out: LayOut = plan_save
+    ) -> None:
         self._order = order
         self._stop = Stop()
         self._own: AsyncStager | None = None
         if stager is None:
             stager = self._own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=order.deadline.timeout_s)
-        lay_out = partial(plan_save, stager.plans, stager.budget_bytes)
-        self._staging: Staging[SavePlan] = stager.launch(captured, lay_out, order.deadline)
+        planned = partial(lay_out, stager.plans, stager.budget_bytes)
+        self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline)
         self._sums: list[BlockSums] = []
         self._digest = None if order.digest is None else digest_of(order.digest)
         self._threads = Threads("sidestream-write", _WRITE_THREADS)
@@ -94,8 +124,8 @@ class Writing:
         """Resolve ``staged`` when the sources may change, one way or the other."""
         asyncio.wrap_future(self._staging.free).add_done_callback(partial(_pass_on, staged))
 
-    async def ended(self) -> tuple[SavePlan, list[BlockSums]]:
-        """Wait until all data is on storage: the plan, and the checksums of each shard's blocks."""
+    async def ended(self) -> tuple[Any, list[BlockSums]]:
+        """Wait until all data is on storage: what ``lay_out`` made, and the checksums of each shard's blocks."""
         with self._stop.waking(self._staging.release):
             await self._threads.wait(self._done, "writing", stop=self._stop, deadline=self._order.deadline)
         return self._staging.laid.result(0), self._sums
@@ -111,6 +141,11 @@ class Writing:
         await asyncio.wait([copied], timeout=max(self._order.deadline.remaining_s(), _GRACE_S))
         if self._own is not None:
             await self._own.aclose()
+
+    def interrupt(self) -> None:
+        """From any thread: stop, so that ``ended()`` raises. Whoever awaits that sees to the rest."""
+        self._stop.set()
+        self._staging.release()
 
     def abandon(self) -> None:
         """Nobody will wait for it: stop, and leave nothing behind."""
@@ -134,9 +169,10 @@ class Writing:
             durability=order.durability,
             stop=self._stop,
             deadline=order.deadline,
+            place="new" if order.operation is None else "joined",
         )
 
-    def _files(self, plan: SavePlan) -> Iterator[tuple[str, BytesBody | ShardBody]]:
+    def _files(self, plan: FilePlan) -> Iterator[tuple[str, BytesBody | ShardBody]]:
         """Small values first, then shard after shard in the order in which they are staged."""
         if plan.values:
             yield plan.values_file, BytesBody(plan.values)
@@ -144,15 +180,16 @@ class Writing:
         for index, layout in enumerate(plan.shards):
             body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._digest)
             self._sums.append(body.sums)
-            yield shard_name(index), body
+            yield plan.shard_file(index), body
 
-    def _plan(self) -> SavePlan:
+    def _plan(self) -> FilePlan:
         try:
-            return self._staging.laid.result(self._order.deadline.remaining_s())
+            plan: FilePlan = self._staging.laid.result(self._order.deadline.remaining_s())
         except TimeoutError as error:
             if self._staging.laid.done():
                 raise
             raise self._order.deadline.exceeded("waiting for earlier stages") from error
+        return plan
 
 
 def _pass_on(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
@@ -170,13 +207,14 @@ class ForeignStage:
     """Another stager makes the first copy, as it does under DCP: on this thread, from state dicts. It may use its
     memory again for the next stage, so ours is a second copy, and the sources are free when that one has ended."""
 
-    def __init__(self, order: SaveOrder, state: Mapping[str, Any], stager: Stager) -> None:
+    def __init__(self, order: SaveOrder, state: Mapping[str, Any], stager: Stager, lay_out: LayOut = plan_save) -> None:
         if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
             raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
         if not isinstance(state, Mapping):
             raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
         state_dict = {key: item.state_dict() if isinstance(item, Stateful) else item for key, item in state.items()}
         self._order = order
+        self._lay_out = lay_out
         self._stager: Any = stager
         self._result = stager.stage(state_dict)
 
@@ -192,7 +230,7 @@ class ForeignStage:
                 raise deadline.exceeded("the stager that was passed in") from error
         elif getattr(self._stager, "should_synchronize_after_execute", False):
             await io_threads().run(self._stager.synchronize_staging, deadline=deadline)
-        return Writing(self._order, capture(result, copy_value), None)
+        return Writing(self._order, capture(result, copy_value), None, self._lay_out)
 
     def abandon(self) -> None:
         self._result = None

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from typing import TypeAlias
 
 from . import pickles as p
 from .marker import Marker, marker_attribute
-from .records import Chunk, DictKey, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
+from .records import DictKey, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
 
-__all__ = ["dcp_metadata"]
+__all__ = ["NAMES", "chunk_list", "dcp_metadata", "index_of", "info_of", "path_item", "prelude", "tensor_of"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
 _BUILD, _NEW, _POP, _MEMOIZE = b"b", b")\x81", b"0", b"\x94"
 
 
-class _Names:
-    """The globals that every entry needs, memoized once at the start: ``_prelude`` and these indices go together."""
+class NAMES:
+    """The globals that every entry needs, memoized once at the start: ``prelude`` and these indices go together."""
 
     names = (
         (_METADATA, "Metadata"),
@@ -42,34 +45,34 @@ def dcp_metadata(entries: Mapping[str, Entry], marker: Marker) -> Iterator[bytes
     """The file, in many small pieces."""
     # Only those in use: a version of torch that lacks one of the others reads the file too.
     names = sorted({entry.dtype for entry in entries.values() if isinstance(entry, TensorEntry)})
-    dtypes = {name: b"h%c" % (_Names.first_dtype + index) for index, name in enumerate(names)}
+    dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
     yield b"\x80\x04"
-    yield _prelude(names)
-    yield _Names.metadata + _NEW + b"}(" + p.text("state_dict_metadata") + b"}("
+    yield prelude(names)
+    yield NAMES.metadata + _NEW + b"}(" + p.text("state_dict_metadata") + b"}("
     for fqn, entry in entries.items():
         if isinstance(entry, TensorEntry):
             boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
             yield p.text(fqn) + _tensor(dtypes[entry.dtype], entry.shape, boxes)
         elif isinstance(entry, ValueEntry):
-            yield p.text(fqn) + _Names.value + _NEW
+            yield p.text(fqn) + NAMES.value + _NEW
     yield b"u" + p.text("planner_data") + b"}("
     for fqn, entry in entries.items():
         if not isinstance(entry, EmptyEntry):
-            yield p.text(fqn) + p.tuple_of(*map(_path_item, entry.path))
+            yield p.text(fqn) + p.tuple_of(*map(path_item, entry.path))
     yield b"u" + p.text("storage_data") + b"}("
     for fqn, entry in entries.items():
         if isinstance(entry, TensorEntry):
             name = p.text(fqn)
             for number, chunk in enumerate(entry.chunks):
-                yield _index(name, chunk, number) + _info(chunk.file, chunk.item_offset, chunk.item_bytes)
+                yield index_of(name, chunk.offsets, number) + info_of(chunk.file, chunk.item_offset, chunk.item_bytes)
         elif isinstance(entry, ValueEntry):
-            yield _index(p.text(fqn), None, None) + _info(entry.file, entry.item_offset, entry.item_bytes)
+            yield index_of(p.text(fqn), None, None) + info_of(entry.file, entry.item_offset, entry.item_bytes)
     yield b"u" + p.text("storage_meta") + p.NONE + p.text("version") + p.text("1.0.0")
     yield marker_attribute(marker)
 
 
-def _prelude(dtypes: Iterable[str]) -> bytes:
-    globals_ = [p.global_(module, name) for module, name in _Names.names]
+def prelude(dtypes: Iterable[str]) -> bytes:
+    globals_ = [p.global_(module, name) for module, name in NAMES.names]
     globals_.append(p.call(p.global_("torch.serialization", "_get_layout"), p.text("torch.strided")))
     globals_.append(p.call(p.global_(_METADATA, "_MEM_FORMAT_ENCODING"), p.integer(0)))
     globals_.extend(p.global_("torch", dtype) for dtype in dtypes)
@@ -78,7 +81,7 @@ def _prelude(dtypes: Iterable[str]) -> bytes:
 
 @lru_cache(maxsize=65536)
 def _size(sizes: tuple[int, ...]) -> bytes:
-    return p.call(_Names.size, p.tuple_of(*map(p.integer, sizes)))
+    return p.call(NAMES.size, p.tuple_of(*map(p.integer, sizes)))
 
 
 def _object(kind: bytes, *state: bytes) -> bytes:
@@ -87,28 +90,36 @@ def _object(kind: bytes, *state: bytes) -> bytes:
 
 
 @lru_cache(maxsize=65536)  # a training run has few distinct ones, and 10,000 tensors
-def _tensor(dtype: bytes, shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> bytes:
-    values = p.tuple_of(dtype, _Names.layout, p.FALSE, _Names.memory_format, p.FALSE)
-    properties = _Names.properties + _NEW + values + _BUILD
-    chunks = (_object(_Names.chunk, _OFFSETS, _size(offsets), _SIZES, _size(sizes)) for offsets, sizes in boxes)
-    return _object(_Names.tensor, _PROPERTIES, properties, _SIZE, _size(shape), _CHUNKS, p.list_of(chunks))
+def _tensor(dtype: bytes, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> bytes:
+    return tensor_of(dtype, shape, chunk_list(boxes))
 
 
-def _index(fqn: bytes, chunk: Chunk | None, number: int | None) -> bytes:
-    offset = p.NONE if chunk is None else _size(chunk.offsets)
+def tensor_of(dtype: bytes, shape: tuple[int, ...], chunks: bytes) -> bytes:
+    values = p.tuple_of(dtype, NAMES.layout, p.FALSE, NAMES.memory_format, p.FALSE)
+    properties = NAMES.properties + _NEW + values + _BUILD
+    return _object(NAMES.tensor, _PROPERTIES, properties, _SIZE, _size(shape), _CHUNKS, chunks)
+
+
+def chunk_list(boxes: Iterable[Box]) -> bytes:
+    chunks = (_object(NAMES.chunk, _OFFSETS, _size(offsets), _SIZES, _size(sizes)) for offsets, sizes in boxes)
+    return p.list_of(chunks)
+
+
+def index_of(fqn: bytes, offsets: tuple[int, ...] | None, number: int | None) -> bytes:
+    offset = p.NONE if offsets is None else _size(offsets)
     position = p.NONE if number is None else p.integer(number)
-    return _object(_Names.index, _FQN, fqn, _OFFSET, offset, _INDEX, position)
+    return _object(NAMES.index, _FQN, fqn, _OFFSET, offset, _INDEX, position)
 
 
-def _info(file: str, offset: int, nbytes: int) -> bytes:
-    return _object(_Names.info, _PATH, p.text(file), _OFFSET, p.integer(offset), _LENGTH, p.integer(nbytes))
+def info_of(file: str, offset: int, nbytes: int) -> bytes:
+    return _object(NAMES.info, _PATH, p.text(file), _OFFSET, p.integer(offset), _LENGTH, p.integer(nbytes))
 
 
 _FQN, _INDEX, _OFFSET, _LENGTH, _PATH = map(p.text, ("fqn", "index", "offset", "length", "relative_path"))
 _OFFSETS, _SIZES, _PROPERTIES, _SIZE, _CHUNKS = map(p.text, ("offsets", "sizes", "properties", "size", "chunks"))
 
 
-def _path_item(key: Key) -> bytes:
+def path_item(key: Key) -> bytes:
     """DCP keeps list indices as integers and turns every dict key into a string."""
     if isinstance(key, DictKey):
         return p.text(str(key.value))

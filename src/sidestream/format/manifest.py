@@ -12,27 +12,20 @@ from .._threads import politely
 from ..errors import Corrupt, UnsupportedCheckpoint
 from ..options import Digest
 from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
+from .shared import PartName, Root, Shared, SharedRow, parse_patterns, pattern_lines, row_lines
 
-__all__ = ["metadata_line", "parse_manifest", "parse_metadata_line", "write_manifest"]
+__all__ = ["metadata_line", "parse_manifest", "parse_metadata_line", "root_body", "write_manifest", "write_root"]
 
 T = TypeVar("T")
 _VERSION = 1
+_SHARED_VERSION = 2
 
 
 def write_manifest(manifest: Manifest, torch_version: str) -> Iterator[bytes]:
     """The file, line by line."""
     yield _line(
         {
-            "sidestream": _VERSION,
-            "save_id": manifest.save_id,
-            "step": manifest.step,
-            "generation": manifest.generation,
-            "torch": torch_version,
-            "block_bytes": BLOCK_BYTES,
-            "files": manifest.files,
-            "entries": len(manifest.entries),
-            "metadata": manifest.metadata is not None,
-            **({} if manifest.digest is None else {"digest": manifest.digest}),
+            **_head(manifest, _VERSION, torch_version, len(manifest.entries)),
             **({} if manifest.planner == "sidestream" else {"planner": manifest.planner}),
             **({} if manifest.planner_data is None else {"planner_data": manifest.planner_data}),
         }
@@ -41,6 +34,34 @@ def write_manifest(manifest: Manifest, torch_version: str) -> Iterator[bytes]:
         path = [{"key": key.value} if isinstance(key, DictKey) else key for key in entry.path]
         yield _line([*_entry(entry), fqn, path])
     yield metadata_line(manifest)
+
+
+def write_root(root: Root, torch_version: str, body: bytes) -> Iterator[bytes]:
+    """The root of a manifest in parts. ``body``: its patterns and rows, which do not change from save to save."""
+    head = _head(root.manifest, _SHARED_VERSION, torch_version, len(root.shared.rows))
+    yield _line({**head, "patterns": len(root.shared.patterns), "parts": root.parts})
+    yield body
+    yield metadata_line(root.manifest)
+
+
+def root_body(shared: Shared) -> bytes:
+    """In a worker thread."""
+    return b"".join([*pattern_lines(shared), *row_lines(shared)])
+
+
+def _head(manifest: Manifest, version: int, torch_version: str, entries: int) -> dict[str, object]:
+    return {
+        "sidestream": version,
+        "save_id": manifest.save_id,
+        "step": manifest.step,
+        "generation": manifest.generation,
+        "torch": torch_version,
+        "block_bytes": BLOCK_BYTES,
+        "files": manifest.files,
+        "entries": entries,
+        "metadata": manifest.metadata is not None,
+        **({} if manifest.digest is None else {"digest": manifest.digest}),
+    }
 
 
 def metadata_line(manifest: Manifest) -> bytes:
@@ -84,17 +105,18 @@ def _chunk(chunk: Chunk) -> list[object]:
     return [chunk.offsets, chunk.sizes, *place, crcs, *digests]
 
 
-def parse_manifest(raw: bytes) -> Manifest:
+def parse_manifest(raw: bytes) -> Manifest | Root:
     """Raises ``Corrupt`` where the text is not what ``write_manifest`` writes, ``UnsupportedCheckpoint`` for a later
-    version. The content is not validated here (``validate.py``). In a worker thread."""
+    version. The content is not validated here (``validate.py``). In a worker thread. A ``Root`` has its entries in
+    the parts of the ranks (``shared.py``)."""
     lines = raw.split(b"\n")
     if lines.pop() != b"":
         raise Corrupt("the manifest is cut off")
     try:
         head = json.loads(lines[0].decode())  # bytes that look like UTF-16 would make it import a codec
-        if head["sidestream"] != _VERSION or head["block_bytes"] != BLOCK_BYTES:
+        if head["sidestream"] not in (_VERSION, _SHARED_VERSION) or head["block_bytes"] != BLOCK_BYTES:
             raise UnsupportedCheckpoint(
-                f"the manifest has version {head['sidestream']}, this sidestream reads {_VERSION}: upgrade it"
+                f"the manifest has version {head['sidestream']}, this sidestream reads {_SHARED_VERSION}: upgrade it"
             )
         metadata = _metadata(json.loads(lines.pop().decode())) if _is(bool, head.get("metadata", False)) else None
         digest = head.get("digest")
@@ -102,11 +124,12 @@ def parse_manifest(raw: bytes) -> Manifest:
             raise UnsupportedCheckpoint(
                 f"the manifest has digests of the unknown kind {digest!a:.40}: upgrade sidestream"
             )
+        if head["sidestream"] == _SHARED_VERSION:
+            return _parse_root(head, lines[1:], digest, metadata)
         entries = dict(_parse_entry(json.loads(line.decode())) for line in politely(lines[1:]))
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
             raise Corrupt(f"the manifest announces {head['entries']} entries and has {len(entries)}")
-        files = {_is(str, name): _is(int, nbytes) for name, nbytes in head["files"].items()}
-        step = head["step"] if head["step"] is None else _is(int, head["step"])
+        files, step = _files(head), _step(head)
         planner = head.get("planner", "sidestream")
         if planner not in ("sidestream", "dcp"):
             raise UnsupportedCheckpoint(f"the manifest was planned by {planner!a:.40}, which is unknown: upgrade it")
@@ -116,6 +139,47 @@ def parse_manifest(raw: bytes) -> Manifest:
         if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
             raise
         raise Corrupt(f"the manifest is damaged: {type(error).__name__}") from None
+
+
+def _files(head: dict[str, Any]) -> dict[str, int]:
+    return {_is(str, name): _is(int, nbytes) for name, nbytes in head["files"].items()}
+
+
+def _step(head: dict[str, Any]) -> int | None:
+    return None if head["step"] is None else _is(int, head["step"])
+
+
+def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, metadata: Node) -> Root:
+    patterns, entries = _is(int, head["patterns"]), _is(int, head["entries"])
+    if len(lines) != patterns + entries:
+        raise Corrupt(f"the manifest announces {patterns + entries} lines and has {len(lines)}")
+    parts = tuple(PartName(_is(int, nbytes), _is(int, crc)) for nbytes, crc in head["parts"])
+    shared = Shared(
+        tuple(_parse_row(json.loads(line.decode()), patterns, len(parts)) for line in politely(lines[patterns:])),
+        parse_patterns(lines[:patterns], len(parts)),
+    )
+    for row in shared.rows:
+        boxes = shared.patterns[row.pattern] if row.kind == "tensor" else ()
+        if any(len(one.offsets) != len(row.shape) for one in boxes[:1]):
+            raise Corrupt(f"{row.fqn}: the manifest has boxes of another rank for it", fqn=row.fqn)
+    save_id, generation = _is(str, head["save_id"]), _is(int, head["generation"])
+    made = Manifest(save_id, {}, _files(head), _step(head), generation, digest, metadata, ranks=len(parts))
+    return Root(made, shared, parts)
+
+
+def _parse_row(line: list[Any], patterns: int, ranks: int) -> SharedRow:
+    kind, content, fqn, raw_path = line
+    path = tuple(_parse_key(key) for key in raw_path)
+    if kind == "tensor":
+        dtype, shape, pattern = content
+        if not 0 <= _is(int, pattern) < patterns:
+            raise Corrupt("the manifest names a pattern that it does not have")
+        return SharedRow(kind, _is(str, fqn), path, _is(str, dtype), _ints(shape), pattern)
+    if kind == "value" and not 0 <= _is(int, content) < ranks:
+        raise Corrupt("the manifest names a rank that it does not have")
+    if kind not in ("value", "empty"):
+        raise Corrupt(f"the manifest has an entry of the unknown kind {kind!r}")
+    return SharedRow(kind, _is(str, fqn), path, "", (), content if kind == "value" else -1)
 
 
 def _parse_entry(line: list[Any]) -> tuple[str, Entry]:

@@ -115,6 +115,8 @@ class Manifest:
     metadata: Node = None
     planner: Literal["sidestream", "dcp"] = "sidestream"
     planner_data: Node = None
+    ranks: int = 0
+    """How many ranks wrote it, each with a part of the manifest of its own; 0 where it is in one piece."""
 
     @property
     def own(self) -> bool:

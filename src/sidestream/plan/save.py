@@ -101,6 +101,9 @@ class SavePlan:
     def values_file(self) -> str:
         return _VALUES_FILE
 
+    def shard_file(self, index: int) -> str:
+        return shard_name(index)
+
     def entries(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Iterator[tuple[str, Entry]]:
         """The manifest's entries by FQN, given the checksums of each shard's blocks, and what each of the ``files`` is
         called in the published checkpoint."""

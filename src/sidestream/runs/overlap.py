@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from ..commit import Verdict
 from ..errors import Skipped
 from ..pending import SaveInfo, SaveWork
-from ..saving import SaveJob
 from .leases import Lease
 
 __all__ = ["LeasedSave", "QueuedSave", "SkippedSave", "Slots"]
@@ -37,7 +36,7 @@ class Slots:
 class LeasedSave:
     """A save whose target is leased while it is written, so that nobody takes the attempt for abandoned."""
 
-    def __init__(self, job: SaveJob, lease: Lease) -> None:
+    def __init__(self, job: SaveWork, lease: Lease) -> None:
         self._job = job
         self._lease = lease
 

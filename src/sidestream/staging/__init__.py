@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Lease
 from .capture import Captured, capture
-from .composite import Composite
+from .composite import Composite, Sharding
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
 from .future import StagingFuture
@@ -30,6 +30,7 @@ __all__ = [
     "ImageLayout",
     "Lease",
     "PlanCache",
+    "Sharding",
     "StageMode",
     "StagedImage",
     "StagedState",

@@ -42,6 +42,8 @@ class Captured:
     tensors: list[torch.Tensor]
     volatile: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
+    sharded: bool = False
+    """Whether some of it is shards of a larger tensor."""
 
 
 def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepcopy) -> Captured:
@@ -57,13 +59,15 @@ def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepc
             f'{type(state).__name__}; write {{"model": model}}'
         )
     walk = _Walk(convert)
-    return Captured(walk.mapping(state, "", 0), walk.tensors, walk.volatile)
+    root = walk.mapping(state, "", 0)
+    return Captured(root, walk.tensors, walk.volatile, sharded=walk.sharded)
 
 
 class _Walk:
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.volatile: set[int] = set()
+        self.sharded = False
         self._convert = convert
 
     def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
@@ -122,6 +126,7 @@ class _Walk:
         value = settled(value)
         composite = dismantle(value, path)
         if composite is not None:
+            self.sharded = self.sharded or composite.sharding is not None
             self.tensors.extend(composite.tensors())
             return composite
         alias = value.detach()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from .._torch import tensor_class
+from .._torch import shard_runs, tensor_class
 from ..errors import UnsupportedTensor
 
-__all__ = ["Composite", "dismantle", "settled"]
+__all__ = ["Composite", "Sharding", "dismantle", "settled"]
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -24,15 +26,31 @@ _COMPRESSED = {
 
 
 @dataclass(frozen=True, slots=True)
+class Sharding:
+    """Of what whole the parts are shards. ``key`` is equal where the places of the parts are.
+
+    ``places()`` has, for each piece, its part, offsets in the whole, sizes, and offsets in the part. For a worker
+    thread.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    key: Hashable
+    places: Callable[[], tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class Composite:
     """``rebuild(parts)`` makes a tensor of ``kind`` (as errors call it) over copies of ``parts``, in their order.
 
-    It refers to the parts alone, not to the tensor that they were taken from.
+    It refers to the parts alone, not to the tensor that they were taken from. ``sharding`` is there if the parts are
+    this rank's shards of a larger tensor.
     """
 
     kind: str
     parts: tuple[torch.Tensor | Composite, ...]
     rebuild: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    sharding: Sharding | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for part in self.parts:
@@ -82,7 +100,21 @@ def _dtensor(tensor: Any, path: str) -> Composite:
             f"{path}: a DTensor with a Partial placement holds a share of a sum that nobody has added up yet; "
             "redistribute() it first"
         )
-    return _wrapper(tensor, path, "a DTensor")
+    shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
+    sharding = Sharding(
+        shape, tensor.dtype, (shape, mesh, placements), partial(_dtensor_places, shape, mesh, placements)
+    )
+    return replace(_wrapper(tensor, path, "a DTensor"), sharding=sharding)
+
+
+def _dtensor_places(
+    shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]
+) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+    runs = shard_runs(shape, mesh, placements)
+    if runs is None:
+        return ()
+    boxes = itertools.product(*runs)
+    return tuple((0, *(tuple(run[at] for run in box) for at in range(3))) for box in boxes)  # type: ignore[misc]
 
 
 def _wrapper(tensor: Any, path: str, name: str) -> Composite:
@@ -145,4 +177,9 @@ def _sharded(tensor: Any, path: str) -> Composite:
         )
         return made
 
-    return Composite("a ShardedTensor", parts, rebuild)
+    places = tuple(
+        (n, tuple(shard.shard_offsets), tuple(shard.shard_sizes), (0,) * len(shard.shard_sizes))
+        for n, shard in enumerate(placed)
+    )
+    sharding = Sharding(tuple(metadata.size), metadata.tensor_properties.dtype, places, lambda: places)
+    return Composite("a ShardedTensor", parts, rebuild, sharding)

@@ -38,7 +38,7 @@ _RUN_BYTES = 16 << 20
 _RUN_RANGES = 4096
 _CLEAN_UP_S = 60.0
 _ATTEMPT = re.compile(r"\.([0-9a-f]{32})\.partial")
-_OURS = re.compile(r"(?:__\d+_\d+|manifest)-([0-9a-f]{32})(?:\.distcp)?")
+_OURS = re.compile(r"(?:__\d+_\d+|manifest)-([0-9a-f]{32})(?:\.distcp|\.\d+)?")
 _warned: set[str] = set()
 
 

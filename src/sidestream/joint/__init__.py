@@ -1,0 +1,3 @@
+"""What several ranks save and load as one."""
+
+from __future__ import annotations

@@ -1,0 +1,346 @@
+"""One save by all ranks of a group: each stages and writes its part, rank 0 commits when all have, or for none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from .._tasks import finish
+from .._threads import Deadline, Stop, Threads, io_threads, politely
+from .._torch import TORCH_VERSION
+from ..catalog import read_marker
+from ..commit import BytesBody, Verdict, clean_up, commit_files
+from ..errors import NotDurable, NotShared, RankFailures, SidestreamError
+from ..format.checksum import crc32
+from ..format.dcp_shared import places_of_chunks, places_of_values, shared_metadata
+from ..format.manifest import metadata_line, write_root
+from ..format.marker import METADATA_NAME, Marker, manifest_name
+from ..format.records import Manifest
+from ..format.shard import BlockSums
+from ..format.shared import PartName, Root, part_name, write_part
+from ..pending import SaveInfo
+from ..plan.rank_save import RankPlan
+from ..ranks import Operation, Stopped
+from ..storage import Store
+from ..writing import ForeignStage, SaveOrder, Writing
+from .planning import Planned, Planning, Terms
+
+__all__ = ["FailedSave", "JointSave", "planning_of"]
+
+_READ_BACK_S = 10.0
+
+
+def planning_of(order: SaveOrder, operation: Operation) -> Planning:
+    """How the ranks plan ``order`` together."""
+    terms = Terms(order.location.name, order.durability, order.digest)
+
+    def prepare() -> None:
+        """Rank 0 makes the attempt. Its name is one that no other save has, so that whoever finds it sees this very
+        directory, and whoever does not is told so."""
+        threads = Threads("sidestream-write", 1)
+        try:
+            order.location.store.write(
+                order.attempt,
+                order.location.name,
+                (),
+                threads=threads,
+                durability=order.durability,
+                stop=Stop(),
+                deadline=order.deadline,
+            )
+        finally:
+            threads.close()
+
+    return Planning(operation, terms, prepare)
+
+
+@dataclass(slots=True)
+class FailedSave:
+    """A save that this rank could not even begin; the others are told."""
+
+    operation: Operation
+    url: str
+    error: BaseException
+    verdict: Verdict = field(default_factory=Verdict)
+
+    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+        raise await self.operation.failed(self.error) from self.error
+
+    def abandon(self) -> None:
+        self.operation.report(self.error)
+
+
+@dataclass(slots=True)
+class JointSave:
+    """One save, from launched copies to the commit, as one rank sees it."""
+
+    order: SaveOrder
+    operation: Operation
+    planning: Planning
+    source: Writing | ForeignStage
+    verdict: Verdict = field(default_factory=Verdict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def url(self) -> str:
+        return self.order.location.url
+
+    def abandon(self) -> None:
+        self.operation.report(asyncio.CancelledError())
+        self.source.abandon()
+
+    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+        staged.add_done_callback(lambda _: self._mark("staged"))
+        writing: Writing | None = self.source if isinstance(self.source, Writing) else None
+        try:
+            if writing is None:
+                writing = await self.source.launch()  # type: ignore[union-attr]
+            self.operation.on_stop(writing.interrupt)
+            writing.pass_on(_unless_failed(staged))
+            info = await self._write_and_commit(writing)
+        except BaseException as error:
+            info = await self._fail(error)
+        finally:
+            if writing is not None:
+                await finish(writing.release)
+        self.operation.close()
+        return info
+
+    async def _write_and_commit(self, writing: Writing) -> SaveInfo:
+        _, sums = await writing.ended()
+        planned = self.planning.planned
+        assert planned is not None
+        receipt = await self._receipt(planned, sums)
+        self._mark("written")
+        answer = await self.operation.aexchange("commit", receipt, self._commit)
+        return self._info(json.loads(answer))
+
+    def _info(self, told: Mapping[str, Any]) -> SaveInfo:
+        self.verdict.outcome = "committed"
+        if told.get("not_durable"):
+            raise NotDurable(told["not_durable"])
+        order = self.order
+        return SaveInfo(
+            self.url,
+            order.save_id,
+            order.step,
+            order.generation,
+            told["nbytes"],
+            order.durability,
+            MappingProxyType(told["seconds"]),
+        )
+
+    def _mark(self, phase: str) -> None:
+        self.seconds.setdefault(phase, time.monotonic() - self.started)
+
+    # --- how it fails ---
+
+    async def _fail(self, error: BaseException) -> SaveInfo:
+        """Raises what all ranks raise; returns only if the checkpoint turns out to be there."""
+        operation = self.operation
+        if operation.went_on or (isinstance(error, NotDurable) and self.verdict.outcome == "committed"):
+            self.verdict.outcome = "committed"
+            operation.close()
+            raise error
+        verdict = await operation.failed(error)
+        if operation.rank == 0:
+            await clean_up(self.order.location.store, self.order.attempt, self.verdict, verdict)
+        else:
+            await self._look_back(verdict)
+        if isinstance(error, asyncio.CancelledError):
+            raise error
+        if self.verdict.outcome == "committed":
+            return await self._info_read_back()
+        raise verdict from error
+
+    async def _look_back(self, verdict: RankFailures) -> None:
+        """Rank 0 has gone while it committed, or does not know what came of it."""
+        first = verdict.failures[0]
+        if first.rank == 0 and first.kind == "OutcomeUnknown":
+            self.verdict.outcome = "unknown"
+        if self.operation.step != "commit" or first.rank != 0 or first.kind not in ("RankDied", "DeadlineExceeded"):
+            return
+        location = self.order.location
+        try:
+            marker = await read_marker(location.store, location.name, Deadline.after(_READ_BACK_S))
+            found = marker is not None and marker.save_id == self.order.save_id
+        except FileNotFoundError:
+            found = False
+        except (SidestreamError, OSError):
+            self.verdict.outcome = "unknown"
+            return
+        certain = location.store.appears_whole and first.kind == "RankDied"
+        self.verdict.outcome = "committed" if found else "absent" if certain else "unknown"
+
+    async def _info_read_back(self) -> SaveInfo:
+        location = self.order.location
+        sizes = await location.store.sizes(location.name, deadline=Deadline.after(_READ_BACK_S))
+        nbytes = sum(size for name, size in sizes.items() if name.startswith("__"))
+        return self._info({"nbytes": nbytes, "seconds": self.seconds})
+
+    # --- receipts ---
+
+    async def _receipt(self, planned: Planned, sums: Sequence[BlockSums]) -> bytes:
+        """This rank's part of the manifest is on storage when this returns, and rank 0 can do without it."""
+        order = self.order
+        store, deadline = order.location.store, order.deadline
+        made = await io_threads().run(_make_part, planned, sums, store, order.attempt, deadline=deadline)
+        if made.part:
+            name = part_name(manifest_name(order.save_id), self.operation.rank)
+            body = BytesBody(made.part)
+            await store.put(f"{order.attempt}/{name}", body, durability=order.durability, deadline=deadline)
+        told = {
+            "files": made.files,
+            "part": [len(made.part), crc32(made.part)],
+            "layout": planned.plan.layout.digest,
+            "nbytes": planned.plan.nbytes,
+            "seconds": self.seconds,
+        }
+        head = json.dumps(told).encode()
+        return struct.pack("<3Q", len(head), len(made.chunks), len(made.values)) + head + made.chunks + made.values
+
+    async def _commit(self, receipts: Sequence[bytes]) -> bytes:
+        """On rank 0: everybody has written."""
+        order = self.order
+        planned = self.planning.planned
+        assert planned is not None
+        store, deadline = order.location.store, order.deadline
+        told = await io_threads().run(_take, receipts, planned, deadline=deadline)
+        await self._check_files(told, store)
+        nbytes = sum(one["nbytes"] for one in told)
+        files = await io_threads().run(self._files, told, planned, deadline=deadline)
+        if not await self.operation.seal():
+            raise Stopped
+        try:
+            await commit_files(
+                store,
+                order.attempt,
+                order.location.name,
+                files,
+                self.verdict,
+                durability=order.durability,
+                deadline=deadline,
+            )
+        except NotDurable as error:
+            return json.dumps({"not_durable": str(error)}).encode()
+        except asyncio.CancelledError:
+            if self.verdict.outcome != "committed":
+                raise
+            self.operation.went_on = True
+            self.operation.answer("commit", self._answer(told, nbytes))
+            raise
+        self._mark("committed")
+        return self._answer(told, nbytes)
+
+    def _answer(self, told: Sequence[Mapping[str, Any]], nbytes: int) -> bytes:
+        seconds = dict(self.seconds)
+        for one in told:
+            for phase, value in one["seconds"].items():
+                seconds[phase] = max(seconds.get(phase, 0.0), value)
+        return json.dumps({"nbytes": nbytes, "seconds": seconds}).encode()
+
+    async def _check_files(self, told: Sequence[Mapping[str, Any]], store: Store) -> None:
+        order = self.order
+        where = order.attempt if store.appears_whole else order.location.name
+        expected = {name: nbytes for one in told for name, nbytes in one["files"].items()}
+        try:
+            found = await store.sizes(where, deadline=order.deadline)
+        except FileNotFoundError:
+            found = {}
+        lost = [name for name, nbytes in expected.items() if found.get(name) != nbytes]
+        if lost:
+            raise NotShared(
+                2,
+                f"ranks wrote {len(expected)} files, and rank 0 does not see {len(lost)} of them "
+                f"({', '.join(lost[:4])}): save to storage that all ranks share",
+                self.url,
+            )
+
+    def _files(self, told: Sequence[Mapping[str, Any]], planned: Planned) -> dict[str, bytes]:
+        """In a worker thread: the root of the manifest, and ``.metadata``."""
+        order, agreement = self.order, planned.agreement
+        assert agreement.shared is not None
+        files = {name: nbytes for one in told for name, nbytes in one["files"].items()}
+        made = Manifest(order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata)
+        root = Root(made, agreement.shared, tuple(PartName(*one["part"]) for one in told))
+        raw = b"".join(write_root(root, TORCH_VERSION, agreement.body))
+        last = metadata_line(made)
+        marker = Marker(
+            order.save_id, len(raw), crc32(raw), order.step, order.generation, order.saved_at, len(last), crc32(last)
+        )
+        places = [agreement.fragments[rank][1] for rank in range(len(told))] + [one["values"] for one in told]
+        return {
+            manifest_name(order.save_id): raw,
+            METADATA_NAME: b"".join(shared_metadata(agreement.head, places, marker)),
+        }
+
+
+def _unless_failed(staged: asyncio.Future[None]) -> asyncio.Future[None]:
+    """Resolves ``staged`` where the copies have ended well; what went wrong is told by the verdict."""
+    inner: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def pass_on(_: asyncio.Future[None]) -> None:
+        if inner.exception() is None and not staged.done():
+            staged.set_result(None)
+
+    inner.add_done_callback(pass_on)
+    return inner
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A rank's part of the manifest, its files, and the places of its items as ``.metadata`` has them; those of its
+    tensors only if rank 0 does not have them yet."""
+
+    part: bytes
+    files: dict[str, int]
+    chunks: bytes
+    values: bytes
+
+
+def _make_part(planned: Planned, sums: Sequence[BlockSums], store: Store, attempt: str) -> _Made:
+    plan: RankPlan = planned.plan
+    names = {name: store.published_name(attempt, name) for name in plan.files}
+    chunks = list(politely(plan.chunks(sums, names)))
+    values = [
+        (row, fqn, names[plan.values_file], offset, nbytes, node)
+        for row, fqn, offset, nbytes, node in plan.value_places
+    ]
+    part = b"".join(
+        write_part(
+            [(row, chunk) for row, _, chunk in chunks],
+            [(row, file, offset, nbytes, node) for row, _, file, offset, nbytes, node in values],
+        )
+    )
+    # Names on object storage carry the save's id: there the places are new each time.
+    stable = all(name == published for name, published in names.items())
+    sent = stable and planned.known_layout == plan.layout.digest
+    return _Made(
+        part,
+        {names[name]: nbytes for name, nbytes in plan.files.items()},
+        b"" if sent else places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks),
+        places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
+    )
+
+
+def _take(receipts: Sequence[bytes], planned: Planned) -> list[dict[str, Any]]:
+    """On rank 0, in a worker thread: what all have told; new places are kept for the next save."""
+    told = []
+    for rank, receipt in enumerate(politely(receipts, 8)):
+        head, chunks, values = struct.unpack_from("<3Q", receipt)
+        start = struct.calcsize("<3Q")
+        one: dict[str, Any] = json.loads(receipt[start : start + head])
+        places = receipt[start + head : start + head + chunks]
+        known = planned.agreement.fragments.get(rank)
+        if chunks or known is None or known[0] != one["layout"]:
+            planned.agreement.fragments[rank] = (one["layout"], places)
+        one["values"] = receipt[start + head + chunks : start + head + chunks + values]
+        told.append(one)
+    return told

@@ -1,0 +1,9 @@
+"""Awaitable control traffic among the ranks of a process group, on connections of sidestream's own."""
+
+from __future__ import annotations
+
+from .failure import Stopped
+from .operation import Operation
+from .rendezvous import GroupChoice, Member, group_of
+
+__all__ = ["GroupChoice", "Member", "Operation", "Stopped", "group_of"]

@@ -1,0 +1,78 @@
+"""Errors of one rank, told to the others as data and made again there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .. import errors
+from ..errors import RankFailure, RankFailures, SidestreamError
+
+__all__ = ["Stopped", "died", "failure_of", "pack", "pack_all", "unpack", "unpack_all"]
+
+_MAX_CHARS = 4000
+
+
+class Stopped(Exception):
+    """Another rank cannot go on; the verdict of the operation will say which, and why."""
+
+
+def failure_of(rank: int, step: str, error: BaseException) -> RankFailure:
+    """``error`` as the other ranks will see it: one of ours by its class, any other by its name and words."""
+    return unpack(pack(rank, step, error))
+
+
+def died(rank: int, step: str, why: str) -> RankFailure:
+    return RankFailure(rank, step, "RankDied", f"{why}: the process was killed, or its machine cannot be reached")
+
+
+def pack(rank: int, step: str, error: BaseException) -> dict[str, Any]:
+    if isinstance(error, asyncio.CancelledError):
+        return {"rank": rank, "step": step, "kind": "CancelledError", "text": "the call was cancelled"}
+    text = str(error)[:_MAX_CHARS]
+    told: dict[str, Any] = {"rank": rank, "step": step, "kind": type(error).__name__, "text": text}
+    if isinstance(error, SidestreamError) and all(type(one) in (str, int, type(None)) for one in error.args):
+        filename = getattr(error, "filename", None)
+        told["args"] = [*error.args, *([str(filename)] if filename is not None else [])]
+    return told
+
+
+def unpack(told: Mapping[str, Any]) -> RankFailure:
+    kind, text = str(told["kind"]), str(told["text"])
+    return RankFailure(int(told["rank"]), str(told["step"]), kind, text, _again(kind, told.get("args")))
+
+
+def _again(kind: str, args: Any) -> SidestreamError | None:
+    """The error as an object, where it is one of ours and its class takes what it was made of."""
+    found = getattr(errors, kind, None) if kind in errors.__all__ else None
+    if not isinstance(found, type) or not issubclass(found, SidestreamError) or not isinstance(args, list):
+        return None
+    try:
+        return found(*args)
+    except TypeError:
+        return None
+
+
+def pack_all(failures: Iterable[RankFailure]) -> bytes:
+    return json.dumps(
+        [
+            {
+                "rank": one.rank,
+                "step": one.step,
+                "kind": one.kind,
+                "text": one.text,
+                **({} if one.error is None else {"args": _args(one.error)}),
+            }
+            for one in failures
+        ]
+    ).encode()
+
+
+def _args(error: SidestreamError) -> list[Any]:
+    return list(pack(0, "", error).get("args", [str(error)]))
+
+
+def unpack_all(raw: bytes) -> RankFailures:
+    return RankFailures([unpack(told) for told in json.loads(raw)])

@@ -1,0 +1,422 @@
+"""The ranks of a process group as sidestream sees them: one connection from each of them to rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from .._threads import Deadline
+from ..errors import ForkedProcess, RankFailure, RankFailures
+from .failure import Stopped, died, pack, pack_all, unpack, unpack_all
+from .operation import VERDICT_GRACE_S, Operation
+from .owner import Link, Owner, owner
+from .wire import Frame, Kind
+
+__all__ = ["Group", "Hub", "Spoke"]
+
+Gathered: TypeAlias = "Future[Sequence[bytes]]"
+
+_STOP_S = 10.0
+"""How long ranks that were told to stop have, before the verdict is given without them."""
+_REMEMBERED = 256
+
+
+class Group:
+    """What both sides have in common. Methods of the first half may be called from any thread, the rest run in the
+    owner's."""
+
+    def __init__(self, rank: int, world: int, token: str) -> None:
+        self.rank = rank
+        self.world = world
+        self.plans: Any = None
+        """What whoever plans for this group remembers."""
+        self.token = token
+        self._owner: Owner = owner()
+        self._lock = threading.Lock()
+        self._number = 0
+        self._pid = os.getpid()
+
+    def begin(self, kind: str, deadline: Deadline) -> Operation:
+        """The next operation of this group. Every rank has to begin the same ones in the same order; does not block."""
+        if os.getpid() != self._pid:
+            raise ForkedProcess("ranks do not save from a forked child; save in the process that joined the group")
+        with self._lock:
+            self._number += 1
+            operation = Operation(self, self._number, kind, deadline)
+            self._owner.post(lambda: self._begin(operation))
+        return operation
+
+    def id_of(self, number: int) -> str:
+        """Known once this rank has heard of rank 0, which it has when it was answered once."""
+        return hashlib.blake2b(f"{self.token} {number}".encode(), digest_size=16).hexdigest()
+
+    def step(
+        self,
+        operation: Operation,
+        step: str,
+        part: bytes,
+        gathered: Gathered | None,
+        answered: Future[bytes],
+    ) -> None:
+        self._owner.post(lambda: self._step(operation, step, part, gathered, answered))
+
+    def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None:
+        """Only rank 0 has answers."""
+        raise NotImplementedError
+
+    def seal(self, operation: Operation) -> Future[bool]:
+        raise NotImplementedError
+
+    def fail(self, operation: Operation, error: BaseException) -> None:
+        told = pack(self.rank, operation.step, error)
+        self._owner.post(lambda: self._fail(operation, told))
+
+    def leave(self, operation: Operation) -> None:
+        self._owner.post(lambda: self._leave(operation))
+
+    def close(self, operation: Operation) -> None:
+        self._owner.post(lambda: self._close(operation))
+
+    def shut(self) -> None:
+        """In the owner's thread: close every connection."""
+        raise NotImplementedError
+
+    def _begin(self, operation: Operation) -> None:
+        raise NotImplementedError
+
+    def _step(
+        self,
+        operation: Operation,
+        step: str,
+        part: bytes,
+        gathered: Gathered | None,
+        answered: Future[bytes],
+    ) -> None:
+        raise NotImplementedError
+
+    def _fail(self, operation: Operation, told: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _leave(self, operation: Operation) -> None:
+        raise NotImplementedError
+
+    def _close(self, operation: Operation) -> None:
+        raise NotImplementedError
+
+
+# --- rank 0 --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _State:
+    """What rank 0 knows of an operation; ``own`` is its own view, once it has begun it."""
+
+    number: int
+    own: Operation | None = None
+    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    gathered: dict[str, Gathered] = field(default_factory=dict)
+    answered: dict[str, Future[bytes]] = field(default_factory=dict)
+    steps: dict[int, str] = field(default_factory=dict)  # the last one that each rank has taken part in
+    failures: dict[int, RankFailure] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    stopping: bool = False
+    sealed: bool = False
+    verdict: bytes | None = None
+    closed: bool = False
+
+
+class Hub(Group):
+    """Rank 0, to which all others are connected."""
+
+    def __init__(self, world: int, token: str) -> None:
+        super().__init__(0, world, token)
+        self._links: dict[int, Link] = {}
+        self._dead: dict[int, str] = {}
+        self._states: dict[int, _State] = {}
+
+    def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None:
+        self._owner.post(lambda: self._answer(operation.number, step, answers))
+
+    def seal(self, operation: Operation) -> Future[bool]:
+        sealed: Future[bool] = Future()
+        self._owner.post(lambda: sealed.set_result(self._seal(self._state(operation.number))))
+        return sealed
+
+    # --- the owner's thread ---
+
+    def shut(self) -> None:
+        for link in list(self._links.values()):
+            link.close("the process group was destroyed")
+
+    def connected(self, rank: int, link: Link) -> None:
+        """``rank`` has said who it is."""
+        self._links[rank] = link
+        self._dead.pop(rank, None)
+        link.on_frame = lambda frame: self._on_frame(rank, frame)
+        link.on_close = lambda why: self._on_close(rank, link, why)
+
+    def _state(self, number: int) -> _State:
+        if number not in self._states:
+            self._states[number] = _State(number)
+            for old in sorted(self._states)[: max(0, len(self._states) - _REMEMBERED)]:
+                if self._states[old].closed:
+                    del self._states[old]
+        return self._states[number]
+
+    def _begin(self, operation: Operation) -> None:
+        state = self._state(operation.number)
+        state.own = operation
+        if state.verdict is not None:
+            operation.judge(unpack_all(state.verdict))
+            return
+        if state.stopping:
+            operation.stop()
+        for rank, why in self._dead.items():
+            self._note(state, died(rank, "start", why))
+        self._owner.post_at(operation.deadline.at, lambda: self._expire(state, operation))
+
+    def _step(
+        self,
+        operation: Operation,
+        step: str,
+        part: bytes,
+        gathered: Gathered | None,
+        answered: Future[bytes],
+    ) -> None:
+        state = self._state(operation.number)
+        if state.stopping:
+            for future in (gathered, answered):
+                if future is not None and not future.done():
+                    future.set_exception(Stopped())
+            return
+        assert gathered is not None
+        state.gathered[step], state.answered[step] = gathered, answered
+        self._part(state, 0, step, part)
+
+    def _part(self, state: _State, rank: int, step: str, part: bytes) -> None:
+        parts = state.parts.setdefault(step, {})
+        parts[rank] = part
+        state.steps[rank] = step
+        gathered = state.gathered.get(step)
+        if len(parts) == self.world and gathered is not None and not gathered.done():
+            gathered.set_result([parts[one] for one in range(self.world)])
+            del state.parts[step]
+
+    def _answer(self, number: int, step: str, answers: Sequence[bytes]) -> None:
+        state = self._state(number)
+        if state.stopping and not state.sealed:
+            return
+        for rank, link in self._links.items():
+            link.send(Frame(Kind.ANSWER, number, step, answers[rank]))
+        answered = state.answered.get(step)
+        if answered is not None and not answered.done():
+            answered.set_result(answers[0])
+
+    def _on_frame(self, rank: int, frame: Frame) -> None:
+        state = self._state(frame.op)
+        if frame.kind is Kind.LEFT or (frame.kind is Kind.FAIL and state.stopping):
+            state.left.add(rank)
+            self._settle(state)
+        if state.verdict is not None:  # it comes late
+            self._links[rank].send(Frame(Kind.VERDICT, frame.op, "", state.verdict))
+        elif frame.kind is Kind.DATA and not state.stopping:
+            self._part(state, rank, frame.step, frame.payload)
+        elif frame.kind is Kind.FAIL and not state.stopping:
+            state.left.add(rank)
+            self._note(state, unpack(json.loads(frame.payload)))
+
+    def _on_close(self, rank: int, link: Link, why: str) -> None:
+        if self._links.get(rank) is not link:
+            return
+        del self._links[rank]
+        self._dead[rank] = why
+        for state in list(self._states.values()):
+            if not state.closed and state.verdict is None:
+                state.left.add(rank)
+                self._note(state, died(rank, state.steps.get(rank, "start"), why))
+
+    def _fail(self, operation: Operation, told: dict[str, Any]) -> None:
+        state = self._state(operation.number)
+        state.left.add(0)
+        if told["kind"] != "CancelledError":  # what rank 0 itself could not do was not done
+            state.sealed = False
+        self._note(state, unpack(told))
+
+    def _leave(self, operation: Operation) -> None:
+        state = self._state(operation.number)
+        state.left.add(0)
+        self._settle(state)
+
+    def _close(self, operation: Operation) -> None:
+        state = self._state(operation.number)
+        state.closed = True
+        state.parts.clear()
+        state.gathered.clear()
+        state.answered.clear()
+        state.own = None
+
+    def _seal(self, state: _State) -> bool:
+        state.sealed = state.sealed or not state.stopping
+        return state.sealed
+
+    def _note(self, state: _State, failure: RankFailure) -> None:
+        """Somebody cannot go on. What has been sealed is carried out for those who live."""
+        if state.sealed or state.verdict is not None:
+            return
+        state.failures.setdefault(failure.rank, failure)
+        if not state.stopping:
+            state.stopping = True
+            for link in list(self._links.values()):
+                link.send(Frame(Kind.STOP, state.number, "", b""))
+            if state.own is not None:
+                state.own.stop()
+            self._owner.post_at(time.monotonic() + _STOP_S, lambda: self._settle(state, late=True))
+        self._settle(state)
+
+    def _settle(self, state: _State, *, late: bool = False) -> None:
+        """The verdict, once every rank that lives has stopped."""
+        if not state.stopping or state.verdict is not None:
+            return
+        expected = set(self._links)
+        if state.own is not None:
+            expected.add(0)
+        missing = expected - state.left
+        if missing and not late:
+            return
+        verdict = RankFailures(list(state.failures.values()))
+        state.verdict = pack_all(verdict.failures)
+        for link in list(self._links.values()):
+            link.send(Frame(Kind.VERDICT, state.number, "", state.verdict))
+        state.closed = True
+        if state.own is not None:
+            state.own.judge(verdict)
+            state.own = None
+
+    def _expire(self, state: _State, operation: Operation) -> None:
+        """At rank 0's deadline: the ranks that it still waits for have failed."""
+        if state.closed or state.sealed or state.stopping:
+            return
+        step, missing = operation.step, set(range(self.world))
+        for waited, parts in state.parts.items():
+            step, missing = waited, set(range(self.world)) - set(parts)
+        limit = operation.deadline.timeout_s
+        for rank in sorted(missing):
+            here = rank == 0 or rank in self._links
+            text = f"it did not come to this step within timeout_s={limit:g}" + (
+                "" if here else ", and never connected"
+            )
+            self._note(state, RankFailure(rank, step, "DeadlineExceeded", text))
+
+
+# --- everybody else ------------------------------------------------------------------------------------------------
+
+
+class Spoke(Group):
+    """A rank above 0, with its connection to rank 0. Until it has one, what it has to say is kept."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(rank, world, "")
+        self._link: Link | None = None
+        self._unsent: list[Frame] = []
+        self._lost: str | None = None
+        self._operations: dict[int, Operation] = {}
+        self._answered: dict[tuple[int, str], Future[bytes]] = {}
+
+    # --- the owner's thread ---
+
+    def connected(self, link: Link, token: str) -> None:
+        self.token = token
+        self._link = link
+        link.on_frame = self._on_frame
+        link.on_close = self._on_close
+        unsent, self._unsent = self._unsent, []
+        for frame in unsent:
+            link.send(frame)
+
+    def shut(self) -> None:
+        if self._link is not None:
+            self._link.close("the process group was destroyed")
+
+    def not_connected(self, why: str) -> None:
+        """Rank 0 was not found. The next operation looks again."""
+        self._unsent.clear()
+        for operation in list(self._operations.values()):
+            self._judge_alone(operation, RankFailure(0, "start", "DeadlineExceeded", why))
+
+    def _begin(self, operation: Operation) -> None:
+        self._operations[operation.number] = operation
+        if self._lost is not None:
+            self._judge_alone(operation, died(0, operation.step, self._lost))
+            return
+        late = operation.deadline.at + VERDICT_GRACE_S / 3
+        self._owner.post_at(late, lambda: self._expire(operation))
+
+    def _step(
+        self,
+        operation: Operation,
+        step: str,
+        part: bytes,
+        gathered: Gathered | None,
+        answered: Future[bytes],
+    ) -> None:
+        if operation.stopping:
+            if not answered.done():
+                answered.set_exception(Stopped())
+            return
+        self._answered[operation.number, step] = answered
+        self._send(Frame(Kind.DATA, operation.number, step, part))
+
+    def _send(self, frame: Frame) -> None:
+        if self._link is not None:
+            self._link.send(frame)
+        elif self._lost is None:
+            self._unsent.append(frame)
+
+    def _fail(self, operation: Operation, told: dict[str, Any]) -> None:
+        self._send(Frame(Kind.FAIL, operation.number, "", json.dumps(told).encode()))
+
+    def _leave(self, operation: Operation) -> None:
+        self._send(Frame(Kind.LEFT, operation.number, "", b""))
+
+    def _close(self, operation: Operation) -> None:
+        self._operations.pop(operation.number, None)
+        for key in [key for key in self._answered if key[0] == operation.number]:
+            del self._answered[key]
+
+    def _on_frame(self, frame: Frame) -> None:
+        operation = self._operations.get(frame.op)
+        if frame.kind is Kind.ANSWER:
+            answered = self._answered.pop((frame.op, frame.step), None)
+            if answered is not None and not answered.done():
+                answered.set_result(frame.payload)
+        elif operation is None:
+            if frame.kind is Kind.STOP:  # it has not begun here, and has nothing to stop; the verdict will meet it
+                self._send(Frame(Kind.LEFT, frame.op, "", b""))
+        elif frame.kind is Kind.STOP:
+            operation.stop()
+        elif frame.kind is Kind.VERDICT:
+            self._close(operation)
+            operation.judge(unpack_all(frame.payload))
+
+    def _on_close(self, why: str) -> None:
+        self._lost, self._link = why, None
+        for operation in list(self._operations.values()):
+            self._judge_alone(operation, died(0, operation.step, why))
+
+    def _expire(self, operation: Operation) -> None:
+        """Rank 0 should have judged by now."""
+        if operation.number in self._operations:
+            limit = operation.deadline.timeout_s
+            text = f"it did not answer within timeout_s={limit:g}"
+            self._judge_alone(operation, RankFailure(0, operation.step, "DeadlineExceeded", text))
+
+    def _judge_alone(self, operation: Operation, failure: RankFailure) -> None:
+        self._close(operation)
+        operation.judge(RankFailures([failure]))

@@ -1,0 +1,219 @@
+"""How ranks find each other: once for a process group, through the store that the group has been made with.
+
+Rank 0 listens and says where; the others look, connect, and show the token that stood beside the address. Nothing is
+asked of the process group itself, so that nothing here can meet the collectives of a training.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Literal, TypeAlias
+
+from .._threads import Deadline
+from .._torch import group_store
+from ..errors import InvalidOption, SidestreamError
+from .group import Group, Hub, Spoke
+from .operation import Operation
+from .owner import Link, keep_from_children, owner
+from .wire import Frame, Kind
+
+__all__ = ["GroupChoice", "Member", "group_of"]
+
+GroupChoice: TypeAlias = "Literal['alone'] | Any"
+"""A ``ProcessGroup`` of torch; None for all ranks of the job; ``"alone"`` for this process by itself."""
+
+_LOOK_S = 0.02
+_CONNECT_S = 5.0
+
+_groups: weakref.WeakKeyDictionary[Any, Member] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class Member:
+    """This process's place in a process group."""
+
+    def __init__(self, group: Group, store: Any, name: str) -> None:
+        self.group = group
+        self._store = store
+        self._name = name
+        self._connecting = False
+        self._connected = group.world == 1
+        self._lock = threading.Lock()
+
+    def begin(self, kind: str, deadline: Deadline) -> Operation:
+        """Does not block; the first one brings the connections about."""
+        operation = self.group.begin(kind, deadline)
+        with self._lock:
+            if not self._connected and not self._connecting:
+                self._connecting = True
+                threading.Thread(
+                    target=self._connect, args=(deadline,), name="sidestream-rendezvous", daemon=True
+                ).start()
+        return operation
+
+    def _connect(self, deadline: Deadline) -> None:
+        """The edge of a thread."""
+        connected = False
+        try:
+            if isinstance(self.group, Hub):
+                _listen(self.group, self._store, self._name)
+            elif isinstance(self.group, Spoke):
+                _find(self.group, self._store, self._name, deadline)
+            connected = True
+        except Exception as error:
+            group, why = self.group, f"{type(error).__name__}: {error}"
+            if isinstance(group, Spoke):
+                owner().post(lambda: group.not_connected(why))
+        with self._lock:
+            self._connecting, self._connected = False, connected
+
+
+def group_of(process_group: GroupChoice) -> Member | None:
+    """The group that saves or loads together; None where this process is by itself. Raises ``InvalidOption``."""
+    if process_group == "alone":
+        return None
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        if process_group is None:
+            return None
+        raise InvalidOption("process_group= needs torch.distributed.init_process_group() first")
+    if process_group is None:
+        process_group = dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidOption(
+            f"process_group={process_group!r} has to be a ProcessGroup that this rank is in, None for all ranks, or "
+            '"alone"'
+        )
+    with _lock:
+        member = _groups.get(process_group)
+        if member is None:
+            rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+            group: Group = Spoke(rank, world) if rank else Hub(world, secrets.token_hex(16))
+            store, name = group_store(process_group)
+            member = _groups[process_group] = Member(group, store, name)
+            weakref.finalize(process_group, _shut, group).atexit = False
+        return member
+
+
+def _shut(group: Group) -> None:
+    owner().post(group.shut)
+
+
+# --- rank 0 --------------------------------------------------------------------------------------------------------
+
+
+def _listen(hub: Hub, store: Any, name: str) -> None:
+    dual = socket.has_dualstack_ipv6()
+    listener = socket.create_server(
+        ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual, backlog=4096
+    )
+    listener.setblocking(False)
+    keep_from_children(listener)
+    thread = owner()
+    thread.post(lambda: thread.watch(listener, selectors.EVENT_READ, lambda _: _accept(hub, listener)))
+    where = {"token": hub.token, "port": listener.getsockname()[1], "host": _host(), "addresses": list(_addresses())}
+    store.set(name, json.dumps(where))
+
+
+def _accept(hub: Hub, listener: socket.socket) -> None:
+    try:
+        sock, _ = listener.accept()
+    except OSError:  # it has gone away again
+        return
+    link = Link(owner(), sock)
+    link.on_frame = lambda frame: _greeted(hub, link, frame)
+    owner().post_at(time.monotonic() + _CONNECT_S, lambda: _expect_greeting(link))
+
+
+def _greeted(hub: Hub, link: Link, frame: Frame) -> None:
+    rank = frame.op
+    if (
+        frame.kind is not Kind.HELLO
+        or not 0 < rank < hub.world
+        or not hmac.compare_digest(frame.payload, hub.token.encode())
+    ):
+        link.close("it is no rank of this group")
+        return
+    link.frames.trust()
+    hub.connected(rank, link)
+
+
+def _expect_greeting(link: Link) -> None:
+    if link.open and not link.frames.trusted:
+        link.close("it has not said who it is")
+
+
+def _host() -> str:
+    boot = ""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def _addresses() -> Iterator[str]:
+    """Under which others may reach this machine, the likeliest first."""
+    seen = set()
+    master = os.environ.get("MASTER_ADDR")
+    for find in (_towards(master), _named(socket.gethostname())):
+        for address in find:
+            if address not in seen and not address.startswith("127."):
+                seen.add(address)
+                yield address
+
+
+def _towards(host: str | None) -> Iterator[str]:
+    """The address of the interface that leads to ``host``; nothing is sent."""
+    if host:
+        with suppress(OSError):
+            family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as sock:
+                sock.connect(where)
+                yield sock.getsockname()[0]
+
+
+def _named(host: str) -> Iterator[str]:
+    with suppress(OSError):
+        for *_, where in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            yield str(where[0])
+
+
+# --- the others ----------------------------------------------------------------------------------------------------
+
+
+def _find(spoke: Spoke, store: Any, name: str, deadline: Deadline) -> None:
+    """Raises ``DeadlineExceeded``. Polls, as a blocking look at the store keeps everybody else in this process from it;
+    what stands there may be left from a group that is gone, so it is read again after a failure."""
+    why = "rank 0 has not begun anything"
+    while True:
+        if store.check([name]):
+            where = json.loads(store.get(name))
+            for address in ["127.0.0.1"] if where["host"] == _host() else where["addresses"]:
+                try:
+                    sock = socket.create_connection((address, where["port"]), timeout=_CONNECT_S)
+                except OSError as error:
+                    why = f"rank 0 cannot be reached at {address}: {error}"
+                    continue
+                token = where["token"]
+                owner().post(lambda sock=sock, token=token: _greet(spoke, sock, token))  # type: ignore[misc]
+                return
+        if deadline.remaining_s() == 0.0:
+            raise SidestreamError(f"{why} (within timeout_s={deadline.timeout_s:g})")
+        time.sleep(_LOOK_S)
+
+
+def _greet(spoke: Spoke, sock: socket.socket, token: str) -> None:
+    link = Link(owner(), sock)
+    link.frames.trust()
+    link.send(Frame(Kind.HELLO, spoke.rank, "", token.encode()))
+    spoke.connected(link, token)
