@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
-from .catalog import read_manifest
+from .catalog import read_manifest, read_root
 from .errors import Corrupt, Mismatch, SidestreamError
 from .foreign import read_values
 from .format.digest import DigestCheck, digest_check
 from .format.records import Entry, Manifest, TensorEntry, ValueEntry
 from .handover import Handover, hand_over, prepare
+from .joint.reading import agree_on, outline, read_needed, stoppable
 from .options import Allowance, Progress, StorePolicy, Trust, Verify, check_choice, check_strict, check_timeout
 from .plan.ask import Answers
+from .plan.local import Local
 from .plan.match import LoadPlan, match
 from .plan.objects import Allowed, allowed_types
+from .ranks import GroupChoice, Operation, deadline_of, group_of
 from .reading import Reader, Wanted, whole
 from .storage import Location, Where, locate_directory
 from .streams import streams_of
 
-__all__ = ["LoadOptions", "LoadReport", "PassedOver", "load", "load_from", "new_tensors"]
+__all__ = ["LoadOptions", "LoadReport", "PassedOver", "load", "load_from", "new_tensors", "together"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,7 @@ async def load(
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
+    process_group: GroupChoice = None,
 ) -> LoadReport:
     """Load the checkpoint at ``url`` into ``state``, in place: ours, or one that stock DCP wrote.
 
@@ -107,9 +113,30 @@ async def load(
     ``storage_options``, ``filesystem`` and ``store_policy`` are as for ``save``; ``http(s)://`` can be read too.
     """
     running_loop("load")
-    options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed_types(allow), trust)
-    where = Where(storage_options, filesystem, store_policy)
-    return await load_from(locate_directory(url, where), state, options)
+    member = group_of(process_group)
+
+    async def run(operation: Operation | None) -> LoadReport:
+        options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed_types(allow), trust)
+        where = Where(storage_options, filesystem, store_policy)
+        return await load_from(locate_directory(url, where), state, options, operation)
+
+    if member is None or member.group.world == 1:
+        return await run(None)
+    return await together(run, member.begin("load", deadline_of(timeout_s)))
+
+
+async def together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
+    """What all ranks do, so that it ends alike for all. Raises ``RankFailures``; its own cancel."""
+    try:
+        result = await work(operation)
+    except BaseException as error:
+        verdict = await operation.failed(error)
+        if not isinstance(error, Exception):
+            raise
+        verdict.written = getattr(error, "written", ())
+        raise verdict from error
+    operation.close()
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,26 +157,61 @@ class LoadOptions:
         check_timeout(self.timeout_s)
 
 
-async def load_from(location: Location, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
-    """``load`` from a resolved location."""
+async def load_from(
+    location: Location, state: Mapping[str, Any], options: LoadOptions, operation: Operation | None = None
+) -> LoadReport:
+    """``load`` from a resolved location. ``operation`` is there where several ranks load."""
     deadline = Deadline.after(options.timeout_s)
-    manifest = await read_manifest(location.store, location.name, location.url, deadline)
-    report = await _load(location, state, manifest, options, deadline)
+    if operation is None:
+        manifest = await read_manifest(location.store, location.name, location.url, deadline)
+        answers = await _ask(state)
+        plan = await io_threads().run(match, state, answers, manifest, location.url, options.strict, deadline=deadline)
+    else:
+        work = _match_together(location, state, await _ask(state), options, operation)
+        manifest, plan = await stoppable(operation, work)
+    report = await _load(location, manifest, plan, options, deadline, operation)
     await io_threads().run(let_go, manifest.entries)
     return report
 
 
-async def _load(
-    location: Location, state: Mapping[str, Any], manifest: Manifest, options: LoadOptions, deadline: Deadline
-) -> LoadReport:
+async def _ask(state: Mapping[str, Any]) -> Answers:
     answers = Answers()
     for _ in answers.ask(state):
         await asyncio.sleep(0)
+    return answers
+
+
+async def _match_together(
+    location: Location, state: Mapping[str, Any], answers: Answers, options: LoadOptions, operation: Operation
+) -> tuple[Manifest, LoadPlan]:
+    """Each rank compares its template with an outline of the checkpoint, and reads of its description what it needs."""
+    deadline, threads, url = operation.deadline, io_threads(), location.url
+
+    def compare(manifest: Manifest) -> LoadPlan:
+        return match(state, answers, manifest, url, options.strict, others=True)
+
+    root = await read_root(location.store, location.name, url, deadline)
+    found = await outline(root, deadline)
+    plan = await threads.run(compare, found, deadline=deadline)
+    await agree_on(operation, found, plan, url)
+    manifest = await read_needed(location, root, plan, deadline)
+    if manifest is not found:
+        plan = await threads.run(compare, manifest, deadline=deadline)
+    return manifest, plan
+
+
+async def _load(
+    location: Location,
+    manifest: Manifest,
+    plan: LoadPlan,
+    options: LoadOptions,
+    deadline: Deadline,
+    operation: Operation | None,
+) -> LoadReport:
     threads = io_threads()
-    plan = await threads.run(match, state, answers, manifest, location.url, options.strict, deadline=deadline)
-    streams = await streams_of(await threads.run(_devices, plan.tensors, deadline=deadline), deadline)
+    streams = await streams_of(await threads.run(_devices, plan.local, deadline=deadline), deadline)
     reader = Reader(location.store, location.name, options.verify, deadline, options.progress, streams)
-    work = _Load(location, manifest, plan, reader, options)
+    work = _Load(location, manifest, plan, reader, options, operation)
     try:
         return await work.run()
     except (Exception, asyncio.CancelledError) as error:
@@ -207,6 +269,7 @@ class _Load:
     plan: LoadPlan
     reader: Reader
     options: LoadOptions
+    operation: Operation | None = None
     pointers: Mapping[str, int] = field(default_factory=dict)
     handing_over: bool = False
 
@@ -218,19 +281,25 @@ class _Load:
         values = await read_values(store, directory, self.manifest, entries, deadline, allow, trust)
         prepared = await threads.run(self._prepare, values, deadline=deadline)
         self.pointers = prepared.pointers
-        await self.reader.read(prepared.wanted, own=self.manifest.own)
-        if prepared.again:
-            await threads.run(self._check_ties, prepared.again, prepared.places, deadline=deadline)
+        if self.operation is None:
+            await self._read(prepared)
+        else:
+            self.operation.step = "read"
+            await stoppable(self.operation, self._read(prepared))
+            await self.operation.agree("read")  # before anything changes that is more than bytes
+            self.operation.step = "hand over"
 
         async def install() -> None:
             if self.options.atomic:
                 await threads.run(self._copy_all, prepared.places)
-            await threads.run(_count_versions, self.plan.tensors)
+            await threads.run(_count_versions, self.plan.local)
             await hand_over(prepared.handover)
 
         # From here on the target changes as a whole: a cancel is raised when it has.
         self.handing_over = True
         await finish(install)
+        if self.operation is not None:
+            await self.operation.agree("hand over")
         return LoadReport(
             url=self.location.url,
             save_id=self.manifest.save_id,
@@ -246,42 +315,51 @@ class _Load:
             digest=digest_check(self.manifest.digest) if self.options.verify == "always" else None,
         )
 
+    async def _read(self, prepared: _Prepared) -> None:
+        await self.reader.read(prepared.wanted, own=self.manifest.own)
+        if prepared.again:
+            deadline = self.reader.deadline
+            await io_threads().run(self._check_ties, prepared.again, prepared.places, deadline=deadline)
+
     def written(self) -> tuple[str, ...]:
         """Which tensors of the target have been written to, under all the names that they have."""
         if self.handing_over:
             return tuple(self.plan.tensors)
         if self.options.atomic:
             return ()
-        touched = {self.pointers[fqn] for fqn in self.reader.touched if fqn in self.pointers}
-        return tuple(fqn for fqn, pointer in self.pointers.items() if pointer in touched)
+        touched = {self.pointers[name] for name in self.reader.touched if name in self.pointers}
+        names = (name for name, pointer in self.pointers.items() if pointer in touched)
+        return tuple(dict.fromkeys(self.plan.local[name].fqn for name in names))
 
     def _prepare(self, values: Mapping[str, Any]) -> _Prepared:
         plan, entries = self.plan, self.manifest.entries
         fresh = new_tensors(entries, plan.new)
-        places = {leader: plan.tensors[leader] for leader in plan.leaders.values()}
+        places = {leader: plan.local[leader].tensor for leader in plan.leaders.values()}
         if self.options.atomic:
             places = {fqn: torch.empty(one.shape, dtype=one.dtype) for fqn, one in politely(places.items())}
         distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed((*places.items(), *fresh.items()))}
         wanted = [self._want(fqn, tensor) for fqn, tensor in politely(reversed(distinct.values()))]
-        again = () if self.manifest.exact else tuple(self._aside(fqn) for fqn, to in plan.leaders.items() if fqn != to)
+        ties_known = self.manifest.exact and not self.manifest.ranks
+        again = () if ties_known else tuple(self._aside(fqn) for fqn, to in plan.leaders.items() if fqn != to)
         handover = prepare(plan, values, {**fresh, **plan.tensors}, own=self.manifest.exact)
         loaded = tuple(fqn for fqn in politely(entries) if fqn in plan.tensors or fqn in fresh or fqn in values)
-        pointers = {fqn: tensor.data_ptr() for fqn, tensor in politely(plan.tensors.items())}
+        pointers = {name: one.tensor.data_ptr() for name, one in politely(plan.local.items())}
         return _Prepared(places, [*wanted, *again], again, handover, loaded, pointers)
 
     def _aside(self, fqn: str) -> Wanted:
-        tensor = self.plan.tensors[fqn]
+        tensor = self.plan.local[fqn].tensor
         return self._want(fqn, torch.empty(tensor.shape, dtype=tensor.dtype))
 
-    def _want(self, fqn: str, tensor: torch.Tensor) -> Wanted:
-        entry = self.manifest.entries[fqn]
+    def _want(self, name: str, tensor: torch.Tensor) -> Wanted:
+        local = self.plan.local.get(name)
+        entry = self.manifest.entries[name if local is None else local.fqn]
         assert isinstance(entry, TensorEntry)
-        return Wanted(fqn, entry, whole(entry), tensor)
+        return Wanted(name, entry, whole(entry) if local is None or local.box is None else local.box, tensor)
 
     def _copy_all(self, places: Mapping[str, torch.Tensor]) -> None:
         with self.reader.streams.current():
             for fqn, source in politely(places.items()):
-                target = self.plan.tensors[fqn]
+                target = self.plan.local[fqn].tensor
                 with torch.inference_mode(target.is_inference()), torch.no_grad():
                     target.copy_(source)
         self.reader.streams.finish()
@@ -310,12 +388,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return plain.reshape(-1).view(torch.uint8) if plain.numel() else plain
 
 
-def _devices(tensors: Mapping[str, torch.Tensor]) -> set[torch.device]:
-    return {tensor.device for tensor in politely(tensors.values())}
+def _devices(tensors: Mapping[str, Local]) -> set[torch.device]:
+    return {one.tensor.device for one in politely(tensors.values())}
 
 
-def _count_versions(tensors: Mapping[str, torch.Tensor]) -> None:
+def _count_versions(tensors: Mapping[str, Local]) -> None:
     """Autograd sees that these were written to."""
-    for tensor in politely(tensors.values()):
+    for _, tensor, _ in politely(tensors.values()):
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

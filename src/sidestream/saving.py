@@ -22,12 +22,12 @@ from .pending import PendingSave, SaveInfo
 from .plan.metadata import encode_metadata
 from .plan.save import SavePlan, plan_save
 from .plan.values import copy_value
-from .ranks import GroupChoice, Member, Operation, group_of
+from .ranks import GroupChoice, Member, Operation, deadline_of, group_of
 from .staging import AsyncStager, capture
 from .storage import Location, Store, Where, locate_directory
 from .writing import ForeignStage, SaveOrder, Stager, Writing
 
-__all__ = ["SaveJob", "async_save", "deadline_of", "save", "start_save", "start_together"]
+__all__ = ["SaveJob", "async_save", "save", "start_save", "start_together"]
 
 _STREAM_BYTES = 256 << 20
 
@@ -136,11 +136,6 @@ def async_save(
     if member is None or member.group.world == 1:
         return PendingSave(start(None))
     return PendingSave(start_together(start, member.begin("save", deadline_of(timeout_s)), str(url)))
-
-
-def deadline_of(timeout_s: object) -> Deadline:
-    """Also of what is no number of seconds, which is refused later, on behalf of all ranks."""
-    return Deadline.after(timeout_s if isinstance(timeout_s, (int, float)) else 600.0)
 
 
 def start_together(

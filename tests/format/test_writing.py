@@ -206,7 +206,7 @@ def test_manifest_round_trip_and_damage() -> None:
         with pytest.raises(Corrupt):
             parse_manifest(raw[:at])
     with pytest.raises(UnsupportedCheckpoint, match="upgrade"):
-        parse_manifest(raw.replace(b'"sidestream":1', b'"sidestream":2'))
+        parse_manifest(raw.replace(b'"sidestream":1', b'"sidestream":3'))
 
 
 @given(st.integers(0, 600), st.integers(0, 255))

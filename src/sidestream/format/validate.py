@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from .._threads import politely
 from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
@@ -11,6 +11,7 @@ from .cover import TooIntricateError, find_overlap, volume
 from .digest import DIGEST_BYTES
 from .dtypes import DTYPES, itemsize
 from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
+from .shared import Root
 from .transforms import MOST_EXPANSION
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "MAX_PATH_DEPTH",
     "MAX_RANK",
     "check_item",
+    "check_patterns",
     "validate",
 ]
 
@@ -38,13 +40,16 @@ _HOLES_LISTED = 100
 _Range = tuple[int, int, str, object]
 
 
-def validate(manifest: Manifest) -> None:
+def validate(manifest: Manifest, *, partly: bool = False) -> None:
     """In a worker thread: return if the manifest is sound. ``manifest.files`` has to hold the real sizes, fields the
     types they declare.
 
     Then each data file is named by one plain component; each item lies within its file and either apart from all others
     or exactly where another one lies (tied tensors); each payload fits into its item; the chunks of each tensor lie
     within its shape, apart from each other, and cover it; no tensor claims more bytes than its files have.
+
+    ``partly``: of a manifest in parts some were read, so chunks may be missing, and values without a file; then
+    ``check_patterns`` tells about holes.
 
     Raises ``Corrupt`` with ``file`` or ``fqn`` set, and ``NotCovered`` (all tensors listed) where only chunks are
     missing. ``UnsupportedCheckpoint`` for a dtype that is not known and for chunks laid out in no practicable way.
@@ -57,17 +62,40 @@ def validate(manifest: Manifest) -> None:
     for fqn, entry in politely(manifest.entries.items()):
         _check_names(fqn, entry)
         for file, start, length, content in _items(entry):
+            if partly and not file:
+                continue
             check_item(manifest.files, fqn, file, start, length)
             ranges.setdefault(file, []).append((start, start + length, fqn, content if manifest.own else fqn))
         if isinstance(entry, TensorEntry):
             missing = _check_tensor(manifest.files, fqn, entry, manifest.digest)
-            if missing:
+            if missing and not partly:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
     for file, items in ranges.items():
         _check_apart(file, items)
     if holes:
         listed = "; ".join(holes[:_HOLES_LISTED])
         raise NotCovered(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
+
+
+def check_patterns(root: Root, rows: Iterable[int]) -> None:
+    """In a worker thread: the boxes of each of these rows cover its shape, and lie apart. Raises as ``validate``."""
+    known: set[tuple[int, tuple[int, ...]]] = set()
+    for number in politely(rows):
+        row = root.shared.rows[number]
+        if (row.pattern, row.shape) in known:
+            continue
+        known.add((row.pattern, row.shape))
+        boxes = [(one.offsets, one.sizes) for one in root.shared.patterns[row.pattern]]
+        numel = math.prod(row.shape)
+        try:
+            overlap = find_overlap(boxes)
+        except TooIntricateError:
+            raise UnsupportedCheckpoint(f"{row.fqn!r} is cut in a way that is too intricate to check") from None
+        if overlap:
+            raise Corrupt(f"the chunks of {row.fqn!r} overlap", fqn=row.fqn)
+        if volume(boxes) != numel:
+            hole = f"{row.fqn}: {numel - volume(boxes)} of {numel} elements are in no chunk"
+            raise NotCovered(f"a tensor of the checkpoint has holes: {hole}", [hole])
 
 
 def _check_counts(manifest: Manifest) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -11,11 +11,20 @@ import torch
 
 from .._threads import politely
 from .._torch import Stateful, check_tensor, dtype_name
-from ..errors import DtypeMismatch, KindMismatch, Mismatch, MissingKeys, ShapeMismatch, UnexpectedKeys
+from ..errors import (
+    DtypeMismatch,
+    KindMismatch,
+    Mismatch,
+    MissingKeys,
+    ShapeMismatch,
+    UnexpectedKeys,
+    UnsupportedTensor,
+)
 from ..format.records import DictKey, EmptyEntry, Entry, Key, Manifest, TensorEntry, ValueEntry
 from .ask import Answers
 from .cast import castable
 from .flatten import Leaf, StatefulRoot, leaves_of
+from .local import Local, global_shape, is_distributed, locals_of
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
@@ -44,13 +53,15 @@ class StatefulLoad:
 class LoadPlan:
     """What to read where.
 
-    ``tensors``: FQN to the tensor that is overwritten in place, and ``leaders`` the first FQN of the same memory (tied
-    tensors have one leader). ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets a
+    ``tensors``: FQN to the tensor that is overwritten in place, ``local`` the memory of this process that they are, by
+    name (of plain tensors the FQN), and ``leaders`` the first name of the same memory (tied tensors have one leader).
+    ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets a
     new value. ``not_asked_for``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: what
     ``strict=`` let pass.
     """
 
     tensors: Mapping[str, torch.Tensor]
+    local: Mapping[str, Local]
     leaders: Mapping[str, str]
     new: tuple[str, ...]
     values: tuple[tuple[Leaf, ValueEntry], ...]
@@ -59,6 +70,8 @@ class LoadPlan:
     missing: tuple[str, ...]
     cast: tuple[str, ...]
     ignored: tuple[str, ...]
+    unexpected: tuple[str, ...] = ()
+    """Found in the target's own keys, where other ranks may ask for them."""
 
 
 @dataclass(slots=True)
@@ -70,6 +83,8 @@ class _Findings:
     missing: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    unexpected: list[str] | None = None
+    """Where other ranks may ask for what this one does not expect."""
 
     def add(self, kind: type[Mismatch], line: str) -> None:
         self.offenders.setdefault(kind, []).append(line)
@@ -83,6 +98,8 @@ class _Findings:
     def add_unexpected(self, fqn: str, where: str) -> None:
         if "ignore_unexpected" in self.strict:
             self.ignored.append(fqn)
+        elif self.unexpected is not None:
+            self.unexpected.append(fqn)
         else:
             self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
 
@@ -101,14 +118,23 @@ def plain_path(path: tuple[Key, ...]) -> PlainPath:
     return tuple(str(key.value) if isinstance(key, DictKey) else key for key in path)
 
 
-def match(state: Mapping[str, Any], answers: Answers, manifest: Manifest, url: str, strict: frozenset[str]) -> LoadPlan:
-    """Flatten the template and find its leaves in the checkpoint. Runs in a worker thread.
+def match(
+    state: Mapping[str, Any],
+    answers: Answers,
+    manifest: Manifest,
+    url: str,
+    strict: frozenset[str],
+    *,
+    others: bool = False,
+) -> LoadPlan:
+    """Flatten the template and find its leaves in the checkpoint. Runs in a worker thread. ``others``: other ranks load
+    with this one, so what is unexpected here is noted and not an error.
 
     Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
     as far as ``strict`` does not let them pass.
     """
     leaves = list(politely(leaves_of(state, answers)))
-    findings = _Findings(strict)
+    findings = _Findings(strict, unexpected=[] if others else None)
     roots = {leaf.value.number: leaf for leaf in leaves if isinstance(leaf.value, StatefulRoot)}
     owned: dict[int, list[Leaf]] = {number: [] for number in roots}
     tensors: dict[str, torch.Tensor] = {}
@@ -130,7 +156,9 @@ def match(state: Mapping[str, Any], answers: Answers, manifest: Manifest, url: s
     ]
     asked = {leaf.fqn for leaf in leaves} | {fqn for entries in below.values() for fqn in entries}
     rest = _not_asked_for(manifest, asked, {str(key) for key, _ in answers.items(state)}, findings)
-    leaders = _tied(tensors, manifest, findings)
+    local = {name: one for fqn, tensor in politely(tensors.items()) for name, one in locals_of(fqn, tensor)}
+    leaders = _tied(local, manifest, findings)
+    _check_fresh(statefuls, tensors)
     findings.raise_if_any(url)
     new = [
         fqn
@@ -141,6 +169,7 @@ def match(state: Mapping[str, Any], answers: Answers, manifest: Manifest, url: s
     ]
     return LoadPlan(
         tensors=tensors,
+        local=local,
         leaders=leaders,
         new=tuple(new),
         values=tuple(values),
@@ -149,7 +178,24 @@ def match(state: Mapping[str, Any], answers: Answers, manifest: Manifest, url: s
         missing=tuple(findings.missing),
         cast=tuple(findings.cast),
         ignored=tuple(findings.ignored),
+        unexpected=tuple(findings.unexpected or ()),
     )
+
+
+def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str, torch.Tensor]) -> None:
+    """What a sharded optimizer has not got yet would be read whole, on every rank."""
+    for stateful in statefuls:
+        if stateful is None or not isinstance(stateful.instance, torch.optim.Optimizer):
+            continue
+        if not any(is_distributed(one) for group in stateful.instance.param_groups for one in group["params"]):
+            continue
+        for fqn, entry in stateful.entries.items():
+            if isinstance(entry, TensorEntry) and entry.shape and fqn not in tensors:
+                raise UnsupportedTensor(
+                    f"{fqn}: the optimizer of sharded parameters has no such state yet, and nobody knows how it is to "
+                    "be sharded: load what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict() gives "
+                    "instead of the optimizer"
+                )
 
 
 def _not_asked_for(manifest: Manifest, asked: set[str], top: set[str], findings: _Findings) -> tuple[str, ...]:
@@ -167,14 +213,18 @@ def _not_asked_for(manifest: Manifest, asked: set[str], top: set[str], findings:
 
 def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
     tensor = leaf.value
-    check_tensor(tensor, leaf.fqn, "load into")
+    distributed = is_distributed(tensor)
+    for part in [local.tensor for _, local in locals_of(leaf.fqn, tensor)] if distributed else [tensor]:
+        check_tensor(part, leaf.fqn, "load into")
     if entry is None:
         findings.add_missing(leaf.fqn)
     elif not isinstance(entry, TensorEntry):
         findings.add(KindMismatch, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
-    elif tuple(tensor.shape) != entry.shape:
-        findings.add(ShapeMismatch, f"{leaf.fqn}: shape {tuple(tensor.shape)} in the target, {entry.shape} saved")
-    elif any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    elif global_shape(tensor) != entry.shape:
+        findings.add(ShapeMismatch, f"{leaf.fqn}: shape {global_shape(tensor)} in the target, {entry.shape} saved")
+    elif not distributed and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         findings.add(Mismatch, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it")
     else:
         return _dtype_fits(leaf.fqn, dtype_name(tensor.dtype), entry.dtype, findings)
@@ -192,16 +242,17 @@ def _dtype_fits(fqn: str, here: str, saved: str, findings: _Findings) -> bool:
     return False
 
 
-def _tied(tensors: Mapping[str, torch.Tensor], manifest: Manifest, findings: _Findings) -> dict[str, str]:
+def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: _Findings) -> dict[str, str]:
     """The leader of each tensor. Tied ones must have been saved with the same bytes (of other writers that is only
     known when they are read); row-major ones that overlap otherwise would be read over each other."""
     first: dict[object, str] = {}
     leaders: dict[str, str] = {}
     extents: list[tuple[int, int, str]] = []
-    for fqn, tensor in politely(tensors.items()):
-        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else fqn
+    exact = manifest.exact and not manifest.ranks
+    for fqn, (_, tensor, box) in politely(tensors.items()):
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box) if tensor.numel() else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
-        if leader != fqn and manifest.exact and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
+        if leader != fqn and exact and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
             findings.add(Mismatch, f"{fqn}: shares its memory with {leader}, but they were saved with different values")
         if leader == fqn and tensor.numel() and tensor.is_contiguous():
             extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, fqn))

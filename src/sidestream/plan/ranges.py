@@ -12,7 +12,7 @@ from ..format.digest import DIGEST_BYTES
 from ..format.dtypes import itemsize
 from ..format.records import BLOCK_BYTES, Chunk, TensorEntry
 
-__all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "overlaps", "plan_ranges"]
+__all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "overlap", "overlaps", "plan_ranges"]
 
 PIECE_BYTES = 16 * BLOCK_BYTES
 _DIRECT_BYTES = 2 * BLOCK_BYTES  # verified one by one, as they arrive
@@ -112,11 +112,11 @@ def plan_ranges(
     """
     size = itemsize(entry.dtype)
     for chunk in entry.chunks:
-        overlap = _intersect(Box(chunk.offsets, chunk.sizes), box)
-        if overlap is None:
+        common = overlap(Box(chunk.offsets, chunk.sizes), box)
+        if common is None:
             continue
-        source = Box(_minus(overlap.offsets, chunk.offsets), overlap.sizes)
-        target = _minus(overlap.offsets, box.offsets)
+        source = Box(_minus(common.offsets, chunk.offsets), common.sizes)
+        target = _minus(common.offsets, box.offsets)
         payload = foreign.get(chunk)
         if payload is not None:
             yield _foreign(fqn, chunk, payload, source, target, box, row_major, size)
@@ -125,7 +125,7 @@ def plan_ranges(
         first = source.offsets[0] if source.offsets else 0
         rows = source.sizes[0] if source.sizes else 1
         start, end = first * row_bytes, (first + rows) * row_bytes
-        if row_major and overlap.sizes[1:] == chunk.sizes[1:] == box.sizes[1:]:
+        if row_major and common.sizes[1:] == chunk.sizes[1:] == box.sizes[1:]:
             begin = target[0] * row_bytes if target else 0
             yield from _straight(fqn, chunk, start, end, begin, math.prod(chunk.sizes) * size)
         else:
@@ -201,10 +201,11 @@ def _foreign(
 
 def overlaps(chunk: Chunk, box: Box) -> bool:
     """Whether some element of the chunk is in the box."""
-    return _intersect(Box(chunk.offsets, chunk.sizes), box) is not None
+    return overlap(Box(chunk.offsets, chunk.sizes), box) is not None
 
 
-def _intersect(a: Box, b: Box) -> Box | None:
+def overlap(a: Box, b: Box) -> Box | None:
+    """The elements that are in both; None if there are none."""
     low = tuple(map(max, a.offsets, b.offsets))
     high = tuple(
         min(ao + size, bo + other) for ao, size, bo, other in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)

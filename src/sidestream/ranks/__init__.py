@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .failure import Stopped
 from .operation import Operation
-from .rendezvous import GroupChoice, Member, group_of
+from .rendezvous import GroupChoice, Member, deadline_of, group_of
 
-__all__ = ["GroupChoice", "Member", "Operation", "Stopped", "group_of"]
+__all__ = ["GroupChoice", "Member", "Operation", "Stopped", "deadline_of", "group_of"]

@@ -24,8 +24,9 @@ def failure_of(rank: int, step: str, error: BaseException) -> RankFailure:
     return unpack(pack(rank, step, error))
 
 
-def died(rank: int, step: str, why: str) -> RankFailure:
-    return RankFailure(rank, step, "RankDied", f"{why}: the process was killed, or its machine cannot be reached")
+def died(rank: int, step: str) -> RankFailure:
+    """The same words to all, however each of them has heard of it."""
+    return RankFailure(rank, step, "RankDied", "the process has ended, or its machine cannot be reached")
 
 
 def pack(rank: int, step: str, error: BaseException) -> dict[str, Any]:

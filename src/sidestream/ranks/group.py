@@ -26,6 +26,7 @@ Gathered: TypeAlias = "Future[Sequence[bytes]]"
 _STOP_S = 10.0
 """How long ranks that were told to stop have, before the verdict is given without them."""
 _REMEMBERED = 256
+_UNKNOWN = "unknown"  # how far rank 0 has come
 
 
 class Group:
@@ -178,8 +179,8 @@ class Hub(Group):
             return
         if state.stopping:
             operation.stop()
-        for rank, why in self._dead.items():
-            self._note(state, died(rank, "start", why))
+        for rank in self._dead:
+            self._note(state, died(rank, "start"))
         self._owner.post_at(operation.deadline.at, lambda: self._expire(state, operation))
 
     def _step(
@@ -240,7 +241,7 @@ class Hub(Group):
         for state in list(self._states.values()):
             if not state.closed and state.verdict is None:
                 state.left.add(rank)
-                self._note(state, died(rank, state.steps.get(rank, "start"), why))
+                self._note(state, died(rank, state.steps.get(rank, "start")))
 
     def _fail(self, operation: Operation, told: dict[str, Any]) -> None:
         state = self._state(operation.number)
@@ -353,7 +354,7 @@ class Spoke(Group):
     def _begin(self, operation: Operation) -> None:
         self._operations[operation.number] = operation
         if self._lost is not None:
-            self._judge_alone(operation, died(0, operation.step, self._lost))
+            self._judge_alone(operation, died(0, _UNKNOWN))
             return
         late = operation.deadline.at + VERDICT_GRACE_S / 3
         self._owner.post_at(late, lambda: self._expire(operation))
@@ -408,14 +409,14 @@ class Spoke(Group):
     def _on_close(self, why: str) -> None:
         self._lost, self._link = why, None
         for operation in list(self._operations.values()):
-            self._judge_alone(operation, died(0, operation.step, why))
+            self._judge_alone(operation, died(0, _UNKNOWN))
 
     def _expire(self, operation: Operation) -> None:
         """Rank 0 should have judged by now."""
         if operation.number in self._operations:
             limit = operation.deadline.timeout_s
             text = f"it did not answer within timeout_s={limit:g}"
-            self._judge_alone(operation, RankFailure(0, operation.step, "DeadlineExceeded", text))
+            self._judge_alone(operation, RankFailure(0, _UNKNOWN, "DeadlineExceeded", text))
 
     def _judge_alone(self, operation: Operation, failure: RankFailure) -> None:
         self._close(operation)

@@ -28,7 +28,7 @@ from .operation import Operation
 from .owner import Link, keep_from_children, owner
 from .wire import Frame, Kind
 
-__all__ = ["GroupChoice", "Member", "group_of"]
+__all__ = ["GroupChoice", "Member", "deadline_of", "group_of"]
 
 GroupChoice: TypeAlias = "Literal['alone'] | Any"
 """A ``ProcessGroup`` of torch; None for all ranks of the job; ``"alone"`` for this process by itself."""
@@ -77,6 +77,11 @@ class Member:
                 owner().post(lambda: group.not_connected(why))
         with self._lock:
             self._connecting, self._connected = False, connected
+
+
+def deadline_of(timeout_s: object) -> Deadline:
+    """Of an operation. Also of what is no number of seconds, which is refused later, on behalf of all ranks."""
+    return Deadline.after(timeout_s if isinstance(timeout_s, (int, float)) else 600.0)
 
 
 def group_of(process_group: GroupChoice) -> Member | None:
