@@ -193,7 +193,8 @@ async def test_a_leased_step_stays_until_its_reader_is_done(tmp_path: Path) -> N
             assert (await writer.prune()).leased == ("step-1",)
             assert (await checkpoint.tensor("t"))[0].item() == 1.0
         assert leases_in(tmp_path) == []
-        assert (await writer.prune()).deleted == ("step-1",)
+        await writer.prune()  # or the pass that follows the save does it first
+        assert await writer.steps() == [2]
         with pytest.raises(CheckpointNotFound, match="no committed step 1; it has"):
             async with reader.open(1):
                 pass
@@ -213,10 +214,9 @@ async def test_a_lease_of_the_dead_expires(tmp_path: Path) -> None:
 
         async def gone() -> bool:
             await writer.prune()
-            return "step-1" not in entries(tmp_path)
+            return entries(tmp_path) == ["step-2"]
 
-        await until(gone, "the lease to expire")
-    assert entries(tmp_path) == ["step-2"], "the lease of the dead is cleared away too"
+        await until(gone, "the lease to expire, and to be cleared away as well")
 
 
 async def test_a_clock_that_was_set_forward_ends_no_lease_of_the_living(tmp_path: Path) -> None:
