@@ -47,6 +47,7 @@ from .options import (
 from .pending import PendingSave, SaveWork
 from .plan.metadata import encode_metadata
 from .plan.objects import allowed_types
+from .ranks import GroupChoice, Member, Operation, group_of
 from .runs.choosing import Wish, choose
 from .runs.health import Health
 from .runs.leases import Leases
@@ -55,9 +56,10 @@ from .runs.preemption import Preemption, Then
 from .runs.pruning import Pruned, Pruner
 from .runs.restoring import Restoring
 from .runs.retention import KeepAll, Retention
+from .runs.together import RestoringTogether, agree_on_step, call_together
 from .runs.upkeep import Upkeep
 from .runs.watching import Watch
-from .saving import start_save
+from .saving import start_save, start_together
 from .staging import AsyncStager
 from .storage import Location, Where, locate_run
 from .verifying import VerifyReport, verify_at
@@ -78,10 +80,10 @@ class Checkpointer:
     newer step has been read back and is good, and nobody has a lease on it. ``in_flight`` saves may go on at once, each
     with staged memory of its own, which is used again and again; ``overlap`` says what becomes of one more. ``stager``
     replaces the stager that it would own. ``durability``, ``digest``, ``verify``, ``timeout_s``, ``storage_options``,
-    ``filesystem`` and ``store_policy`` are as for ``save`` and ``load``. A lease ends ``lease_s`` after its holder has
-    died; a save has one when it takes longer than a quarter of that. What a writer left that was killed is deleted
-    when its lease has ended; where it had none,
-    ``abandoned_after_s`` after it was last written to.
+    ``filesystem``, ``store_policy`` and ``process_group`` are as for ``save`` and ``load``. Over several ranks all of
+    them call ``save`` and ``restore``, in one order, and rank 0 chooses, leases and deletes. A lease ends ``lease_s``
+    after its holder has died; a save has one when it takes longer than a quarter of that. What a writer left that was
+    killed is deleted when its lease has ended; where it had none, ``abandoned_after_s`` after it was last written to.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         store_policy: StorePolicy | None = None,
+        process_group: GroupChoice = None,
     ) -> None:
         check_count("in_flight", in_flight)
         check_choice("overlap", overlap, Overlap)
@@ -113,6 +116,7 @@ class Checkpointer:
         keep = KeepAll() if keep is None else keep
         if isinstance(keep, type) or not isinstance(keep, Retention):
             raise InvalidOption(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
+        self._group: GroupChoice = process_group
         self._store, self.url = locate_run(url, Where(storage_options, filesystem, store_policy))
         self._own_stager = AsyncStager(timeout_s=timeout_s) if stager is None else None
         self._stager = stager if self._own_stager is None else self._own_stager
@@ -157,6 +161,9 @@ class Checkpointer:
         heard of it; then it starts nothing. Cancelling before this returns starts nothing either.
         """
         self._check_usable()
+        member = self._together()
+        if member is not None:
+            return await self._save_together(member, state, step, metadata)
         check_step(step)
         noted = encode_metadata(metadata)
         self._raise_unheard()
@@ -176,6 +183,75 @@ class Checkpointer:
         pending.when_done(self._slots.release)
         return self._watch_over(pending, step)
 
+    def _together(self) -> Member | None:
+        """The group that saves and restores with this process; None where it is by itself."""
+        member = group_of(self._group)
+        return None if member is None or member.group.world == 1 else member
+
+    async def _save_together(
+        self, member: Member, state: Mapping[str, Any], step: int, metadata: Mapping[str, Any] | None
+    ) -> PendingSave:
+        operation = member.begin("save", self._deadline())
+
+        async def begin() -> tuple[int | None, Node]:
+            if self._overlap == "latest":
+                raise InvalidOption('overlap="latest" is for one process: ranks would have to agree on which is latest')
+            check_step(step)
+            noted = encode_metadata(metadata)
+            self._raise_unheard()
+            if self._overlap == "wait":
+                await self._slots.acquire()
+            try:
+                generation = await agree_on_step(
+                    operation, step, self._overlap, lambda: self._slots.full, lambda: self._next_generation(step)
+                )
+                if self._overlap != "wait" and generation is not None:
+                    await self._slots.acquire()
+            except BaseException:
+                if self._overlap == "wait":
+                    self._slots.release()
+                raise
+            return generation, noted
+
+        generation, noted = await call_together(operation, begin)
+        if generation is None:
+            operation.close()
+            return self._give_way(state, step, noted)
+        name = step_name(step, generation)
+        url = f"{self.url}/{name}"
+
+        def start(operation: Operation) -> SaveWork:
+            return start_save(
+                state,
+                Location(self._store, name, url),
+                stager=self._stager,
+                durability=self._durability,
+                timeout_s=self._timeout_s,
+                step=step,
+                generation=generation,
+                metadata=noted,
+                digest=self._digest,
+                operation=operation,
+            )
+
+        work = start_together(start, operation, url)
+        if operation.rank == 0:
+            self._taken[step] = generation
+            work = LeasedSave(work, self._leases.announce(name, "save"))
+        pending = PendingSave(work)
+        pending.when_done(self._slots.release)
+        return self._watch_over(pending, step)
+
+    @property
+    def _keeps_up(self) -> bool:
+        """Of several ranks one deletes."""
+        member = self._together()
+        return member is None or member.group.rank == 0
+
+    async def _next_generation(self, step: int) -> int:
+        generation = await next_generation(self._store, step, self._deadline())
+        return max(generation, self._taken.get(step, 0) + 1)
+
     def _give_way(self, state: Mapping[str, Any], step: int, noted: Node) -> PendingSave:
         url = f"{self.url}/{step_name(step, 1)}"
         if self._overlap == "fail":
@@ -189,8 +265,7 @@ class Checkpointer:
 
     async def _start(self, state: Mapping[str, Any], step: int, noted: Node, *, promised: bool = False) -> SaveWork:
         async with self._starting:
-            generation = await next_generation(self._store, step, self._deadline())
-            generation = max(generation, self._taken.get(step, 0) + 1)
+            generation = await self._next_generation(step)
             name = step_name(step, generation)
             if not promised:  # for those closing waits, and they are made whatever became of others
                 self._check_usable()  # it may have been closed while this waited
@@ -221,7 +296,8 @@ class Checkpointer:
         if pending.outcome == "committed":
             if order > self._last_order:  # of two that overlap, the one that was begun later is the last one
                 self._last_order, self._last_saved = order, (step, time.monotonic())
-            self._upkeep.request()
+            if self._keeps_up:
+                self._upkeep.request()
 
     # --- reading ---
 
@@ -260,7 +336,12 @@ class Checkpointer:
             allowed_types(allow),
             trust,
         )
-        restoring = Restoring(self._store, self.url, self._leases, wish, options)
+        member = self._together()
+        restoring: Restoring | RestoringTogether
+        if member is None:
+            restoring = Restoring(self._store, self.url, self._leases, wish, options)
+        else:
+            restoring = RestoringTogether(member, self._store, self.url, self._leases, wish, options)
         self._restored = await restoring.run(state)
         self._passed_over = restoring.passed_over
         if self._restored is None:
@@ -362,7 +443,7 @@ class Checkpointer:
         Raises what the storage raises; what was deleted until then is deleted. A cancel leaves no step half visible.
         """
         self._check_usable()
-        return await self._prune()
+        return await self._prune() if self._keeps_up else Pruned()
 
     def health(self) -> Health:
         """How the run is doing, as far as this ``Checkpointer`` knows."""
@@ -422,7 +503,11 @@ class Checkpointer:
             if last is not None:
                 state, step = last
                 check_step(step)
-                await (await self._in_turn(state, step, encode_metadata(None), promised=True))
+                member = self._together()
+                if member is not None:
+                    await (await self._save_together(member, state, step, None))
+                else:
+                    await (await self._in_turn(state, step, encode_metadata(None), promised=True))
         except Exception:
             await self._all_ended()
             raise

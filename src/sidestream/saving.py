@@ -18,7 +18,7 @@ from .format.records import Entry, Manifest, Node
 from .format.shard import BlockSums
 from .joint.saving import FailedSave, JointSave, planning_of
 from .options import Digest, Durability, StorePolicy, check_choice, check_timeout
-from .pending import PendingSave, SaveInfo
+from .pending import PendingSave, SaveInfo, SaveWork
 from .plan.metadata import encode_metadata
 from .plan.save import SavePlan, plan_save
 from .plan.values import copy_value
@@ -138,9 +138,7 @@ def async_save(
     return PendingSave(start_together(start, member.begin("save", deadline_of(timeout_s)), str(url)))
 
 
-def start_together(
-    start: Callable[[Operation], SaveJob | JointSave], operation: Operation, url: str
-) -> SaveJob | JointSave | FailedSave:
+def start_together(start: Callable[[Operation], SaveWork], operation: Operation, url: str) -> SaveWork:
     """What keeps this rank from starting is told to the others, and raised by all alike."""
     try:
         return start(operation)

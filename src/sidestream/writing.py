@@ -36,6 +36,7 @@ __all__ = ["ForeignStage", "SaveOrder", "ShardBody", "Stager", "Writing"]
 
 _WRITE_THREADS = 4
 _GRACE_S = 5.0
+_PATIENCE_S = 20.0
 
 
 class Stager(Protocol):
@@ -183,8 +184,10 @@ class Writing:
             yield plan.shard_file(index), body
 
     def _plan(self) -> FilePlan:
+        # Ranks that plan together are told by rank 0, at the deadline, who did not come.
+        patience_s = 0.0 if self._order.operation is None else _PATIENCE_S
         try:
-            plan: FilePlan = self._staging.laid.result(self._order.deadline.remaining_s())
+            plan: FilePlan = self._staging.laid.result(self._order.deadline.remaining_s() + patience_s)
         except TimeoutError as error:
             if self._staging.laid.done():
                 raise
@@ -270,8 +273,11 @@ class _WindowPart:
         return self.image.nbytes
 
     def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        return self.take_showing(stop, deadline, None)
+
+    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
         view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
-        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline)):
+        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline, seen=seen)):
             stop.check()
         return view[: self.nbytes]
 

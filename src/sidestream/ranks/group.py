@@ -231,7 +231,7 @@ class Hub(Group):
             self._part(state, rank, frame.step, frame.payload)
         elif frame.kind is Kind.FAIL and not state.stopping:
             state.left.add(rank)
-            self._note(state, unpack(json.loads(frame.payload)))
+            self._failed(state, unpack(json.loads(frame.payload)))
 
     def _on_close(self, rank: int, link: Link, why: str) -> None:
         if self._links.get(rank) is not link:
@@ -248,7 +248,19 @@ class Hub(Group):
         state.left.add(0)
         if told["kind"] != "CancelledError":  # what rank 0 itself could not do was not done
             state.sealed = False
-        self._note(state, unpack(told))
+        self._failed(state, unpack(told))
+
+    def _failed(self, state: _State, failure: RankFailure) -> None:
+        """A rank whose time is over while it waits for others has not failed itself: those have."""
+        missing: set[int] = set()
+        for parts in state.parts.values():
+            if failure.kind == "DeadlineExceeded" and failure.rank in parts:
+                missing |= set(range(self.world)) - set(parts)
+        for rank in sorted(missing):
+            text = "it did not come to this step in time"
+            self._note(state, RankFailure(rank, next(iter(state.parts)), "DeadlineExceeded", text))
+        if not missing:
+            self._note(state, failure)
 
     def _leave(self, operation: Operation) -> None:
         state = self._state(operation.number)

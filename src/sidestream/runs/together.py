@@ -1,0 +1,141 @@
+"""The steps of a run over several ranks: rank 0 looks and chooses, all others hear of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .._threads import Deadline
+from ..catalog import Step
+from ..errors import CheckpointNotFound, Corrupt, InvalidOption, RankFailures, SidestreamError
+from ..loading import LoadOptions, LoadReport, PassedOver, load_from, together
+from ..options import Overlap
+from ..ranks import Member, Operation
+from ..storage import Location, Store
+from .choosing import Wish, choose
+from .leases import Lease, Leases
+
+__all__ = ["RestoringTogether", "agree_on_step", "call_together"]
+
+_log = logging.getLogger("sidestream")
+
+
+async def agree_on_step(
+    operation: Operation, step: int, overlap: Overlap, full: Callable[[], bool], next_one: Callable[[], Awaitable[int]]
+) -> int | None:
+    """The generation that all ranks save as; None where rank 0 finds every slot taken and does not wait for one. On
+    rank 0, ``InvalidOption`` where ranks mean different steps."""
+
+    async def decide(parts: Sequence[bytes]) -> bytes:
+        steps = [json.loads(part) for part in parts]
+        if any(other != step for other in steps):
+            raise InvalidOption(f"ranks that save together have to save one step, not {sorted(set(steps))}")
+        if overlap != "wait" and full():
+            return json.dumps(None).encode()
+        return json.dumps(await next_one()).encode()
+
+    generation: int | None = json.loads(await operation.aexchange("begin", json.dumps(step).encode(), decide))
+    return generation
+
+
+async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
+    """Do what precedes an operation's own work; if that fails here, it fails everywhere. Raises ``RankFailures``."""
+    try:
+        return await work()
+    except BaseException as error:
+        verdict = await operation.failed(error)
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        raise verdict from error
+
+
+@dataclass(slots=True)
+class RestoringTogether:
+    """One ``restore`` by all ranks. ``run`` it once. ``step`` is what was loaded in the end."""
+
+    member: Member
+    store: Store
+    url: str
+    leases: Leases
+    wish: Wish
+    options: LoadOptions
+    step: int | None = None
+    _passed: list[tuple[Step, SidestreamError]] = field(default_factory=list)
+
+    @property
+    def passed_over(self) -> dict[str, str]:
+        return {step.name: str(error) for step, error in self._passed}
+
+    async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
+        """The report of the load; None if there is no step that the wish admits. Raises ``RankFailures``."""
+        while True:
+            attempt = _Attempt(self, state)
+            operation = self.member.begin("restore", Deadline.after(self.options.timeout_s))
+            try:
+                report = await together(attempt.run, operation)
+            except RankFailures as failures:
+                kinds = {failure.kind for failure in failures.failures}
+                if attempt.step is not None and kinds == {CheckpointNotFound.__name__}:
+                    continue  # it was deleted before it was leased
+                if attempt.step is None or kinds != {Corrupt.__name__}:
+                    raise
+                self._passed.append((attempt.step, failures))
+                if not self.wish.or_older:
+                    raise
+                continue
+            finally:
+                if attempt.lease is not None:
+                    await attempt.lease.release()
+            if report is None:
+                if self._passed:
+                    raise self._passed[0][1]
+                return None
+            assert attempt.step is not None
+            self.step = attempt.step.step
+            for step, error in self._passed:
+                _log.warning("%s is damaged, %s was restored in its place: %s", step.name, attempt.step.name, error)
+            passed = tuple(PassedOver(one.step, one.generation, error) for one, error in self._passed)
+            return replace(report, passed_over=passed, leased=attempt.leased)
+
+
+class _Attempt:
+    """One step, chosen and leased by rank 0 and loaded by all."""
+
+    def __init__(self, restoring: RestoringTogether, state: Mapping[str, Any]) -> None:
+        self._restoring = restoring
+        self._state = state
+        self.step: Step | None = None
+        self.lease: Lease | None = None
+        self.leased = False
+
+    async def run(self, operation: Operation) -> LoadReport | None:
+        restoring = self._restoring
+        answer = json.loads(await operation.aexchange("choose", b"", self._choose))
+        if answer is None:
+            return None
+        self.step = Step(answer["step"], answer["generation"], answer["name"])
+        self.leased = answer["leased"]
+        if answer["damage"] is not None:
+            raise Corrupt(answer["damage"])
+        name = self.step.name
+        where = Location(restoring.store, name, f"{restoring.url}/{name}")
+        options = restoring.options
+        if restoring.wish.or_older and "partial" in options.strict:
+            options = replace(options, atomic=True)
+        return await load_from(where, self._state, options, operation)
+
+    async def _choose(self, _: Sequence[bytes]) -> bytes:
+        """On rank 0."""
+        restoring = self._restoring
+        excluded = [step.name for step, _ in restoring._passed]
+        deadline = Deadline.after(restoring.options.timeout_s)
+        chosen = await choose(restoring.store, restoring.leases, restoring.wish, excluded, deadline)
+        if chosen is None:
+            return b"null"
+        step, self.lease = chosen
+        told = {"step": step.step, "generation": step.generation, "name": step.name, "leased": self.lease is not None}
+        return json.dumps({**told, "damage": None if step.damage is None else str(step.damage)}).encode()
