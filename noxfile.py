@@ -60,8 +60,15 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests against the built package; arguments after ``--`` go to pytest."""
     _install(session, ".[fast]", groups=("tests",))
-    rows = "--ignore=tests/crash/campaign"  # which `campaign` runs
-    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", rows, *session.posargs)
+    elsewhere = ("--ignore=tests/crash/campaign", "--ignore=tests/ranks")  # which `campaign` and `ranks` run
+    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", *elsewhere, *session.posargs)
+
+
+@nox.session(python=ONE)
+def ranks(session: nox.Session) -> None:
+    """Run tests/ranks: groups of real processes that save and load together, and are killed at it."""
+    _install(session, ".[fast]", groups=("tests",))
+    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", *(session.posargs or ["tests/ranks"]))
 
 
 @nox.session(python=ONE)

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sidestream
 from sidestream.joint import planning
@@ -37,9 +40,6 @@ def warm_up() -> None:
     for module in pkgutil.walk_packages(sidestream.__path__, "sidestream."):
         if "__main__" not in module.name:
             importlib.import_module(module.name)
-    importlib.import_module("torch.distributed.fsdp")
-    importlib.import_module("torch.distributed.checkpoint.state_dict")
-    importlib.import_module("torch.distributed.tensor.parallel")
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -272,5 +272,287 @@ def failing_save(
     return told
 
 
-def finish() -> None:
-    dist.destroy_process_group()
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def network(width: int = 24) -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(
+        torch.nn.Linear(10, width), torch.nn.ReLU(), torch.nn.Linear(width, width + 1), torch.nn.Linear(width + 1, 3)
+    )
+
+
+def built(kind: str, world: int) -> tuple[torch.nn.Module, DeviceMesh]:
+    """A model as that kind of parallelism has it. Uneven: 25 rows do not divide by 2, 3 or 4."""
+    model = network()
+    if kind == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model), init_device_mesh("cpu", (world,))
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (world,))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        return parallelize_module(model, mesh, plan), mesh
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        return fully_shard(model, mesh=mesh), mesh
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        return fully_shard(model, mesh=mesh), mesh
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"]), mesh
+
+
+def trained(kind: str, world: int, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, _ = built(kind, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, start: int, steps: int) -> float:
+    """The same data on every rank, so that every parallelism learns the same."""
+    loss = torch.tensor(0.0)
+    for step in range(start, start + steps):
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 10)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss)
+
+
+def state_dicts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def full(state: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(state, dict):
+        return {key: full(value) for key, value in state.items()}
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def save_model(rank: int, world: int, directory: Path, kind: str) -> float:
+    model, optimizer = trained(kind, world, 3)
+    run(sidestream.save(state_dicts(model, optimizer), directory / f"{kind}-{world}", timeout_s=TIMEOUT_S))
+    dcp.save(state_dicts(model, optimizer), checkpoint_id=directory / f"stock-{kind}-{world}")
+    files = {path.name.split("_")[2] for path in (directory / f"{kind}-{world}").glob("__*.distcp")}
+    assert files == {str(one) for one in range(world)}, files
+    return train(model, optimizer, 3, 2)
+
+
+def load_model(rank: int, world: int, directory: Path, kind: str, names: list[str]) -> list[float]:
+    losses = []
+    for name in names:
+        model, optimizer = trained(kind, world, 1)
+        state = state_dicts(model, optimizer)
+        run(sidestream.load(state, directory / name, timeout_s=TIMEOUT_S))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        losses.append(train(model, optimizer, 3, 2))
+    return losses
+
+
+def sharded_tensors(rank: int, world: int, directory: Path) -> None:
+    """``ShardedTensor``, two uneven shards on each rank, none of the last one's."""
+    from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+
+    def make(plus: float) -> Any:
+        bounds = [0, 3, 4, 9, 10] if world == 2 else [0, 3, 4, 9, 9, 10, 10]
+        mine = [(bounds[2 * rank + n], bounds[2 * rank + n + 1]) for n in range(2)]
+        shards = [
+            LocalShard.from_tensor_and_offsets(ROWS[start:end].clone() + plus, [start, 0], rank)
+            for start, end in mine
+            if end > start
+        ]
+        return init_from_local_shards(shards, 10, 7)
+
+    async def both() -> None:
+        await sidestream.save({"t": make(0.0)}, directory / "sharded", timeout_s=TIMEOUT_S)
+        target = make(50.0)
+        await sidestream.load({"t": target}, directory / "sharded", timeout_s=TIMEOUT_S)
+        for shard in target.local_shards():
+            start = shard.metadata.shard_offsets[0]
+            assert torch.equal(shard.tensor, ROWS[start : start + shard.metadata.shard_sizes[0]])
+        mesh = init_device_mesh("cpu", (world,))
+        other = placed(ROWS + 1, mesh, Shard(1))
+        await sidestream.load({"t": other}, directory / "sharded", timeout_s=TIMEOUT_S)
+        same(other, placed(ROWS, mesh, Shard(1)))
+
+    run(both())
+
+
+# --- what else ranks do ---------------------------------------------------------------------------------------------
+
+
+def failures_of(work: Coroutine[Any, Any, Any]) -> list[Any]:
+    async def caught() -> list[Any]:
+        try:
+            await work
+        except sidestream.errors.RankFailures as failures:
+            return [[one.rank, one.kind, one.text] for one in failures.failures]
+        return []
+
+    return run(caught())
+
+
+def disagreements(rank: int, world: int, directory: Path) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world,))
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+    good = large(mesh)
+
+    def save(state: dict[str, Any], name: str, **options: Any) -> list[Any]:
+        return failures_of(sidestream.save(state, directory / name, timeout_s=TIMEOUT_S, **options))
+
+    told = {
+        "good": save(good, "good"),
+        "conflict": save(good, "good"),
+        "names": save(good, f"name{rank}"),
+        "values": save({"loss": rank, "w": good["rows"]}, "values"),
+        "shapes": save({"w": torch.ones(2 + rank)}, "shapes"),
+        "partial": save({"p": partial}, "partial"),
+        "one_rank": save({"w": good["rows"], **({"x": object()} if rank else {})}, "one_rank"),
+        "option": save(good, "option", durability="fsync" if rank else "perhaps"),
+        "not_shared": save(good, f"disk{rank}/x"),
+        "missing": failures_of(sidestream.load(large(mesh), directory / "nothing", timeout_s=TIMEOUT_S)),
+        "keys": failures_of(
+            sidestream.load({**large(mesh), **({"more": 1} if rank else {})}, directory / "good", timeout_s=TIMEOUT_S)
+        ),
+    }
+    target = large(mesh, 9)
+    run(sidestream.load(target, directory / "good", timeout_s=TIMEOUT_S))
+    same(target, good)
+    return told
+
+
+def stages(rank: int, world: int, directory: Path) -> list[Any]:
+    """Pipeline stages in one checkpoint: each rank has names of its own, the last one only what others have too."""
+    state = {"model": {f"stage{rank}": ROWS + rank}, "step": 3, "rng": {f"rank{rank}": rank}} if rank < 2 else {}
+
+    async def both() -> list[Any]:
+        info = await sidestream.save({**state, "common": COLUMNS}, directory / "stages", timeout_s=TIMEOUT_S)
+        target = {**state, "common": torch.zeros_like(COLUMNS)}
+        if rank < 2:
+            target["model"] = {f"stage{rank}": torch.zeros_like(ROWS)}
+        await sidestream.load(target, directory / "stages", timeout_s=TIMEOUT_S)
+        same(target, {**state, "common": COLUMNS})
+        return [info.save_id, len(list((directory / "stages").glob("__*")))]
+
+    return run(both())
+
+
+def subgroups(rank: int, world: int, directory: Path) -> None:
+    """Actor and critic: two groups save at once, one rank alone besides."""
+    halves = [dist.new_group(list(range(0, world, 2))), dist.new_group(list(range(1, world, 2)))]
+    mine, name = halves[rank % 2], ("actor", "critic")[rank % 2]
+
+    async def both() -> None:
+        saves = [
+            sidestream.save({"w": ROWS + rank % 2}, directory / f"{name}{n}", process_group=mine, timeout_s=TIMEOUT_S)
+            for n in range(3)
+        ]
+        alone = sidestream.save({"w": ROWS + rank}, directory / f"alone{rank}", process_group="alone")
+        await asyncio.gather(*saves, alone)
+        target = {"w": torch.zeros_like(ROWS)}
+        await sidestream.load(target, directory / f"{name}2", process_group=mine, timeout_s=TIMEOUT_S)
+        same(target, {"w": ROWS + rank % 2})
+
+    run(both())
+
+
+def replicas(rank: int, world: int, directory: Path) -> list[int]:
+    """Who writes how many bytes of what all ranks have."""
+    state = {f"w{n}": torch.ones(1 << 18) * n for n in range(3 * world)}
+    state["huge"] = torch.arange(float(world) * (4 << 20)).reshape(-1, 64)
+
+    async def both() -> list[int]:
+        await sidestream.save(state, directory / "replicas", timeout_s=TIMEOUT_S)
+        target = {name: torch.zeros_like(one) for name, one in state.items()}
+        await sidestream.load(target, directory / "replicas", timeout_s=TIMEOUT_S)
+        same(target, state)
+        return [
+            sum(path.stat().st_size for path in (directory / "replicas").glob(f"__{one}_*.distcp"))
+            for one in range(world)
+        ]
+
+    return run(both())
+
+
+def read_bytes(rank: int, world: int, directory: Path) -> float:
+    """Bytes fetched for each byte needed, when the world has another size."""
+    mesh = init_device_mesh("cpu", (world,))
+    tensor = torch.arange(24 << 20, dtype=torch.float32).reshape(-1, 512)
+
+    async def load() -> float:
+        target = {"w": placed(torch.zeros_like(tensor), mesh, Shard(0))}
+        report = await sidestream.load(target, directory / "rows", timeout_s=TIMEOUT_S)
+        same(target, {"w": placed(tensor, mesh, Shard(0))})
+        return report.nbytes / target["w"].to_local().nbytes
+
+    if world == 3:
+        run(sidestream.save({"w": placed(tensor, mesh, Shard(0))}, directory / "rows", timeout_s=TIMEOUT_S))
+        return 0.0
+    return float(run(load()))
+
+
+def a_run(rank: int, world: int, directory: Path) -> list[Any]:
+    """A ``Checkpointer`` over ranks: steps, generations, retention, restore, fallback."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    async def steps() -> list[Any]:
+        keep = sidestream.KeepLast(2)
+        async with sidestream.Checkpointer(directory / "run", keep=keep, timeout_s=TIMEOUT_S) as checkpoints:
+            first = await checkpoints.restore(large(mesh))
+            for step in range(4):
+                pending = await checkpoints.save(large(mesh, step), step=step, metadata={"step": step})
+                await pending.staged
+                info = await pending
+            again = await (await checkpoints.save(large(mesh, 30), step=3))
+        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
+            target = large(mesh, 99)
+            restored = await checkpoints.restore(target)
+            same(target, large(mesh, 30))
+            leased = checkpoints.restored.leased if checkpoints.restored else None
+            dist.barrier()
+            if rank == 0:
+                damage(directory / "run" / "step-3.g2")
+            dist.barrier()
+            older = await checkpoints.restore(target, fallback="older")
+            same(target, large(mesh, 2))
+            return [first, info.step, again.generation, restored, leased, older, await checkpoints.steps()]
+
+    return run(steps())
+
+
+def damage(checkpoint: Path) -> None:
+    path = checkpoint / "__1_1.distcp"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def cancelled(rank: int, world: int, directory: Path) -> list[Any]:
+    """One rank cancels its save: the others hear of it, and what comes next works."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    async def save() -> list[Any]:
+        fault = arm("write", "hang") if rank == 1 else None
+        pending = sidestream.async_save(large(mesh), directory / "cancelled", timeout_s=TIMEOUT_S)
+        told: list[Any] = []
+        if rank == 0:
+            await asyncio.sleep(0.3)
+            pending.cancel()
+        if fault is not None:
+            await asyncio.sleep(0.6)
+            fault.armed = False
+        try:
+            await pending
+        except asyncio.CancelledError:
+            told.append("cancelled")
+        except sidestream.errors.RankFailures as failures:
+            told.append([[one.rank, one.kind] for one in failures.failures])
+        told.append(pending.outcome)
+        await sidestream.save(large(mesh), directory / "next", timeout_s=TIMEOUT_S)
+        return told
+
+    return run(save())

@@ -148,7 +148,7 @@ class Operation:
             try:
                 await asyncio.wait([waiter])
             except asyncio.CancelledError as cancel:
-                if cancelled is None:
+                if cancelled is None and not self._stopping:
                     self.group.fail(self, cancel)
                 cancelled = cancelled or cancel
         if cancelled is not None:

@@ -1,0 +1,66 @@
+"""What ranks agree on, who writes and reads how much, subgroups, and runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Groups
+
+
+def test_disagreements(groups: Groups, tmp_path: Path) -> None:
+    results = groups.run("disagreements", 2, tmp_path).results
+    kinds = {case: [[rank, kind] for rank, kind, _ in failures] for case, failures in results[0].items()}
+    for told in results[1:]:
+        assert told == results[0]
+    assert kinds["good"] == []
+    assert kinds["conflict"] == [[0, "Conflict"]]
+    for case in ("names", "values", "shapes"):
+        assert kinds[case] == [[0, "InvalidOption"]], results[0][case]
+    assert "loss" in results[0]["values"][0][2]
+    assert {kind for _, kind in kinds["partial"]} == {"UnsupportedTensor"}
+    assert kinds["one_rank"] == [[1, "UnsafeObject"]]
+    assert kinds["option"] == [[0, "InvalidOption"]]
+    assert kinds["not_shared"] == [[1, "NotShared"]]
+    assert {kind for _, kind in kinds["missing"]} == {"CheckpointNotFound"}
+    assert kinds["keys"] == [[1, "MissingKeys"]]
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".group")}
+    assert left <= {"good", "disk0"}
+
+
+def test_stages_in_one_checkpoint(groups: Groups, tmp_path: Path) -> None:
+    results = groups.run("stages", 3, tmp_path).results
+    assert all(told == results[0] for told in results)
+
+
+def test_groups_save_at_once(groups: Groups, tmp_path: Path) -> None:
+    groups.run("subgroups", 4, tmp_path)
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".group")}
+    assert left == {f"{name}{n}" for name in ("actor", "critic") for n in range(3)} | {f"alone{n}" for n in range(4)}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_replicas_are_shared_evenly(world: int, groups: Groups, tmp_path: Path) -> None:
+    written = groups.run("replicas", world, tmp_path).results[0]
+    assert max(written) <= 1.05 * min(written), written
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_read_what_they_need(world: int, groups: Groups, tmp_path: Path) -> None:
+    groups.run("read_bytes", 3, tmp_path)
+    assert max(groups.run("read_bytes", world, tmp_path).results) <= 1.05
+
+
+def test_a_run(groups: Groups, tmp_path: Path) -> None:
+    for told in groups.run("a_run", 2, tmp_path).results:
+        assert told == [None, 3, 2, 3, True, 2, [2, 3]]
+
+
+def test_a_cancelled_save(groups: Groups, tmp_path: Path) -> None:
+    first, *others = groups.run("cancelled", 3, tmp_path).results
+    assert first == ["cancelled", "absent"]
+    for told in others:
+        assert told == [[[0, "CancelledError"]], "absent"]
