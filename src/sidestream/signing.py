@@ -22,6 +22,7 @@ from .errors import BadSignature, CheckpointNotFound, Conflict, InvalidOption, M
 from .foreign_manifest import read_file
 from .format.marker import METADATA_NAME, manifest_name
 from .format.records import Manifest
+from .format.shared import part_name
 from .options import Progress, StorePolicy, check_timeout
 from .storage import Location, Where, locate_directory
 from .verifying import VerifyReport, verify_manifest
@@ -140,7 +141,9 @@ async def _signable(location: Location, deadline: Deadline) -> Manifest:
 async def _signed_files(location: Location, manifest: Manifest, deadline: Deadline) -> dict[str, bytes]:
     sizes = await location.store.sizes(location.name, deadline=deadline)
     files = {}
-    for name in (manifest_name(manifest.save_id), METADATA_NAME):
+    root = manifest_name(manifest.save_id)
+    parts = (part_name(root, rank) for rank in range(manifest.ranks))
+    for name in (root, METADATA_NAME, *(part for part in parts if part in sizes)):
         try:
             files[name] = bytes(await read_file(location.store, f"{location.name}/{name}", sizes[name], deadline))
         except (KeyError, FileNotFoundError) as error:
