@@ -3,8 +3,8 @@
 ``python benchmarks/planning.py [--ranks 64,128,256,512] [--tensors 2000] [--stock 64] [--json FILE]``
 
 Every rank's table is made as that rank would make it; what rank 0 does with them is timed: the first plan,
-``.metadata`` and the root of the manifest, and the same for a save that looks like the last one. A reading rank parses the root and
-the parts that it needs, in a world of the same size. Stock DCP plans the same items beside it.
+``.metadata`` and the root of the manifest, and the same for a save that looks like the last one. A reading rank parses
+the root and the parts that it needs, in a world of the same size. Stock DCP plans the same items beside it.
 """
 
 from __future__ import annotations
