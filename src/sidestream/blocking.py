@@ -28,6 +28,7 @@ from . import verifying as _verifying
 from ._tasks import drain
 from .commit import Outcome
 from .converting import convert as _converting
+from .converting import copying as _copying
 from .errors import DeadlineExceeded, WrongLoop
 from .runs.health import Health
 from .runs.pruning import Pruned
@@ -38,6 +39,7 @@ __all__ = [
     "PendingSave",
     "async_save",
     "convert",
+    "copy",
     "load",
     "open_checkpoint",
     "save",
@@ -138,6 +140,11 @@ def open_checkpoint(url: str | os.PathLike[str], **options: Any) -> Checkpoint:
 def verify(url: str | os.PathLike[str], **options: Any) -> _verifying.VerifyReport:
     """``sidestream.verify``, blocking."""
     return _run(lambda: _verifying.verify(url, **options))
+
+
+def copy(source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any) -> _copying.CopyReport:
+    """``sidestream.copy``, blocking."""
+    return _run(lambda: _copying.copy(source, target, **options))
 
 
 def convert(

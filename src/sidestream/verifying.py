@@ -27,7 +27,7 @@ from .plan.ranges import PIECE_BYTES
 from .reading import in_parallel
 from .storage import Location, ReadRange, Where, locate_directory
 
-__all__ = ["Damage", "VerifyReport", "verify", "verify_at", "verify_manifest"]
+__all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ async def verify_manifest(
     location: Location, manifest: Manifest, deadline: Deadline, progress: Progress | None = None
 ) -> VerifyReport:
     """``verify``, of a checkpoint whose manifest was read and validated."""
-    verification = _Verification(location, manifest, deadline, progress)
+    verification = Verification(location, manifest, deadline, progress)
     await verification.run()
     damaged = verification.damages
     unverified = verification.unverified - damaged.keys()
@@ -128,32 +128,43 @@ async def verify_manifest(
 
 
 @dataclass(slots=True)
-class _Verification:
+class Verification:
+    """One checkpoint's. ``damages`` by FQN, or by file where no FQN is known."""
+
     location: Location
     manifest: Manifest
     deadline: Deadline
-    progress: Progress | None
-    damages: dict[str, Damage] = field(default_factory=dict)  # by FQN, or by file where no FQN is known
+    progress: Progress | None = None
+    damages: dict[str, Damage] = field(default_factory=dict)
     unverified: set[str] = field(default_factory=set)
     done_bytes: int = 0
     total_bytes: int = 0
 
     async def run(self) -> None:
-        own, whole = self.manifest.own, self._whole_items()
-        pieces: list[Piece] = []
-        if own:
-            await self._compare_metadata()
-            await io_threads().run(self._plan_own, pieces, deadline=self.deadline)
-        else:
-            tensors = [(fqn, one) for fqn, one in self.manifest.entries.items() if isinstance(one, TensorEntry)]
-            await self._in_parallel(tensors, lambda named: self._plan_foreign(*named, pieces))
+        whole = self._whole_items()
+        pieces = await self.plan()
         runs = await io_threads().run(_runs, pieces, deadline=self.deadline)
         self.total_bytes = (
             self.done_bytes + sum(piece.nbytes for piece in pieces) + sum(item.item_bytes for _, _, item in whole)
         )
         self._tell(0)
         await self._in_parallel(runs, self._check_run)
-        await self._in_parallel(whole, lambda item: self._check_whole(*item))
+        await self.check_whole_items()
+
+    async def plan(self) -> list[Piece]:
+        """What is to be read and compared, after all that the metadata says of itself."""
+        pieces: list[Piece] = []
+        if self.manifest.own:
+            await self._compare_metadata()
+            await io_threads().run(self._plan_own, pieces, deadline=self.deadline)
+        else:
+            tensors = [(fqn, one) for fqn, one in self.manifest.entries.items() if isinstance(one, TensorEntry)]
+            await self._in_parallel(tensors, lambda named: self._plan_foreign(*named, pieces))
+        return pieces
+
+    async def check_whole_items(self) -> None:
+        """What cannot be compared piece by piece."""
+        await self._in_parallel(self._whole_items(), lambda item: self._check_whole(*item))
 
     async def _compare_metadata(self) -> None:
         """Both files derive from one plan; stock DCP believes the one, and we the other."""

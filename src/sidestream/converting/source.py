@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .._redact import redacted
 from .._threads import Deadline, io_threads, politely
 from ..catalog import read_manifest
 from ..errors import CheckpointNotFound, Corrupt, SidestreamError
@@ -25,9 +24,22 @@ from ..format.validate import validate
 from ..plan.checks import Piece, foreign_pieces
 from ..plan.ranges import ForeignPayload
 from ..plan.values import encode_value
-from ..storage import Location, ReadRange, Store, locate_directory
+from ..storage import EVERYDAY, Location, ReadRange, Store, Where, locate_directory
 
-__all__ = ["Source", "SourceTensor", "SourceValue", "open_source", "split_url"]
+__all__ = [
+    "FILE_SUFFIXES",
+    "TORCH_SUFFIXES",
+    "Source",
+    "SourceTensor",
+    "SourceValue",
+    "file_size",
+    "open_file",
+    "open_source",
+]
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+FILE_SUFFIXES = (SUFFIX, *TORCH_SUFFIXES)
+"""What the names of single files end with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,42 +78,45 @@ class Source:
     unverified: frozenset[str] = field(default_factory=frozenset)
 
 
-async def open_source(url: str | os.PathLike[str], deadline: Deadline) -> Source:
+async def open_source(url: str | os.PathLike[str], deadline: Deadline, where: Where = EVERYDAY) -> Source:
     """Raises ``CheckpointNotFound``, and what opening a checkpoint raises; reads no payload of a tensor."""
-    location = locate_directory(url)
-    try:
-        await location.store.sizes(location.name, deadline=deadline)
-    except FileNotFoundError:
-        return await _open_file(url, deadline)
+    location = locate_directory(url, where)
+    nbytes = await file_size(location, deadline)
+    if nbytes is not None:
+        return await open_file(location, nbytes, deadline)
     manifest = await read_manifest(location.store, location.name, location.url, deadline)
     return await _of_manifest(location, manifest, deadline)
 
 
-def split_url(url: str | os.PathLike[str]) -> tuple[Location, str]:
-    """The directory that the file at ``url`` is in, and the file's name."""
-    text = os.fspath(url)
-    if "://" not in text:
-        text = os.path.abspath(text)
-    parent, _, name = text.rstrip("/").rpartition("/")
-    return locate_directory(parent), name
+async def file_size(location: Location, deadline: Deadline) -> int | None:
+    """Of the file that stands there; None if there is a directory. Raises ``CheckpointNotFound`` if there is neither.
 
-
-async def _open_file(url: str | os.PathLike[str], deadline: Deadline) -> Source:
-    location, name = split_url(url)
+    Where nothing is listed, names that end as those of files do are taken for files."""
+    store, name = location.store, location.name
     try:
-        sizes = await location.store.sizes(location.name, deadline=deadline)
-    except FileNotFoundError:
-        sizes = {}
-    if name not in sizes:
-        raise CheckpointNotFound(f"there is no checkpoint and no file at {redacted(os.fspath(url))}")
+        if not store.lists:
+            is_file = name.endswith(FILE_SUFFIXES)
+            return await store.size(name, deadline=deadline) if is_file else None
+        try:
+            await store.sizes(name, deadline=deadline)
+        except FileNotFoundError:
+            return (await store.sizes(".", deadline=deadline))[name]  # a link is no file, whatever it leads to
+    except (FileNotFoundError, KeyError):
+        raise CheckpointNotFound(f"there is no checkpoint and no file at {location.url}") from None
+    return None
+
+
+async def open_file(location: Location, nbytes: int, deadline: Deadline) -> Source:
+    """``open_source`` of a single file, by its name."""
+    name, parent = location.name, replace(location, name=".")
     try:
         if name.endswith(SUFFIX):
-            manifest = await read_safetensors_file(location.store, location.name, name, sizes, deadline)
+            manifest = await read_safetensors_file(parent.store, ".", name, {name: nbytes}, deadline)
             await io_threads().run(validate, manifest, deadline=deadline)
-            return await _of_manifest(replace(location, url=f"{location.url}/{name}"), manifest, deadline)
-        return await _open_torch_file(location, name, sizes[name], deadline)
+            return await _of_manifest(parent, manifest, deadline)
+        return await _open_torch_file(parent, name, nbytes, deadline)
     except SidestreamError as error:
-        error.args = (f"{location.url}/{name}: {error.args[0]}", *error.args[1:])
+        error.args = (f"{location.url}: {error.args[0]}", *error.args[1:])
         raise
 
 
@@ -162,7 +177,7 @@ async def _open_torch_file(location: Location, name: str, nbytes: int, deadline:
         return dict(politely(_of_file(found, name)))
 
     entries = await io_threads().run(read, deadline=deadline)
-    return Source(location.store, location.name, f"{location.url}/{name}", entries)
+    return Source(location.store, location.name, location.url, entries)
 
 
 def _of_file(

@@ -19,6 +19,7 @@ from ..format.shard import BlockSums, Sealer, ShardLayout, Window, lay_out
 from ..format.torch_file import TorchArchive
 from ..format.values import pickle_node, pickle_part
 from ..plan.assemble import assemble
+from .windows import WindowedFile
 
 __all__ = [
     "DcpTarget",
@@ -63,24 +64,9 @@ class Slice(NamedTuple):
     at: int
 
 
-class TargetFile(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def aligned(self) -> bool: ...
-
-    @property
-    def windows(self) -> Sequence[tuple[int, int]]:
-        """Begin and end of each, without gaps."""
-
-    def slices(self, index: int) -> Iterator[Slice]: ...
-
-    def seal(self, index: int, view: memoryview, stop: Stop, deadline: Deadline) -> None:
-        """Finish a window whose payloads are in ``view``; it may wait for the windows before."""
+class TargetFile(WindowedFile, Protocol):
+    def slices(self, index: int) -> Iterator[Slice]:
+        """What belongs into a window before it is sealed."""
 
 
 Piece = bytes | OutTensor | Callable[[Mapping[int, int]], bytes]
