@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
-from .catalog import read_manifest
+from .catalog import open_manifest
 from .errors import Corrupt, NotCovered, SidestreamError, UnsafeObject
 from .foreign import check_item_records, locate_tensor
 from .foreign_manifest import read_file
@@ -99,7 +99,7 @@ async def verify(
 async def verify_at(location: Location, deadline: Deadline, progress: Progress | None = None) -> VerifyReport:
     """``verify``, of a resolved location."""
     try:
-        manifest = await read_manifest(location.store, location.name, location.url, deadline)
+        location, manifest = await open_manifest(location, deadline)
     except (Corrupt, NotCovered) as damage:
         return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
     return await verify_manifest(location, manifest, deadline, progress)
@@ -139,6 +139,7 @@ class Verification:
     unverified: set[str] = field(default_factory=set)
     done_bytes: int = 0
     total_bytes: int = 0
+    _planned: set[object] = field(default_factory=set)
 
     async def run(self) -> None:
         whole = self._whole_items()
@@ -198,11 +199,15 @@ class Verification:
 
     async def _plan_foreign(self, fqn: str, entry: TensorEntry, pieces: list[Piece]) -> None:
         """What only the zips say has to be read first."""
-        if any(chunk.payload_offset is not None for chunk in entry.chunks):
+        if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
             self.unverified.add(fqn)
         with self._noting(fqn):
             store, directory = self.location.store, self.location.name
             located, payloads = await locate_tensor(store, directory, fqn, entry, self.deadline, records="all")
+            places = {(chunk.file, chunk.payload_offset): chunk for chunk in payloads}
+            for place in places.keys() & self._planned:  # views of one storage
+                del payloads[places[place]]
+            self._planned.update(places)
             pieces.extend(foreign_pieces(fqn, located, payloads))
 
     def _whole_items(self) -> list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]:
@@ -211,7 +216,7 @@ class Verification:
         found: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]] = []
         if not self.manifest.exact:
             for fqn, entry in self.manifest.entries.items():
-                if isinstance(entry, ValueEntry):
+                if isinstance(entry, ValueEntry) and not entry.told:
                     found.append((fqn, entry, entry))
                 elif isinstance(entry, TensorEntry):
                     found.extend((fqn, entry, chunk) for chunk in entry.chunks if chunk.transform)

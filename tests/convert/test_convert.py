@@ -401,19 +401,6 @@ async def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> 
     assert left_over(tmp_path, {"a", "b.pt"}) == set()
 
 
-async def test_object_storage(tmp_path: Path) -> None:
-    """DCP goes to and comes from any store; what is no checkpoint of ours is written to local directories alone."""
-    state = {"w": torch.randn(5 * MIB), "v": 1}
-    await sidestream.save(state, tmp_path / "a")
-    await sidestream.convert(tmp_path / "a", "memory://convert/run/c", budget_bytes=LEAST)
-    assert (await sidestream.verify("memory://convert/run/c")).ok
-    await sidestream.convert("memory://convert/run/c", tmp_path / "b.pt", budget_bytes=LEAST)
-    assert_same(state, torch.load(tmp_path / "b.pt", weights_only=True))
-    for target, chosen in (("d.pt", None), ("d", "safetensors"), ("d.safetensors", None)):
-        with pytest.raises(errors.InvalidOption, match="local directories"):
-            await sidestream.convert(tmp_path / "a", f"memory://convert/run/{target}", format=chosen)  # type: ignore[arg-type]
-
-
 def test_blocking(tmp_path: Path) -> None:
     sidestream.blocking.save({"w": torch.ones(3)}, tmp_path / "a")
     assert sidestream.blocking.convert(tmp_path / "a", tmp_path / "b.pt").tensors == ("w",)

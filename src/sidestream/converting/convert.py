@@ -19,6 +19,7 @@ from .._torch import dtype_from_name, dtype_name
 from ..catalog import attempt_name
 from ..commit import Verdict, clean_up, commit
 from ..errors import InvalidOption, MissingKeys, UnsupportedTensor
+from ..foreign_file import TORCH_SUFFIXES
 from ..format.dtypes import itemsize
 from ..format.records import Manifest
 from ..format.safetensors import SUFFIX
@@ -28,7 +29,7 @@ from ..plan.ranges import PIECE_BYTES
 from ..storage import Location, Naming, Where, locate_directory
 from .pipeline import Pipeline
 from .publishing import publish
-from .source import TORCH_SUFFIXES, Source, SourceTensor, open_source
+from .source import Source, SourceTensor, open_source
 from .targets import (
     DcpTarget,
     OutTensor,

@@ -8,13 +8,13 @@ import re
 import uuid
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from .._tasks import finish, running_loop
 from .._threads import Deadline, Stop, io_threads, politely
-from ..catalog import attempt_name, read_manifest
+from ..catalog import attempt_name, open_manifest
 from ..commit import Verdict, clean_up, commit_files
 from ..errors import Corrupt, InvalidOption, StorageError
 from ..foreign_manifest import read_file
@@ -23,13 +23,12 @@ from ..format.marker import METADATA_NAME
 from ..format.records import EmptyEntry, Manifest
 from ..format.safetensors import INDEX_NAME
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
-from ..plan.checks import Piece, foreign_pieces
+from ..plan.checks import Piece
 from ..plan.ranges import PIECE_BYTES
 from ..reading import Scratch, in_parallel
 from ..storage import Location, Naming, Place, ReadRange, Where, locate_directory
 from ..verifying import Verification
 from .publishing import publish
-from .source import Source, SourceTensor, file_size, open_file
 from .windows import WINDOWS, Destination, WindowedFile, Windows
 
 __all__ = ["CopyReport", "copy"]
@@ -120,44 +119,27 @@ class _Found:
 
 
 async def _look(location: Location, deadline: Deadline) -> _Found:
-    nbytes = await file_size(location, deadline)
-    if nbytes is not None:
-        return await _look_at_file(location, nbytes, deadline)
-    manifest = await read_manifest(location.store, location.name, location.url, deadline)
-    if not location.store.lists:
+    directory, manifest = await open_manifest(location, deadline)
+    single = directory.name != location.name
+    if not single and not location.store.lists:
         raise InvalidOption(f"{location.url}: a server without listings does not say which files are in a directory")
-    listed = await location.store.sizes(location.name, deadline=deadline)
-    verification = Verification(location, manifest, deadline)
+    verification = Verification(directory, manifest, deadline)
     pieces, left_out = await io_threads().run(_apart, await verification.plan(), deadline=deadline)
     await verification.check_whole_items()
     if verification.damages:
         first = next(iter(verification.damages.values()))
         raise Corrupt(f"{location.url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
-    sizes = _in_order(_without_leftovers(listed, manifest))
     names = [fqn for fqn, one in manifest.entries.items() if not isinstance(one, EmptyEntry)]
     unverified = frozenset(verification.unverified | left_out)
+    if single:
+        return _Found(directory, manifest.files, True, pieces, names, unverified)
+    listed = await location.store.sizes(location.name, deadline=deadline)
+    sizes = _in_order(_without_leftovers(listed, manifest))
     marker_crc = 0
     if METADATA_NAME in sizes:
         name = f"{location.name}/{METADATA_NAME}"
         marker_crc = crc32(await read_file(location.store, name, sizes[METADATA_NAME], deadline))
     return _Found(location, sizes, False, pieces, names, unverified, marker_crc)
-
-
-async def _look_at_file(location: Location, nbytes: int, deadline: Deadline) -> _Found:
-    opened = await open_file(location, nbytes, deadline)
-    pieces, left_out = await io_threads().run(lambda: _apart(_pieces_of(opened)), deadline=deadline)
-    names = [fqn for fqn, one in opened.entries.items() if isinstance(one, SourceTensor) or not one.empty]
-    unverified = frozenset(opened.unverified | left_out)
-    return _Found(replace(location, name="."), {location.name: nbytes}, True, pieces, names, unverified)
-
-
-def _pieces_of(opened: Source) -> list[Piece]:
-    """Of a single file: payloads by the checksums of its zip, if it is one."""
-    pieces: list[Piece] = []
-    for fqn, one in opened.entries.items():
-        if isinstance(one, SourceTensor):
-            pieces += one.checks or (foreign_pieces(fqn, *one.located) if one.located is not None else ())
-    return pieces
 
 
 def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
@@ -247,7 +229,7 @@ class _Copy:
     async def run(self) -> None:
         found, store, target = self.found, self.where.store, self.where.name
         files = [
-            _CopiedFile(name, nbytes, found.pieces.get(name, ()), self.window_bytes)
+            _CopiedFile(target if found.single else name, nbytes, found.pieces.get(name, ()), self.window_bytes)
             for name, nbytes in found.sizes.items()
         ]
         naming: Naming = "single" if found.single else "given"
@@ -272,23 +254,24 @@ class _Copy:
         raw = await read_file(location.store, f"{location.name}/{METADATA_NAME}", nbytes, self.deadline)
         if crc32(raw) != found.marker_crc:
             raise Corrupt(f"{location.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME)
+        self._tell(2 * nbytes)
         files = {METADATA_NAME: bytes(raw)}
         await commit_files(
             into.store, into.attempt, into.target, files, verdict, durability=self.durability, deadline=self.deadline
         )
-        self._tell(2 * nbytes)
 
     async def _write(self, files: Sequence[_CopiedFile], into: Destination, place: Place) -> None:
-        location = self.found.location
+        found, location = self.found, self.found.location
+        names = {file.name: next(iter(found.sizes)) if found.single else file.name for file in files}
 
         async def fill(file: WindowedFile, index: int, view: memoryview) -> None:
             start, _ = file.windows[index]
             begins = range(0, len(view), PIECE_BYTES)
             ranges = [ReadRange(start + begin, view[begin : begin + PIECE_BYTES]) for begin in begins]
             try:
-                await location.store.read(f"{location.name}/{file.name}", ranges, deadline=self.deadline)
+                await location.store.read(f"{location.name}/{names[file.name]}", ranges, deadline=self.deadline)
             except FileNotFoundError as error:
-                raise Corrupt(f"{location.url}/{file.name} was deleted while it was copied", file=file.name) from error
+                raise Corrupt(f"{error.filename} was deleted while it was copied", file=names[file.name]) from error
             self._tell(len(view))
 
         await Windows(fill, self.deadline).write(files, into, place=place)

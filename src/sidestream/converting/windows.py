@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import mmap
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -61,14 +64,12 @@ class Destination:
 
 
 class _Part:
-    """A window of a file: filled by the loop, sealed and written by a thread, which gives its memory back."""
+    """A window of a file: filled by the loop, sealed and written by a thread, which then lets go of it."""
 
-    def __init__(self, file: WindowedFile, index: int, windows: _AnyWindows) -> None:
+    def __init__(self, file: WindowedFile, index: int) -> None:
         self.file, self.index = file, index
         self.offset, self.end = file.windows[index]
         self.filled: Future[memoryview] = Future()
-        self._windows = windows
-        self._released = False
 
     @property
     def nbytes(self) -> int:
@@ -90,13 +91,7 @@ class _Part:
         self.filled.cancel()
 
     def release(self) -> None:
-        if not self._released:
-            self._released = True
-            self._windows.give_back(self)
-
-
-class _AnyWindows(Protocol):
-    def give_back(self, part: _Part) -> None: ...
+        self.filled = Future()  # the old one refers to the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +114,11 @@ class Windows:
         self._largest = 1
         self._loop = asyncio.get_running_loop()
         self._slots = asyncio.Semaphore(WINDOWS)
-        self._memory: dict[_Part, mmap.mmap] = {}
         self._spare: list[mmap.mmap] = []
 
     async def write(self, files: Iterable[WindowedFile], into: Destination, *, place: Place = "new") -> None:
         """Write all of ``files``; when this returns or raises, no thread works on them any more."""
-        parts = [(file, [_Part(file, index, self) for index in range(len(file.windows))]) for file in files]
+        parts = [(file, [_Part(file, index) for index in range(len(file.windows))]) for file in files]
         bodies = [(file.name, _Body(file.nbytes, file.aligned, one)) for file, one in parts]
         self._largest = max((part.nbytes for _, one in parts for part in one), default=1)
         threads, stop = Threads("sidestream-convert", _WRITE_THREADS), Stop()
@@ -152,26 +146,26 @@ class Windows:
         finally:
             threads.close()
 
-    def give_back(self, part: _Part) -> None:
-        """In any thread: the memory of a part may be used again."""
-        memory = self._memory.pop(part, None)
-        part.filled = Future()  # the old one refers to the memory
-        if memory is not None:
-            self._spare.append(memory)
-            self._loop.call_soon_threadsafe(self._slots.release)
-
     async def _fill_all(self, parts: Sequence[_Part]) -> None:
         for part in parts:
             await self._slots.acquire()
-            memory = self._take(part.nbytes)
-            self._memory[part] = memory
-            view = memoryview(memory)[: part.nbytes]
+            view = self._take(part.nbytes)
             await self._fill(part.file, part.index, view)
             if part.filled.set_running_or_notify_cancel():
                 part.filled.set_result(view)
+            del view
 
-    def _take(self, nbytes: int) -> mmap.mmap:
-        """Mapped as large as any window is, so that every piece of memory serves every window."""
-        self._largest = max(self._largest, nbytes, 1)
+    def _take(self, nbytes: int) -> memoryview:
+        """Memory of a window, which may be used again when nobody has a view of it any more: a client of object storage
+        goes on sending a part that it has released."""
         spare = self._spare.pop() if self._spare else None  # appended by other threads, taken here alone
-        return spare if spare is not None and len(spare) >= nbytes else mmap.mmap(-1, self._largest)
+        memory = mmap.mmap(-1, self._largest) if spare is None else spare
+        array = (ctypes.c_char * nbytes).from_buffer(memory)
+        weakref.finalize(array, self._give_back, memory).atexit = False
+        return memoryview(array).cast("B")
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        """In any thread."""
+        self._spare.append(memory)
+        with suppress(RuntimeError):  # whoever kept a view has outlived the loop
+            self._loop.call_soon_threadsafe(self._slots.release)
