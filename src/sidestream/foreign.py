@@ -27,7 +27,16 @@ from .plan.ranges import PIECE_BYTES
 from .plan.values import decode_value
 from .storage import ReadRange, Store
 
-__all__ = ["Located", "agree", "check_item_records", "locate_tensor", "read_item", "read_values", "unpack_chunk"]
+__all__ = [
+    "Located",
+    "Seekable",
+    "agree",
+    "check_item_records",
+    "locate_tensor",
+    "read_item",
+    "read_values",
+    "unpack_chunk",
+]
 
 Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
 """A tensor whose chunks know where their payload begins, and what else the zips say about it."""
@@ -241,11 +250,12 @@ async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) 
     return io.BufferedReader(_Ends(bytes(head), bytes(tail), chunk.item_bytes))
 
 
-class _Ends(io.RawIOBase):
-    """A file of which only head and tail are there. Whoever reads what lies between finds zeros, and no zip."""
+class Seekable(io.RawIOBase):
+    """A file of ``nbytes`` to be read from anywhere; ``readinto`` is up to those who derive from it."""
 
-    def __init__(self, head: bytes, tail: bytes, nbytes: int) -> None:
-        self._head, self._tail, self._nbytes, self._position = head, tail, nbytes, 0
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -257,6 +267,14 @@ class _Ends(io.RawIOBase):
         base = (0, self._position, self._nbytes)[whence]
         self._position = max(0, base + offset)
         return self._position
+
+
+class _Ends(Seekable):
+    """A file of which only head and tail are there. Whoever reads what lies between finds zeros, and no zip."""
+
+    def __init__(self, head: bytes, tail: bytes, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._head, self._tail = head, tail
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         start = self._position

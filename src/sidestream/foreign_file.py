@@ -10,6 +10,7 @@ import torch
 
 from ._threads import Deadline, io_threads, politely
 from .errors import Corrupt
+from .foreign import Seekable
 from .foreign_manifest import read_safetensors_file
 from .format.records import Chunk, EmptyEntry, Entry, ForeignPayload, Manifest, TensorEntry, ValueEntry
 from .format.safetensors import SUFFIX
@@ -60,25 +61,14 @@ def _tensor(one: FileTensor, name: str) -> TensorEntry:
     return TensorEntry(one.path, stored.dtype, stored.shape, (chunk,))
 
 
-class _StoreFile(io.RawIOBase):
+class _StoreFile(Seekable):
     """A file of a store for code in a worker thread that reads it bit by bit; the loop does the reading."""
 
     def __init__(
         self, store: Store, name: str, nbytes: int, loop: asyncio.AbstractEventLoop, deadline: Deadline
     ) -> None:
-        self._store, self._name, self._nbytes, self._loop, self._deadline = store, name, nbytes, loop, deadline
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = (0, self._position, self._nbytes)[whence]
-        self._position = max(0, base + offset)
-        return self._position
+        super().__init__(nbytes)
+        self._store, self._name, self._loop, self._deadline = store, name, loop, deadline
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         nbytes = max(0, min(len(buffer), self._nbytes - self._position))

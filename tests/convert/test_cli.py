@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +74,27 @@ def test_diff(run: Path) -> None:
 
 
 def test_convert(run: Path, tmp_path: Path) -> None:
+    """Progress is shown on a terminal, and stands in nobody's way elsewhere."""
     target = tmp_path / "model.safetensors"
     words = ("--select", "model.*", "--rename", r"^model\.=", "--dtype", "bfloat16")
     report = json.loads(sidestream_("convert", run / "step-2", target, *words, "--json"))
     assert report["tensors"] == ["w", "b"]
     assert load_file(target)["w"].dtype == torch.bfloat16
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    ours, theirs = pty.openpty()
+    words = ("convert", str(run / "step-2"), str(tmp_path / "shown.pt"))
+    child = subprocess.Popen(
+        [*COMMAND, *words], env={**ENVIRONMENT, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # the other end is closed
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    assert child.wait(300) == 0
+    assert b"converting" in shown
+    assert b"converting" not in child.communicate()[0]
 
 
 def test_doctor_and_bench(tmp_path: Path) -> None:
