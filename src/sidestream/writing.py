@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -232,8 +232,11 @@ class _WindowPart:
         return self.image.nbytes
 
     def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        return self.take_showing(stop, deadline, None)
+
+    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
         view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
-        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline)):
+        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline, seen=seen)):
             stop.check()
         return view[: self.nbytes]
 

@@ -122,7 +122,6 @@ def test_copy_prune_and_single_files(run: Path, tmp_path: Path) -> None:
     raw = bytearray((tmp_path / "file.pt").read_bytes())
     raw[raw.index(torch.arange(2.0, 900.0, 2.0).numpy().tobytes())] ^= 1
     (tmp_path / "file.pt").write_bytes(raw)
-    assert "damaged: model.w: " in sidestream_("verify", tmp_path / "file.pt", code=1)
     told = json.loads(sidestream_("copy", tmp_path / "file.pt", tmp_path / "t.pt", "--json", code=2, shown="stdout"))
     assert told["error"] == "Corrupt"
     assert not (tmp_path / "t.pt").exists()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,11 @@ async def test_safetensors(tmp_path: Path) -> None:
         found.update(load_file(tmp_path / "b" / file))
     assert_same(dict(sorted(expected.items())), dict(sorted(found.items())))
     assert set(report.left_out) >= {"step", "tuple", "keys.1", "list.0"}
+
+    (tmp_path / "cut").mkdir()
+    shutil.copy(tmp_path / "b" / "model-00001-of-00002.safetensors", tmp_path / "cut")
+    with pytest.raises(errors.Corrupt, match=r"model-00002-of-00002\.safetensors is not there"):
+        await sidestream.open_checkpoint(tmp_path / "cut")
 
     report = await sidestream.convert(tmp_path / "b", tmp_path / "one.safetensors", budget_bytes=LEAST)
     assert set(report.unverified) == set(expected)  # nothing to compare with

@@ -19,6 +19,7 @@ from .cache import FileCache
 from .credentials import CLOUDS, Client, Unmapped, client_for
 from .engine import Engine
 from .fsspec_engine import FsspecEngine
+from .late import Kept, LateEngine, frozen
 from .local import LocalStore
 from .objects import ObjectStore
 from .store import Store
@@ -27,6 +28,9 @@ __all__ = ["EVERYDAY", "Location", "Where", "locate_directory", "locate_run"]
 
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _LOCAL = frozenset({"file", "local"})
+_PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
+
+_engines = Kept(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +132,37 @@ def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectSt
         return ObjectStore(handed_in, root, shown, policy, _cache(handed_in, policy))
     options = dict(where.storage_options or {})
     client = _client(base, protocol, options, policy)
-    if client is not None:
+    if protocol in CLOUDS and policy.cache_dir is None:
+        engine = _late(base, protocol, options, policy, client)
+        bucket = base.partition("://")[2].partition("/")[0].partition("@")[0]
+        return ObjectStore(engine, f"{bucket}/{_without_bucket(base)}".rstrip("/"), shown, policy)
+    through, root = _through_fsspec(base, protocol, options, policy)
+    return ObjectStore(through, root, shown, policy, _cache(through, policy))
+
+
+def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy, client: Client | None) -> LateEngine:
+    """Of a cloud: what is wrong with the options is raised here, what only its client finds at the first request."""
+    kind = CLOUDS[protocol]
+    if client is None and find_spec(_PACKAGES[kind]) is None:
+        raise MissingExtra(f'{protocol}:// needs a client: pip install "sidestream[cloud]"', extra="cloud")
+
+    def make() -> Engine:
+        if client is None:
+            return _through_fsspec(base, protocol, options, policy)[0]
         from .obstore_engine import ObstoreEngine  # here, because it is an extra
 
-        root = f"{client.bucket}/{_without_bucket(base)}".rstrip("/")
-        return ObjectStore(ObstoreEngine(client, policy, _helper(base, protocol, options, policy)), root, shown, policy)
-    engine, root = _through_fsspec(base, protocol, options, policy)
-    return ObjectStore(engine, root, shown, policy, _cache(engine, policy))
+        return ObstoreEngine(client.complete(), policy, _helper(base, protocol, options, policy))
+
+    def kept() -> Engine:
+        try:
+            key = protocol, base.partition("://")[2].partition("/")[0], frozen(options), policy
+        except TypeError:
+            return make()
+        return _engines.get(key, make)
+
+    if client is None:
+        return LateEngine(f"fsspec:{kind}", make)  # fsspec keeps its own
+    return LateEngine(f"obstore:{kind}", kept)
 
 
 def _cache(engine: FsspecEngine, policy: StorePolicy) -> FileCache | None:

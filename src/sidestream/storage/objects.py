@@ -16,7 +16,16 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from .._threads import Deadline, Stop, Threads, io_threads
-from ..errors import AccessDenied, Conflict, Corrupt, InvalidOption, SidestreamError, StorageError
+from ..errors import (
+    AccessDenied,
+    Conflict,
+    Corrupt,
+    DeadlineExceeded,
+    InvalidOption,
+    SidestreamError,
+    StorageError,
+    without_frames,
+)
 from ..events import PromiseLost, emit
 from ..options import Durability, StorePolicy
 from .cache import FileCache
@@ -24,7 +33,7 @@ from .coalesce import coalesce
 from .engine import Engine, Listing, ObjectInfo
 from .io_loop import Call, on_io_loop
 from .parts import part_bytes_for
-from .requests import Requests, Taken, fate_of, is_uncertain, translated
+from .requests import Requests, Taken, fate_of, is_refused, is_uncertain, translated
 from .store import Body, Leftover, Naming, Place, ReadRange
 
 __all__ = ["ObjectStore"]
@@ -37,6 +46,7 @@ _GAP_BYTES = 256 << 10  # to read past as many costs less than another request
 _RUN_BYTES = 16 << 20
 _RUN_RANGES = 4096
 _CLEAN_UP_S = 60.0
+_LOOK_S = 15.0  # for uploads that may have been left open, at most: nobody shall wait much longer for what is rare
 _ATTEMPT = re.compile(r"\.([0-9a-f]{32})\.partial")
 _OURS = re.compile(r"(?:__\d+_\d+|manifest)-([0-9a-f]{32})(?:\.distcp)?")
 _warned: set[str] = set()
@@ -106,6 +116,21 @@ class ObjectStore:
         deadline: Deadline,
         place: Place = "new",
         naming: Naming = "attempt",
+    ) -> None:
+        try:
+            self._write(attempt, target, files, stop, deadline, place, naming)
+        except BaseException as error:
+            raise without_frames(error)  # noqa: B904  # whoever keeps the error shall not keep staging memory with it
+
+    def _write(
+        self,
+        attempt: str,
+        target: str,
+        files: Iterable[tuple[str, Body]],
+        stop: Stop,
+        deadline: Deadline,
+        place: Place,
+        naming: Naming,
     ) -> None:
         stop.check()
         self._check_promises()
@@ -219,7 +244,12 @@ class ObjectStore:
         upload was begun and the answer lost, one is open that nobody knows."""
         own = self._attempts[attempt]
         if own.in_parts and own.naming == "attempt":
-            await self._abort_uploads(own.target, own.save_id, deadline)
+            try:
+                await self._abort_uploads(own.target, own.save_id, deadline)
+            except (StorageError, DeadlineExceeded) as error:  # all the same, what was acknowledged is there
+                deadline.check("listing uploads")
+                unknown = f"what fails leaves nothing: an upload of which nobody heard may stay open ({error})"
+                emit(PromiseLost(f"{self.url}/{own.target}", unknown))
         listing = await self._list(own.directory, deadline)
         for name, nbytes in own.sizes.items():
             info = listing.files.get(name)
@@ -371,7 +401,7 @@ class ObjectStore:
 
     async def _read_cached(self, cache: FileCache, key: str, start: int, end: int, deadline: Deadline) -> memoryview:
         async def get() -> memoryview:
-            return await io_threads().run(cache.read, key, start, end, deadline=deadline)
+            return await io_threads().run(cache.read, key, start, end, deadline, deadline=deadline)
 
         whole_file = replace(self._policy, request_timeout_s=deadline.timeout_s)
         return await Requests(self.url, whole_file).run("fetching", key.rpartition("/")[2], get, deadline)
@@ -479,12 +509,15 @@ class ObjectStore:
         key = self._key(target) + "/"
 
         async def ask() -> dict[str, datetime | None]:
-            return dict(await self._engine.open_uploads(key))
+            try:
+                return dict(await self._engine.open_uploads(key))
+            except Exception as error:
+                if is_refused(error):  # a right that a writer need not have, or a request that not all servers know
+                    return {}
+                raise
 
-        try:
-            return await self._requests.run("listing the uploads of", target, ask, deadline)
-        except (StorageError, FileNotFoundError):  # a right that a writer need not have
-            return {}
+        soon = Deadline.after(min(_LOOK_S, deadline.remaining_s()))
+        return await self._requests.run("listing the uploads of", target, ask, soon)
 
     # --- all of them ---
 

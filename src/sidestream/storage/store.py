@@ -10,7 +10,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from .._threads import Deadline, Stop, Threads
 from ..options import Durability
 
-__all__ = ["Body", "Leftover", "MappingStore", "Naming", "Part", "Place", "ReadRange", "Store"]
+__all__ = ["Body", "Leftover", "MappingStore", "Naming", "Part", "Place", "ReadRange", "ShowingPart", "Store"]
 
 Place: TypeAlias = Literal["new", "joined", "replacing"]
 """How a writer meets its attempt: it makes it; another process has made it; it makes it, and the publish exchanges it
@@ -37,6 +37,14 @@ class Part(Protocol):
 
     def release(self) -> None:
         """The memory may be used for something else. Idempotent; also for a part that was never taken."""
+
+
+@runtime_checkable
+class ShowingPart(Part, Protocol):
+    """A part that goes through its content anyway, and can show it while it is still in the processor's cache."""
+
+    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
+        """``take``; ``seen`` is given the content first, run by run in its order."""
 
 
 class Body(Protocol):
