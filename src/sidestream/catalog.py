@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ __all__ = [
     "read_marker",
     "read_metadata",
     "step_name",
+    "still_listed",
     "target_of_attempt",
 ]
 
@@ -102,12 +103,29 @@ async def next_generation(store: Store, step: int, deadline: Deadline) -> int:
 
 
 async def list_steps(store: Store, deadline: Deadline) -> list[Step]:
-    """The committed steps, oldest first; of each step its highest generation, whether it is damaged or not."""
-    steps: dict[int, Step] = {}
-    for found in await named_steps(store, deadline):
-        if found.step not in steps and (step := await look_at(store, found, deadline)) is not None:
-            steps[found.step] = step
-    return sorted(steps.values(), key=lambda found: found.step)
+    """The committed steps, oldest first; of each step its highest generation, whether it is damaged or not.
+
+    Whoever deletes a step has committed a newer one before, and a listing from before that shows neither: where the
+    newest that was listed is gone when it is looked at, the run is listed again."""
+    while True:
+        deadline.check("listing the steps of a run")
+        steps: dict[int, Step] = {}
+        hollow: list[str] = []
+        for found in await named_steps(store, deadline):
+            if found.step in steps:
+                continue
+            if (step := await look_at(store, found, deadline)) is not None:
+                steps[found.step] = step
+            elif not steps:
+                hollow.append(found.name)
+        if await still_listed(store, hollow, deadline):
+            return sorted(steps.values(), key=lambda found: found.step)
+
+
+async def still_listed(store: Store, names: Collection[str], deadline: Deadline) -> bool:
+    """Whether all of these directories, which were listed and then turned out to be no checkpoints, are there still:
+    they never were any, or are none yet. The others have been deleted meanwhile."""
+    return not names or set(names) <= set(await store.directories(deadline=deadline))
 
 
 async def list_generations(store: Store, known: Mapping[str, Step], deadline: Deadline) -> list[Step]:
