@@ -32,13 +32,32 @@ def machine(directory: str) -> list[Finding]:
     found.append(Finding("locked memory", f"{soft >> 20} MiB" if small else "unlimited", advice))
     pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     found.append(Finding("huge pages", pages.read_text().split("[")[-1].split("]")[0] if pages.exists() else "unknown"))
+    found.append(_memory())
     found.append(_direct_io(directory))
     status = os.statvfs(directory)
-    found.append(Finding("free space", f"{status.f_bavail * status.f_frsize >> 30} GiB"))
+    free = status.f_bavail * status.f_frsize >> 30
+    found.append(Finding("free space", f"{free} GiB", "how fast the disk is, beside us: sidestream bench"))
     return found
 
 
-_EXTRAS = (("zstandard", "zstd"), ("blake3", "digest"), ("model_signing", "signing"))
+_EXTRAS = (
+    ("obstore", "cloud"),
+    ("zstandard", "zstd"),
+    ("blake3", "digest"),
+    ("model_signing", "signing"),
+    ("watchfiles", "watch"),
+)
+
+
+def _memory() -> Finding:
+    """A snapshot takes as much host memory as the state has bytes."""
+    advice = "a snapshot takes as much as the state; save(snapshot=False) takes 256 MiB whatever its size"
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return Finding("free memory", "unknown", advice)
+    return Finding("free memory", f"{free >> 30} GiB", advice)
 
 
 def _checksums() -> tuple[str, str]:

@@ -27,11 +27,11 @@ from ..options import Durability, Progress, StorePolicy, Verify, check_choice, c
 from ..plan.cast import castable
 from ..plan.ranges import PIECE_BYTES
 from ..storage import Location, Naming, Where, locate_directory
+from .dcp_target import DcpTarget
 from .pipeline import Pipeline
 from .publishing import publish
 from .source import Source, SourceTensor, open_source
 from .targets import (
-    DcpTarget,
     OutTensor,
     OutValue,
     TargetFile,
