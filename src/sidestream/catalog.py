@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ._threads import Deadline, io_threads
 from .errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
+from .foreign_file import FILE_SUFFIXES, read_file_manifest
 from .foreign_manifest import is_foreign, read_file, read_foreign_manifest
 from .format.checksum import crc32
 from .format.manifest import parse_manifest, parse_metadata_line
@@ -18,7 +19,7 @@ from .format.records import Manifest
 from .format.shared import Part, Root, join, parse_part, part_name
 from .format.validate import validate
 from .plan.metadata import decode_metadata
-from .storage import Store
+from .storage import Location, Store
 
 E = TypeVar("E", bound=SidestreamError)
 
@@ -31,6 +32,8 @@ __all__ = [
     "metadata_of",
     "named_steps",
     "next_generation",
+    "open_manifest",
+    "open_root",
     "read_manifest",
     "read_marker",
     "read_metadata",
@@ -177,6 +180,46 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
     return replace(found, marker=marker)
 
 
+async def open_manifest(location: Location, deadline: Deadline) -> tuple[Location, Manifest]:
+    """``read_manifest`` of what stands at ``location``, be it a directory or a single file, and the directory that its
+    files are in.
+
+    Where nothing is listed, a name that ends as those of files do is taken for a file."""
+    location, root = await open_root(location, deadline)
+    if isinstance(root, Manifest):
+        return location, root
+    return location, await _whole(location.store, location.name, location.url, root, deadline)
+
+
+async def open_root(location: Location, deadline: Deadline) -> tuple[Location, Manifest | Root]:
+    """As ``open_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated."""
+    store, name, url = location.store, location.name, location.url
+    if await _is_file(store, name, deadline):
+        try:
+            nbytes = await store.size(name, deadline=deadline)
+            manifest = await read_file_manifest(store, name, nbytes, deadline)
+            await io_threads().run(validate, manifest, deadline=deadline)
+        except FileNotFoundError as error:
+            raise CheckpointNotFound(
+                f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. A save that "
+                "was interrupted leaves none"
+            ) from error
+        except SidestreamError as error:
+            raise _told(error, url) from error
+        return replace(location, name="."), manifest
+    return location, await read_root(store, name, url, deadline)
+
+
+async def _is_file(store: Store, name: str, deadline: Deadline) -> bool:
+    if not store.lists:
+        return name.endswith(FILE_SUFFIXES)
+    try:
+        await store.sizes(name, deadline=deadline)
+        return False
+    except FileNotFoundError:
+        return True
+
+
 async def read_manifest(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest:
     """Everything about the committed checkpoint in ``directory``, validated against the sizes of its files.
 
@@ -185,6 +228,10 @@ async def read_manifest(store: Store, directory: str, url: str, deadline: Deadli
     root = await read_root(store, directory, url, deadline)
     if isinstance(root, Manifest):
         return root
+    return await _whole(store, directory, url, root, deadline)
+
+
+async def _whole(store: Store, directory: str, url: str, root: Root, deadline: Deadline) -> Manifest:
     with _telling(url):
         parts = await read_parts(store, directory, root, range(len(root.parts)), deadline)
         manifest = await io_threads().run(join, root, parts, deadline=deadline)

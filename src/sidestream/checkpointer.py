@@ -437,13 +437,20 @@ class Checkpointer:
 
     # --- looking after the run ---
 
-    async def prune(self) -> Pruned:
+    async def prune(self, *, dry_run: bool = False) -> Pruned:
         """Do now what is done after every save: delete what ``keep`` lets go and what dead writers left.
 
-        Raises what the storage raises; what was deleted until then is deleted. A cancel leaves no step half visible.
+        With ``dry_run`` nothing is deleted, and nothing read back: ``deleted`` has what would go if the newest step
+        that stays proves to be good. Raises what the storage raises; what was deleted until then is deleted. A cancel
+        leaves no step half visible.
         """
         self._check_usable()
-        return await self._prune() if self._keeps_up else Pruned()
+        if not self._keeps_up:
+            return Pruned()
+        if dry_run:
+            async with self._pruning:
+                return await self._pruner.preview(self._protected, self._deadline())
+        return await self._prune()
 
     def health(self) -> Health:
         """How the run is doing, as far as this ``Checkpointer`` knows."""

@@ -13,7 +13,7 @@ import torch
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
-from .catalog import read_manifest, read_root
+from .catalog import open_manifest, open_root
 from .errors import Corrupt, Mismatch, SidestreamError
 from .foreign import read_values
 from .format.digest import DigestCheck, digest_check
@@ -163,12 +163,12 @@ async def load_from(
     """``load`` from a resolved location. ``operation`` is there where several ranks load."""
     deadline = Deadline.after(options.timeout_s)
     if operation is None:
-        manifest = await read_manifest(location.store, location.name, location.url, deadline)
+        location, manifest = await open_manifest(location, deadline)
         answers = await _ask(state)
         plan = await io_threads().run(match, state, answers, manifest, location.url, options.strict, deadline=deadline)
     else:
         work = _match_together(location, state, await _ask(state), options, operation)
-        manifest, plan = await stoppable(operation, work)
+        location, manifest, plan = await stoppable(operation, work)
     report = await _load(location, manifest, plan, options, deadline, operation)
     await io_threads().run(let_go, manifest.entries)
     return report
@@ -183,21 +183,21 @@ async def _ask(state: Mapping[str, Any]) -> Answers:
 
 async def _match_together(
     location: Location, state: Mapping[str, Any], answers: Answers, options: LoadOptions, operation: Operation
-) -> tuple[Manifest, LoadPlan]:
+) -> tuple[Location, Manifest, LoadPlan]:
     """Each rank compares its template with an outline of the checkpoint, and reads of its description what it needs."""
     deadline, threads, url = operation.deadline, io_threads(), location.url
 
     def compare(manifest: Manifest) -> LoadPlan:
         return match(state, answers, manifest, url, options.strict, others=True)
 
-    root = await read_root(location.store, location.name, url, deadline)
+    location, root = await open_root(location, deadline)
     found = await outline(root, deadline)
     plan = await threads.run(compare, found, deadline=deadline)
     await agree_on(operation, found, plan, url)
     manifest = await read_needed(location, root, plan, deadline)
     if manifest is not found:
         plan = await threads.run(compare, manifest, deadline=deadline)
-    return manifest, plan
+    return location, manifest, plan
 
 
 async def _load(

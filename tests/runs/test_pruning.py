@@ -402,6 +402,21 @@ async def test_a_step_whose_manifest_is_gone_is_told_and_not_deleted(tmp_path: P
     assert "step-1" in entries(tmp_path)
 
 
+async def test_a_preview_says_what_would_go_and_changes_nothing(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, 1, 2, 3)
+    async with sidestream.Checkpointer(tmp_path) as everything:
+        assert await everything.prune(dry_run=True) == sidestream.Pruned()
+    async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
+        async with sidestream.Checkpointer(tmp_path) as reader, reader.open(1):
+            before = entries(tmp_path)
+            assert await checkpoints.prune(dry_run=True) == sidestream.Pruned(("step-2",), ("step-1",))
+            assert entries(tmp_path) == before
+        assert (await checkpoints.prune(dry_run=True)).deleted == ("step-1", "step-2")
+        assert (await checkpoints.prune()).deleted == ("step-1", "step-2")
+        assert (await checkpoints.prune(dry_run=True)).deleted == ()
+
+
 async def test_of_two_saves_that_overlap_the_one_begun_later_is_the_last(tmp_path: Path) -> None:
     """Whichever ends first: after going back neither may go while it is the newest of what this process wrote."""
     async with sidestream.Checkpointer(tmp_path) as checkpoints:

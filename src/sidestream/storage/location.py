@@ -24,7 +24,7 @@ from .local import LocalStore
 from .objects import ObjectStore
 from .store import Store
 
-__all__ = ["Location", "Where", "locate_directory", "locate_run"]
+__all__ = ["EVERYDAY", "Location", "Where", "locate_directory", "locate_run"]
 
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _LOCAL = frozenset({"file", "local"})
@@ -68,7 +68,11 @@ class Where:
             raise InvalidOption(f"filesystem={type(self.filesystem).__name__} is no fsspec file system")
 
 
-def locate_directory(url: str | os.PathLike[str], where: Where = Where()) -> Location:
+EVERYDAY = Where()
+"""Nothing but the URL."""
+
+
+def locate_directory(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Location:
     """Where the checkpoint at ``url`` is. Raises ``InvalidOption`` for what cannot be a directory of its own,
     ``MissingExtra`` where the client of its protocol is not installed."""
     text, protocol = _parsed(url, where)
@@ -86,7 +90,7 @@ def locate_directory(url: str | os.PathLike[str], where: Where = Where()) -> Loc
     return Location(store, name, f"{store.url}/{name}")
 
 
-def locate_run(url: str | os.PathLike[str], where: Where = Where()) -> tuple[Store, str]:
+def locate_run(url: str | os.PathLike[str], where: Where = EVERYDAY) -> tuple[Store, str]:
     """The store whose directories are the steps of a run, and the run's URL for messages."""
     text, protocol = _parsed(url, where)
     if _is_local(protocol, where):

@@ -34,7 +34,7 @@ from .engine import Engine, Listing, ObjectInfo
 from .io_loop import Call, on_io_loop
 from .parts import part_bytes_for
 from .requests import Requests, Taken, fate_of, is_refused, is_uncertain, translated
-from .store import Body, Leftover, Place, ReadRange
+from .store import Body, Leftover, Naming, Place, ReadRange
 
 __all__ = ["ObjectStore"]
 
@@ -56,9 +56,15 @@ _warned: set[str] = set()
 class _Attempt:
     target: str
     save_id: str
+    naming: Naming = "attempt"
     marker: bytes = b""
     in_parts: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
+
+    @property
+    def directory(self) -> str:
+        return (self.target.rpartition("/")[0] or ".") if self.naming == "single" else self.target
 
 
 class _NotSent(StorageError):
@@ -109,39 +115,69 @@ class ObjectStore:
         stop: Stop,
         deadline: Deadline,
         place: Place = "new",
+        naming: Naming = "attempt",
     ) -> None:
         try:
-            self._write(attempt, target, files, stop, deadline, place)
+            self._write(attempt, target, files, stop, deadline, place, naming)
         except BaseException as error:
             raise without_frames(error)  # noqa: B904  # whoever keeps the error shall not keep staging memory with it
 
     def _write(
-        self, attempt: str, target: str, files: Iterable[tuple[str, Body]], stop: Stop, deadline: Deadline, place: Place
+        self,
+        attempt: str,
+        target: str,
+        files: Iterable[tuple[str, Body]],
+        stop: Stop,
+        deadline: Deadline,
+        place: Place,
+        naming: Naming,
     ) -> None:
         stop.check()
         self._check_promises()
         if place != "joined":  # or else another process, which made the attempt, has looked
-            call = Call(lambda: self._list(target, deadline))
-            self._check_vacant(target, call.result(f"looking at {self.url}/{target}", stop=stop, deadline=deadline))
-        self._attempts[attempt] = _Attempt(target, _save_id(attempt))
-        for name, body in files:
-            key = self._key(f"{target}/{self.published_name(attempt, name)}")
+            call = Call(lambda: self._look_at(target, naming, deadline))
+            call.result(f"looking at {self.url}/{target}", stop=stop, deadline=deadline)
+        own = self._attempts.setdefault(attempt, _Attempt(target, _save_id(attempt), naming))
+        for given, body in files:
+            file = self.published_name(attempt, given) if naming == "attempt" else given
+            name = target if naming == "single" else f"{target}/{file}"
             if body.nbytes <= part_bytes_for(body.nbytes, self._policy.part_bytes):
-                self._send_whole(key, body, stop, deadline)
+                self._send_whole(name, own, body, stop, deadline)
             else:
-                self._attempts[attempt].in_parts = True
-                self._send_parts(key, body, stop, deadline)
-            self._attempts[attempt].sizes[key.rpartition("/")[2]] = body.nbytes
+                own.in_parts = True
+                own.begun.add(name)
+                self._send_parts(self._key(name), body, stop, deadline)
+            own.sizes[name.rpartition("/")[2]] = body.nbytes
             del body
 
-    def _send_whole(self, key: str, body: Body, stop: Stop, deadline: Deadline) -> None:
+    async def _look_at(self, target: str, naming: Naming, deadline: Deadline) -> None:
+        """Raises ``Conflict`` unless it is free."""
+        self._check_vacant(target, await self._list(target, deadline))
+        if naming == "single":
+            key = self._key(target)
+            try:
+                await self._requests.run("looking at", target, lambda: self._engine.size(key), deadline)
+            except FileNotFoundError:
+                return
+            raise Conflict(f"{self.url}/{target} exists already")
+
+    def _send_whole(self, name: str, own: _Attempt, body: Body, stop: Stop, deadline: Deadline) -> None:
+        key = self._key(name)
         pieces: list[memoryview] = []
         try:
             for part in body.parts:
                 pieces.append(part.take(stop, deadline))
             content = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
-            call = Call(lambda: self._put(key, content, deadline))
-            call.result(f"writing {key}", stop=stop, deadline=deadline)
+            if own.naming == "attempt":
+                call = Call(lambda: self._put(key, content, deadline))
+            else:
+                call = Call(lambda: self._create(name, content, deadline))
+                own.begun.add(name)  # also what a cancel leaves in doubt is ours: it was created, or is not there
+            try:
+                call.result(f"writing {key}", stop=stop, deadline=deadline)
+            except Conflict:
+                own.begun.discard(name)
+                raise
         finally:
             for part in body.parts:
                 part.release()
@@ -178,6 +214,9 @@ class ObjectStore:
         """One create-only put. It is never cut short: a cancel is raised when its outcome is known."""
         marker = self._attempts[attempt].marker
         await self._io(lambda: self._check_complete(attempt, deadline), f"looking at {target}", deadline)
+        if not marker:  # the last of its files has made it visible
+            self._attempts.pop(attempt)
+            return
         uncertain: list[BaseException] = []
 
         async def create() -> None:
@@ -197,18 +236,21 @@ class ObjectStore:
             raise
         self._attempts.pop(attempt, None)
 
+    async def publish_file(self, attempt: str, target: str, *, durability: Durability, deadline: Deadline) -> None:
+        await self.publish(attempt, target, durability=durability, deadline=deadline)
+
     async def _check_complete(self, attempt: str, deadline: Deadline) -> None:
         """Whoever took this attempt for dead has deleted it; a client that cut a file short has lost some. And where an
         upload was begun and the answer lost, one is open that nobody knows."""
         own = self._attempts[attempt]
-        if own.in_parts:
+        if own.in_parts and own.naming == "attempt":
             try:
                 await self._abort_uploads(own.target, own.save_id, deadline)
             except (StorageError, DeadlineExceeded) as error:  # all the same, what was acknowledged is there
                 deadline.check("listing uploads")
                 unknown = f"what fails leaves nothing: an upload of which nobody heard may stay open ({error})"
                 emit(PromiseLost(f"{self.url}/{own.target}", unknown))
-        listing = await self._list(own.target, deadline)
+        listing = await self._list(own.directory, deadline)
         for name, nbytes in own.sizes.items():
             info = listing.files.get(name)
             if info is None or info.nbytes != nbytes:
@@ -219,7 +261,7 @@ class ObjectStore:
                     self.url,
                 )
 
-    async def _create(self, name: str, content: bytes, deadline: Deadline) -> None:
+    async def _create(self, name: str, content: bytes | memoryview, deadline: Deadline) -> None:
         """Raises ``Conflict`` if the name is taken by another content: ours may be there from a request that was
         carried out though its answer was lost."""
         key = self._key(name)
@@ -231,7 +273,7 @@ class ObjectStore:
             except Exception as error:
                 if fate_of(error) != "taken":
                     raise
-                if not await self._holds(key, content[-end:]):
+                if not await self._holds(key, bytes(content[-end:])):
                     raise Taken(name) from error
 
         try:
@@ -258,7 +300,10 @@ class ObjectStore:
         """Of an attempt of ours, what carries its id; of a leftover, what its name says."""
         known = self._attempts.get(attempt)
         if known is not None:
-            await self._delete_of(known.target, known.save_id, deadline)
+            if known.naming == "attempt":
+                await self._delete_of(known.target, known.save_id, deadline)
+            else:
+                await self._delete_begun(known, deadline)
             self._attempts.pop(attempt, None)
         elif "?upload=" in attempt:
             key = self._key(attempt)
@@ -278,6 +323,17 @@ class ObjectStore:
             await self._abort_uploads(target, save_id, deadline)
         await self._engine.forget(self._key(target))
 
+    async def _delete_begun(self, own: _Attempt, deadline: Deadline) -> None:
+        try:
+            await self._delete("", sorted(own.begun), deadline)
+        finally:
+            keys = {self._key(name) for name in own.begun}
+            uploads = await self._uploads(own.directory, deadline) if own.in_parts else {}
+            mine = [upload for upload in uploads if upload.partition("?upload=")[0] in keys]
+            if mine:
+                await self._requests.run("aborting", own.target, lambda: self._engine.abort_uploads(mine), deadline)
+        await self._engine.forget(self._key(own.target))
+
     async def _abort_uploads(self, target: str, save_id: str, deadline: Deadline) -> None:
         uploads = await self._uploads(target, deadline)
         mine = [upload for upload in uploads if f"-{save_id}" in upload]
@@ -286,12 +342,13 @@ class ObjectStore:
 
     async def _delete(self, target: str, files: Iterable[str], deadline: Deadline) -> None:
         for file in files:
-            key = self._key(f"{target}/{file}" if target else file)
+            name = f"{target}/{file}" if target else file
+            key = self._key(name)
 
             async def delete(key: str = key) -> None:
                 await self._engine.delete([key])
 
-            await self._requests.run("deleting", f"{target}/{file}", delete, deadline)
+            await self._requests.run("deleting", name, delete, deadline)
 
     # --- reading ---
 
@@ -468,6 +525,8 @@ class ObjectStore:
         return f"{self.url}/{key.removeprefix(f'{self._root}/')}"
 
     def _key(self, name: str) -> str:
+        """``.`` is the root itself."""
+        name = name.removeprefix("./") if name != "." else ""
         return f"{self._root}/{name}".rstrip("/") if self._root else name
 
     async def _io(self, work: Callable[[], Coroutine[Any, Any, T]], doing: str, deadline: Deadline) -> T:
