@@ -110,6 +110,9 @@ async def load(
     unpickles those values instead, and so runs whatever code the file brings: only for files that you would run as a
     program. It concerns values of other writers alone; metadata, tensors and our own checkpoints are data all the same.
 
+    Where ``torch.distributed`` is initialized this is a call of all ranks together, as ``save`` is: each reads what its
+    own tensors need, and they raise alike, ``RankFailures``. ``process_group="alone"`` loads into this process only.
+
     ``storage_options``, ``filesystem`` and ``store_policy`` are as for ``save``; ``http(s)://`` can be read too.
     """
     running_loop("load")

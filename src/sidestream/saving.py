@@ -62,6 +62,10 @@ async def save(
     ``storage_options`` as fsspec users write them, or a ``filesystem`` object that has them already. ``store_policy``
     says how object storage is talked to.
 
+    Where ``torch.distributed`` is initialized this is a call of all ranks together, or of those in ``process_group``,
+    each with its own part of the state (``docs/ranks.md``); ``process_group="alone"`` saves from this process only.
+    Then everything that any rank raises becomes ``RankFailures`` on all of them.
+
     Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
     anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
     ``ArenaExhausted``, ``DeadlineExceeded``: then nothing is visible, what was written has been removed, and older

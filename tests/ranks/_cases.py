@@ -540,11 +540,11 @@ def cancelled(rank: int, world: int, directory: Path) -> list[Any]:
         pending = sidestream.async_save(large(mesh), directory / "cancelled", timeout_s=TIMEOUT_S)
         told: list[Any] = []
         if rank == 0:
-            await asyncio.sleep(0.3)
+            await pending.staged
             pending.cancel()
-        if fault is not None:
-            await asyncio.sleep(0.6)
-            fault.armed = False
+        while fault is not None and fault.armed:  # this rank holds up the commit until it has heard of the cancel
+            fault.armed = not pending._work.operation.stopping  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
         try:
             await pending
         except asyncio.CancelledError:

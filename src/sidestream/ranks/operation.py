@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -133,12 +133,13 @@ class Operation:
         self.group.answer(self, step, each)
 
     def _result(self, future: Future[T]) -> T:
+        """Rank 0 judges at the deadline, so to wait for longer than that and a grace means that nobody does."""
         try:
             return future.result(self.deadline.remaining_s() + VERDICT_GRACE_S)
-        except (CancelledError, TimeoutError) as error:
-            if future.done() and not isinstance(error, CancelledError):
+        except TimeoutError as error:
+            if future.done():
                 raise
-            raise Stopped from None
+            raise self.deadline.exceeded(f"waiting for the other ranks ({self.step})") from error
 
     async def _await(self, future: Future[T], *, final: bool = False) -> T:
         """A cancel is told to the others and raised when it is known whether they heard of it in time."""
@@ -185,7 +186,7 @@ class Operation:
             ended, self._ended = self._ended, True
         if ended:
             return
-        if self._stopping or isinstance(error, Stopped):  # what it fails with now is what comes of stopping
+        if self._stopping:  # what it fails with now is what comes of stopping
             self.group.leave(self)
         else:
             self.group.fail(self, error)
