@@ -556,3 +556,27 @@ def cancelled(rank: int, world: int, directory: Path) -> list[Any]:
         return told
 
     return run(save())
+
+
+def object_storage(rank: int, world: int, directory: Path, url: str, options: dict[str, Any]) -> list[Any]:
+    """To a bucket: twice in one run, then a save that fails, and what is left of it."""
+    mesh = init_device_mesh("cpu", (world,))
+    policy = sidestream.StorePolicy(engine="fsspec", part_bytes=5 << 20)
+    keywords: dict[str, Any] = {"storage_options": options, "store_policy": policy, "timeout_s": TIMEOUT_S}
+
+    async def both() -> list[Any]:
+        ids = []
+        async with sidestream.Checkpointer(f"{url}/run", **keywords) as checkpoints:
+            for step in range(2):
+                ids.append((await (await checkpoints.save(large(mesh, step), step=step))).save_id)
+            target = large(mesh, 9)
+            restored = await checkpoints.restore(target)
+            same(target, large(mesh, 1))
+        bad = {**large(mesh), **({"x": object()} if rank else {})}
+        try:
+            await sidestream.save(bad, f"{url}/bad", **keywords)
+        except sidestream.errors.RankFailures as failures:
+            return [ids, restored, [[one.rank, one.kind] for one in failures.failures]]
+        return []
+
+    return run(both())

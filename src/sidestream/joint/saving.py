@@ -110,6 +110,8 @@ class JointSave:
         finally:
             if writing is not None:
                 await finish(writing.release)
+            if self.operation.rank:
+                self.order.location.store.forget(self.order.attempt)
         self.operation.close()
         return info
 

@@ -119,6 +119,10 @@ class LocalStore:
     async def discard(self, attempt: str, *, deadline: Deadline) -> None:
         await io_threads().run(self.discard_here, attempt, deadline=deadline)
 
+    def forget(self, attempt: str) -> None:
+        self._modes.pop(attempt, None)
+        self._replacing.discard(attempt)
+
     def discard_here(self, attempt: str) -> None:
         # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.
         own = self._modes.pop(attempt, None) is not None

@@ -292,6 +292,9 @@ class ObjectStore:
     async def discard(self, attempt: str, *, deadline: Deadline) -> None:
         await self._io(lambda: self._discard(attempt, deadline), f"removing {attempt}", deadline)
 
+    def forget(self, attempt: str) -> None:
+        self._attempts.pop(attempt, None)
+
     def discard_here(self, attempt: str) -> None:
         deadline = Deadline.after(_CLEAN_UP_S)
         Call(lambda: self._discard(attempt, deadline)).result("removing", stop=Stop(), deadline=deadline)

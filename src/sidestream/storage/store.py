@@ -150,6 +150,9 @@ class Store(Protocol):
     def discard_here(self, attempt: str) -> None:
         """``discard``, in the calling thread."""
 
+    def forget(self, attempt: str) -> None:
+        """This process has written what it had to write of an attempt that another one publishes, or discards."""
+
     async def retire(self, directory: str, *, durability: Durability, deadline: Deadline) -> None:
         """End a committed checkpoint: it is invisible, with ``"fsync"`` durably, before its first byte is deleted.
 

@@ -1,0 +1,25 @@
+"""Ranks on object storage, where nothing is renamed and names carry the id of the save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from _s3_server import serving
+
+import sidestream
+
+if TYPE_CHECKING:
+    from conftest import Groups
+
+
+async def test_ranks_save_to_a_bucket(groups: Groups, tmp_path: Path) -> None:
+    with serving() as server:
+        url = f"s3://{server.bucket}/ranks"
+        results = groups.run("object_storage", 2, tmp_path, url=url, options=server.options).results
+        assert all(told == results[0] for told in results)
+        ids, restored, failures = results[0]
+        assert (restored, failures) == (1, [[1, "UnsafeObject"]])
+        report = await sidestream.verify(f"{url}/run/step-1", storage_options=server.options)
+        assert report.ok, report.damaged
+        assert report.save_id == ids[1]
