@@ -115,9 +115,11 @@ class Windows:
         self._loop = asyncio.get_running_loop()
         self._slots = asyncio.Semaphore(WINDOWS)
         self._spare: list[mmap.mmap] = []
+        self._keeping = True
 
     async def write(self, files: Iterable[WindowedFile], into: Destination, *, place: Place = "new") -> None:
-        """Write all of ``files``; when this returns or raises, no thread works on them any more."""
+        """Write all of ``files``; when this returns or raises, no thread works on them any more, and their memory goes
+        back to the system."""
         parts = [(file, [_Part(file, index) for index in range(len(file.windows))]) for file in files]
         bodies = [(file.name, _Body(file.nbytes, file.aligned, one)) for file, one in parts]
         self._largest = max((part.nbytes for _, one in parts for part in one), default=1)
@@ -145,6 +147,9 @@ class Windows:
             raise first_error(errors) from None
         finally:
             threads.close()
+            # A thread that has just ended its work may refer to all this for some time yet.
+            self._keeping = False
+            self._spare.clear()
 
     async def _fill_all(self, parts: Sequence[_Part]) -> None:
         for part in parts:
@@ -167,5 +172,7 @@ class Windows:
     def _give_back(self, memory: mmap.mmap) -> None:
         """In any thread."""
         self._spare.append(memory)
+        if not self._keeping:
+            self._spare.clear()
         with suppress(RuntimeError):  # whoever kept a view has outlived the loop
             self._loop.call_soon_threadsafe(self._slots.release)
