@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .converting.convert import ConvertReport, convert
     from .loading import LoadReport, PassedOver, load
-    from .options import StorePolicy
+    from .options import SaverProcess, StorePolicy
     from .pending import PendingSave, SaveInfo
     from .runs.health import Health
     from .runs.pruning import Pruned
@@ -45,6 +45,7 @@ __all__ = [
     "Retention",
     "SaveInfo",
     "SavedStep",
+    "SaverProcess",
     "StagedState",
     "StagingFuture",
     "StorePolicy",
@@ -84,6 +85,7 @@ _HOMES = {
     "SavedStep": "runs.retention",
     "StagedState": "staging.tree",
     "StagingFuture": "staging.future",
+    "SaverProcess": "options",
     "StorePolicy": "options",
     "TensorInfo": "checkpoint",
     "VerifyReport": "verifying",

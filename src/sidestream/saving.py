@@ -16,11 +16,12 @@ from .commit import Verdict, clean_up, commit
 from .errors import InvalidOption
 from .format.records import Entry, Manifest, Node
 from .format.shard import BlockSums
-from .options import Digest, Durability, StorePolicy, check_choice, check_timeout
+from .options import Digest, Durability, SaverChoice, StorePolicy, check_choice, check_timeout
 from .pending import PendingSave, SaveInfo
 from .plan.metadata import encode_metadata
 from .plan.save import SavePlan
 from .plan.values import copy_value
+from .saver.client import Saver, choose_saver
 from .staging import AsyncStager, capture
 from .storage import Location, Store, Where, locate_directory
 from .writing import ForeignStage, SaveOrder, Stager, Writing
@@ -40,6 +41,7 @@ async def save(
     metadata: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
     digest: Digest | None = None,
+    saver: SaverChoice = "thread",
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
@@ -53,7 +55,8 @@ async def save(
     than the state has: it passes through 256 MiB of memory, and ``staged`` is done when nearly everything is written.
     ``durability="flush"`` leaves out the syncs. ``metadata`` is a mapping of plain data (metrics, configuration) that
     can be read without the state; stock DCP ignores it. ``digest="blake3"`` keeps a cryptographic digest of each block
-    beside its checksum (extra ``digest``). The whole save has ``timeout_s``.
+    beside its checksum (extra ``digest``). ``saver`` says who writes: threads of this process, or a process of its own,
+    which leaves the interpreter to the trainer (``SaverChoice``). The whole save has ``timeout_s``.
 
     ``url`` is a path, or what fsspec understands: ``s3://``, ``gs://``, ``az://``, ``memory://`` and so on, with
     ``storage_options`` as fsspec users write them, or a ``filesystem`` object that has them already. ``store_policy``
@@ -61,9 +64,9 @@ async def save(
 
     Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
     anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
-    ``ArenaExhausted``, ``DeadlineExceeded``: then nothing is visible, what was written has been removed, and older
-    checkpoints are untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a commit that was sent and did not end
-    well. Cancelling leaves nothing behind either, unless the commit had been sent: then it is finished, and the
+    ``ArenaExhausted``, ``SaverLost``, ``DeadlineExceeded``: then nothing is visible, what was written has been removed,
+    and older checkpoints are untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a commit that was sent and did
+    not end well. Cancelling leaves nothing behind either, unless the commit had been sent: then it is finished, and the
     checkpoint is there.
     """
     pending = async_save(
@@ -75,6 +78,7 @@ async def save(
         metadata=metadata,
         timeout_s=timeout_s,
         digest=digest,
+        saver=saver,
         storage_options=storage_options,
         filesystem=filesystem,
         store_policy=store_policy,
@@ -97,6 +101,7 @@ def async_save(
     metadata: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
     digest: Digest | None = None,
+    saver: SaverChoice = "thread",
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
@@ -123,6 +128,7 @@ def async_save(
             budget_bytes=budget_bytes,
             metadata=encode_metadata(metadata),
             digest=digest,
+            saver=choose_saver(saver, location.store),
         )
     )
 
@@ -139,6 +145,7 @@ def start_save(
     budget_bytes: int | None = None,
     metadata: Node = None,
     digest: Digest | None = None,
+    saver: tuple[Saver | None, bool] = (None, False),
 ) -> SaveJob:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
     ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
@@ -148,7 +155,8 @@ def start_save(
     check_timeout(timeout_s)
     if digest is not None:
         check_choice("digest", digest, Digest)
-    order = SaveOrder(location, durability, Deadline.after(timeout_s), step, generation, budget_bytes, digest, metadata)
+    deadline = Deadline.after(timeout_s)
+    order = SaveOrder(location, durability, deadline, step, generation, budget_bytes, digest, metadata, *saver)
     if stager is None or isinstance(stager, AsyncStager):
         return SaveJob(order, Writing(order, capture(state, copy_value), stager))
     return SaveJob(order, ForeignStage(order, state, stager))

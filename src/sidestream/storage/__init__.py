@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .local import LocalStore
 from .location import Location, Where, locate_directory, locate_run
-from .store import Body, FileStore, Leftover, MappingStore, Place, ReadRange, Store
+from .store import Body, FileStore, Leftover, MappingStore, Place, ReadRange, SharedStore, Store, StoreAddress
 
 __all__ = [
     "Body",
@@ -15,7 +15,9 @@ __all__ = [
     "MappingStore",
     "Place",
     "ReadRange",
+    "SharedStore",
     "Store",
+    "StoreAddress",
     "Where",
     "locate_directory",
     "locate_run",

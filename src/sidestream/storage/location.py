@@ -21,7 +21,7 @@ from .engine import Engine
 from .fsspec_engine import FsspecEngine
 from .local import LocalStore
 from .objects import ObjectStore
-from .store import Store
+from .store import Store, StoreAddress
 
 __all__ = ["Location", "Where", "locate_directory", "locate_run"]
 
@@ -123,14 +123,17 @@ def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectSt
         handed_in = FsspecEngine(where.filesystem, policy)
         return ObjectStore(handed_in, root, shown, policy, _cache(handed_in, policy))
     options = dict(where.storage_options or {})
+    # Memory is this process's own, and so is a file system object that was handed in.
+    address = None if protocol == "memory" else StoreAddress(base, where.storage_options, where.policy)
     client = _client(base, protocol, options, policy)
     if client is not None:
         from .obstore_engine import ObstoreEngine  # here, because it is an extra
 
         root = f"{client.bucket}/{_without_bucket(base)}".rstrip("/")
-        return ObjectStore(ObstoreEngine(client, policy, _helper(base, protocol, options, policy)), root, shown, policy)
+        obstore = ObstoreEngine(client, policy, _helper(base, protocol, options, policy))
+        return ObjectStore(obstore, root, shown, policy, address=address)
     engine, root = _through_fsspec(base, protocol, options, policy)
-    return ObjectStore(engine, root, shown, policy, _cache(engine, policy))
+    return ObjectStore(engine, root, shown, policy, _cache(engine, policy), address)
 
 
 def _cache(engine: FsspecEngine, policy: StorePolicy) -> FileCache | None:
