@@ -28,6 +28,7 @@ from ..errors import InvalidOption, SidestreamError
 from ..options import Durability, SaverChoice, StorePolicy, check_choice, check_saver, check_timeout
 from ..saver.client import choose_saver
 from ..storage import Body, Location, Place, Store
+from ..storage.io_loop import in_io_thread
 from .committing import as_stock, check_files, complete, files_of_commit
 from .outgoing import Outgoing
 from .receipts import Order, forget_order, order_received
@@ -274,7 +275,15 @@ async def _found(store: Store, order: Order, deadline: Deadline) -> Mapping[str,
 
 
 def _discard(store: Store, attempt: str, verdict: Verdict) -> None:
-    """Once, after DCP has told every rank how the save ended, so that no rank writes there any more."""
-    if verdict.outcome == "absent":
-        with suppress(SidestreamError):
-            store.discard_here(attempt)
+    """Once, after DCP has told every rank how the save ended, so that no rank writes there any more.
+
+    Also called by the garbage collector, in whichever thread it runs: the loop of storage clients must not wait for
+    itself.
+    """
+    if verdict.outcome != "absent":
+        return
+    if in_io_thread():
+        io_threads().submit(store.discard_here, attempt)
+        return
+    with suppress(SidestreamError):
+        store.discard_here(attempt)

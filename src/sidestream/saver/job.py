@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -52,6 +53,7 @@ class Order:
     deadline: Deadline
 
     def packed(self) -> bytes:
+        """For one process; with the umask as it is now."""
         policy = None if self.address.policy is None else asdict(self.address.policy)
         where = {"url": self.address.url, "storage_options": self.address.storage_options, "policy": policy}
         return pack({
@@ -61,6 +63,7 @@ class Order:
             "durability": self.durability,
             "at": self.deadline.at,
             "timeout_s": self.deadline.timeout_s,
+            "umask": _umask(),
         })  # fmt: skip
 
 
@@ -313,6 +316,15 @@ class _Exchange:
             raise without_frames(self._failure)
         if self._lost is not None:
             raise SaverLost(self._lost)
+
+
+def _umask() -> int:
+    """Without setting it, which is the only way that ``os`` has, and for all threads."""
+    with suppress(OSError), open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
+    return 0o077
 
 
 def _text(raw: bytes) -> bytes:

@@ -136,6 +136,7 @@ class _Saver:
     def _begin(self, frame: Frame) -> None:
         asked = unpack(frame.body)
         number = frame.number
+        os.umask(asked["umask"])  # of the trainer: it may have changed
         self._requests[number] = Request(
             number,
             asked,

@@ -205,15 +205,12 @@ class Arena:
         return Lease(self, segment.memory, start, array, nbytes)
 
     def share(self) -> None:
-        """From here on lease memory that another process can be handed. What is private is dropped as it falls free."""
-        with self._turn:
-            self._backing = "shared"
-            self._drain()
-            self._drop_private()
+        """From here on lease memory that another process can be handed; what is private is dropped as it falls free.
+        Does not wait for whoever waits for memory."""
+        self._backing = "shared"
 
     def shared_memory(self) -> list[SharedMemory]:
-        with self._turn:
-            return [s.memory for s in self._segments if s.memory.descriptor is not None]  # type: ignore[misc]
+        return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]  # type: ignore[misc]
 
     def take_offer(self, take_back: Callable[[], None]) -> Callable[[], None]:
         """See ``Lease.offer``."""
@@ -283,6 +280,8 @@ class Arena:
     def _wait_for(self, size: int, more: int, deadline: Deadline, stop: Stop) -> tuple[_Segment, int]:
         while True:
             self._drain()
+            if self._backing == "shared":
+                self._drop_private()
             stop.check()
             if self._closed.is_set():
                 raise Closed("the stager was closed while a stage waited for memory")
