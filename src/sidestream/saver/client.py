@@ -95,7 +95,11 @@ class Saver:
         assert isinstance(store, SharedStore)
         assert store.address is not None
         order = Order(store.address, attempt, target, url or target, durability, deadline)
-        Job(order, files, stop).run(store, lambda: self._ready(stop, deadline), self.options.retries)
+        self.hold()  # or it might end between being up and being asked
+        try:
+            Job(order, files, stop).run(store, lambda: self._ready(stop, deadline), self.options.retries)
+        finally:
+            self.let_go()
 
     def _starts(self, stop: Stop, deadline: Deadline) -> bool:
         try:

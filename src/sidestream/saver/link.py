@@ -25,6 +25,7 @@ __all__ = ["Handed", "Link", "Listener"]
 _TICK_S = 1.0
 _START_S = 60.0
 _REAP_S = 5.0
+_ENDED = "the saver process has ended"
 
 
 class Handed(Protocol):
@@ -87,36 +88,29 @@ class Link:
             return self._numbers
 
     def send(self, kind: Kind, number: int, body: bytes) -> None:
-        """Blocks while the process does not read. Raises ``SaverLost``."""
-        channel = self._channel
-        try:
-            if channel is None:
-                raise SaverLost(self.lost or "the saver process has ended")
-            self._forget(channel)
-            channel.send(kind, number, body)
-        except OSError as error:
-            if isinstance(error, SaverLost):
-                raise
-            raise SaverLost(self.lost or "the saver process has ended") from error
+        """Blocks while the process does not read. Raises ``SaverLost``, when it is gone."""
+        self._say(kind, number, body, None)
 
     def hand(self, memory: Handed) -> None:
         """Make ``memory`` known to the process, once; it is forgotten there when it is gone here."""
         with self._handing:
             if memory.number in self._handed:
                 return
-            channel = self._channel
-            try:
-                if channel is None:
-                    raise SaverLost(self.lost or "the saver process has ended")
-                self._forget(channel)
-                nbytes = len(memory).to_bytes(8, "little")
-                channel.send(Kind.SEGMENT, memory.number, nbytes, descriptor=memory.descriptor)
-            except OSError as error:
-                if isinstance(error, SaverLost):
-                    raise
-                raise SaverLost(self.lost or "the saver process has ended") from error
+            self._say(Kind.SEGMENT, memory.number, len(memory).to_bytes(8, "little"), memory.descriptor)
             self._handed.add(memory.number)
             weakref.finalize(memory, self._forgotten.append, memory.number).atexit = False
+
+    def _say(self, kind: Kind, number: int, body: bytes, descriptor: int | None) -> None:
+        channel = self._channel
+        if channel is not None:
+            try:
+                self._forget(channel)
+                channel.send(kind, number, body, descriptor=descriptor)
+                return
+            except OSError:  # its thread may not have seen it yet, and nobody is to use it once more
+                self.kill(_ENDED)
+                self.ended(_REAP_S)
+        raise SaverLost(self.lost or _ENDED)
 
     def use(self, users: int) -> None:
         """So many more (or fewer) owners that want it to stay."""
@@ -146,7 +140,7 @@ class Link:
     # --- its thread ---
 
     def _run(self) -> None:
-        reason = "the saver process has ended"
+        reason = _ENDED
         try:
             process, ours = spawn()
             self.pid = process.pid
@@ -187,7 +181,7 @@ class Link:
             else:
                 frames = self._channel.receive()
                 if frames is None:
-                    return self._killed or "the saver process has ended"
+                    return self._killed or _ENDED
                 silent = 0
                 for frame in frames:
                     self._on_frame(frame)
@@ -236,7 +230,7 @@ class Link:
         if process is not None:
             with suppress(subprocess.TimeoutExpired):  # in a system call that does not end: it writes nothing new
                 code = process.wait(_REAP_S)
-        if code is not None and reason == "the saver process has ended":
+        if code is not None and reason == _ENDED:
             reason += f" (signal {-code})" if code < 0 else f" (exit status {code})"
         with self._lock:
             self.lost = reason
