@@ -41,7 +41,7 @@ nox.options.download_python = "never"
 nox.options.error_on_external_run = True
 nox.options.error_on_missing_interpreters = not FOUND
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["tests", "stores", "lint", "types", "docs"]
+nox.options.sessions = ["tests", "savers", "stores", "lint", "types", "docs"]
 
 
 def _install(session: nox.Session, *what: str, groups: tuple[str, ...] = ()) -> None:
@@ -62,6 +62,19 @@ def tests(session: nox.Session) -> None:
     _install(session, ".[fast]", groups=("tests",))
     rows = "--ignore=tests/crash/campaign"  # which `campaign` runs
     session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", rows, *session.posargs)
+
+
+@nox.session(python=ONE)
+def savers(session: nox.Session) -> None:
+    """Run the tests of saving once more, with a saver process where they do not say who writes."""
+    _install(session, ".[fast]", groups=("tests",))
+    tests = ("saving", "roundtrip", "windows", "blocking")
+    where = session.posargs or [
+        "tests/runs",
+        "tests/dcp/test_dcp_calls.py",
+        *(f"tests/test_{name}.py" for name in tests),
+    ]
+    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", "--saver=process", *where)
 
 
 @nox.session(python=ONE)
