@@ -68,12 +68,8 @@ def tests(session: nox.Session) -> None:
 def savers(session: nox.Session) -> None:
     """Run the tests of saving once more, with a saver process where they do not say who writes."""
     _install(session, ".[fast]", groups=("tests",))
-    tests = ("saving", "roundtrip", "windows", "blocking")
-    where = session.posargs or [
-        "tests/runs",
-        "tests/dcp/test_dcp_calls.py",
-        *(f"tests/test_{name}.py" for name in tests),
-    ]
+    files = [f"tests/test_{name}.py" for name in ("saving", "roundtrip", "windows", "blocking")]
+    where = session.posargs or ["tests/runs", "tests/dcp/test_dcp_calls.py", *files]
     session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", "--saver=process", *where)
 
 

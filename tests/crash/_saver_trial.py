@@ -20,9 +20,9 @@ HERE = Path(__file__).parent
 _kept: list[Any] = []
 
 
-def environment(folder: Path, root: Path, what: str, at: int = 0, when: str = "before") -> dict[str, str]:
-    """At the ``at``-th operation below ``root`` of the first saver that gets there, ``what`` happens, once. ``folder``
-    gets the ids of all saver processes, and how many operations each has done."""
+def environment(folder: Path, root: Path, what: str, at: int | str = 0, when: str = "before") -> dict[str, str]:
+    """At the ``at``-th operation below ``root`` (or the first of that name) of the first saver that gets there,
+    ``what`` happens, once. ``folder`` gets the ids of all saver processes, and how many operations each has done."""
     folder.mkdir(parents=True, exist_ok=True)
     trial = {"folder": str(folder), "root": str(root), "what": what, "at": at, "when": when}
     inherited = os.environ.get("PYTHONPATH", "")
@@ -62,7 +62,7 @@ def begin(trial: dict[str, Any]) -> None:
 
     def hook(operation: Operation) -> Any:
         os.write(log, b".")
-        if operation.index != trial["at"] or not _first(folder):
+        if trial["at"] not in (operation.index, operation.name) or not _first(folder):
             return operation.call()
         done = operation.call() if trial["when"] == "after" else None
         _do(trial["what"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from fsspec.asyn import get_loop
 
 from sidestream.blocking import run_anywhere
 from sidestream.saver.client import close_all
+
+sys.path.append(str(Path(__file__).parents[1] / "crash"))  # for what happens inside a saver
 
 Until = Callable[[Callable[[], bool]], None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from _saver_trial import environment, happened, wait_until_gone
 from states import assert_same
 
 import sidestream
 from sidestream import events
-from sidestream.errors import Conflict, DeadlineExceeded, InvalidOption, SaverLost
+from sidestream.errors import Conflict, DeadlineExceeded, InvalidOption, NoSpace, SaverLost
 from sidestream.options import SaverProcess
 from sidestream.saver.client import close_all, saver_process
 
@@ -170,6 +172,51 @@ async def test_a_stopped_one_is_noticed(tmp_path: Path, children: Children) -> N
     await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver)
     assert pid not in children()
     assert_same(state_of(2.0), await back(tmp_path / "b"))
+
+
+async def test_memory_that_others_wanted_is_not_there_for_a_second_time(
+    tmp_path: Path, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs in one write while the state passes through a small budget, and is killed then."""
+    for name, value in environment(tmp_path / "notes", tmp_path / "run", "hang", "pwrite").items():
+        monkeypatch.setenv(name, value)
+    async with sidestream.AsyncStager(budget_bytes=6 << 20) as stager:
+        url = tmp_path / "run" / "c"
+        state = state_of(5.0, 24)
+        del state["value"]  # its file would be the one that hangs, and everything behind it
+        pending = sidestream.async_save(state, url, saver="process", stager=stager)
+        await pending.staged
+        assert happened(tmp_path / "notes")
+        os.kill(children()[0], signal.SIGKILL)
+        with pytest.raises(SaverLost, match="in use again"):
+            await pending
+        assert list((tmp_path / "run").iterdir()) == []
+        await sidestream.save(state_of(6.0, 24), url, saver="process", stager=stager)
+    assert_same(state_of(6.0, 24), await back(url))
+
+
+@pytest.mark.parametrize("where", ["pwrite", "fsync"])
+async def test_one_that_hangs_is_ended_at_the_deadline(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(tmp_path / "notes", tmp_path / "run", "hang", where).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeadlineExceeded):
+        await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process", timeout_s=3)
+    assert happened(tmp_path / "notes")
+    assert wait_until_gone(tmp_path / "notes") == []
+    assert list((tmp_path / "run").iterdir()) == []
+    await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process")
+
+
+async def test_a_full_disk_there_is_a_full_disk_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(tmp_path / "notes", tmp_path / "run", "full", "pwrite").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NoSpace, match="free some space") as raised:
+        await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process")
+    assert raised.value.errno == errno.ENOSPC
+    assert str(raised.value.filename).endswith(".distcp")
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 async def test_a_cancel_reaches_it(tmp_path: Path, children: Children) -> None:
