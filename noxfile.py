@@ -74,6 +74,17 @@ def savers(session: nox.Session) -> None:
 
 
 @nox.session(python=ONE)
+def perturbed(session: nox.Session) -> None:
+    """Run the tests with random pauses in system calls, to shake out orders that a quiet machine never shows."""
+    _install(session, ".[fast]", groups=("tests",))
+    rows = ("--ignore=tests/crash/campaign", "--ignore=tests/stores")
+    session.run(
+        "python", "-m", "pytest", "-n2", "--dist=loadfile", *(session.posargs or rows),
+        env={"PYTHONPATH": str(Path("tests", "perturbed").absolute()), "SIDESTREAM_PAUSE_S": "0.05"},
+    )  # fmt: skip
+
+
+@nox.session(python=ONE)
 def campaign(session: nox.Session) -> None:
     """Break it in every way and count (``-- --long`` takes hours, ``-- --seed N`` replays). All of it needs root."""
     _install(session, ".[fast]", groups=("tests",))

@@ -36,6 +36,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "mapping",
             "streams",
             "foreign",
+            "foreign_file",
             "foreign_manifest",
             "checkpoint",
             "verifying",

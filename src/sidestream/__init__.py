@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
     from .checkpointer import Checkpointer
     from .converting.convert import ConvertReport, convert
+    from .converting.copying import CopyReport, copy
     from .loading import LoadReport, PassedOver, load
     from .options import SaverProcess, StorePolicy
     from .pending import PendingSave, SaveInfo
@@ -32,6 +33,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "ConvertReport",
+    "CopyReport",
     "Damage",
     "Health",
     "KeepAll",
@@ -54,6 +56,7 @@ __all__ = [
     "async_save",
     "blocking",
     "convert",
+    "copy",
     "dcp",
     "errors",
     "events",
@@ -70,6 +73,7 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
     "ConvertReport": "converting.convert",
+    "CopyReport": "converting.copying",
     "Damage": "verifying",
     "Health": "runs.health",
     "KeepAll": "runs.retention",
@@ -91,6 +95,7 @@ _HOMES = {
     "VerifyReport": "verifying",
     "async_save": "saving",
     "convert": "converting.convert",
+    "copy": "converting.copying",
     "load": "loading",
     "open_checkpoint": "checkpoint",
     "save": "saving",

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from . import checkpoint as _checkpoint
@@ -28,6 +29,7 @@ from . import verifying as _verifying
 from ._tasks import drain
 from .commit import Outcome
 from .converting import convert as _converting
+from .converting import copying as _copying
 from .errors import DeadlineExceeded, WrongLoop
 from .runs.health import Health
 from .runs.pruning import Pruned
@@ -38,6 +40,7 @@ __all__ = [
     "PendingSave",
     "async_save",
     "convert",
+    "copy",
     "load",
     "open_checkpoint",
     "save",
@@ -99,13 +102,27 @@ def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """As ``_run``, within others' blocking calls: whoever makes those on a loop has decided to block it."""
-    future: Future[T] = _portal.get().start_task_soon(work)
+    future: Future[T] = _portal.get().start_task_soon(_in_a_task, work)
     try:
         return future.result()
     except KeyboardInterrupt:
         future.cancel()
         wait([future])
         raise
+
+
+async def _in_a_task(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The portal cancels by a scope, which those do not hear of who wait for a thread behind a shield: a task does."""
+    task = asyncio.ensure_future(work())
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        with CancelScope(shield=True):
+            await asyncio.wait([task])
+        task.cancelled() or task.exception()
+        raise
+    return task.result()
 
 
 run = _run  # for the command line, which has more to ask than there are verbs here
@@ -138,6 +155,11 @@ def open_checkpoint(url: str | os.PathLike[str], **options: Any) -> Checkpoint:
 def verify(url: str | os.PathLike[str], **options: Any) -> _verifying.VerifyReport:
     """``sidestream.verify``, blocking."""
     return _run(lambda: _verifying.verify(url, **options))
+
+
+def copy(source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any) -> _copying.CopyReport:
+    """``sidestream.copy``, blocking."""
+    return _run(lambda: _copying.copy(source, target, **options))
 
 
 def convert(
@@ -268,8 +290,8 @@ class Checkpointer:
     def verify(self, step: int | Literal["latest"] = "latest", **options: Any) -> _verifying.VerifyReport:
         return _run(lambda: self._inner.verify(step, **options))
 
-    def prune(self) -> Pruned:
-        return _run(self._inner.prune)
+    def prune(self, *, dry_run: bool = False) -> Pruned:
+        return _run(lambda: self._inner.prune(dry_run=dry_run))
 
     def health(self) -> Health:
         async def health() -> Health:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ._threads import Deadline, io_threads
 from .errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
+from .foreign_file import FILE_SUFFIXES, read_file_manifest
 from .foreign_manifest import is_foreign, read_file, read_foreign_manifest
 from .format.checksum import crc32
 from .format.manifest import parse_manifest, parse_metadata_line
@@ -16,7 +17,7 @@ from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker, manif
 from .format.records import Manifest
 from .format.validate import validate
 from .plan.metadata import decode_metadata
-from .storage import Store
+from .storage import Location, Store
 
 E = TypeVar("E", bound=SidestreamError)
 
@@ -29,10 +30,12 @@ __all__ = [
     "metadata_of",
     "named_steps",
     "next_generation",
+    "open_manifest",
     "read_manifest",
     "read_marker",
     "read_metadata",
     "step_name",
+    "still_listed",
     "target_of_attempt",
 ]
 
@@ -102,12 +105,29 @@ async def next_generation(store: Store, step: int, deadline: Deadline) -> int:
 
 
 async def list_steps(store: Store, deadline: Deadline) -> list[Step]:
-    """The committed steps, oldest first; of each step its highest generation, whether it is damaged or not."""
-    steps: dict[int, Step] = {}
-    for found in await named_steps(store, deadline):
-        if found.step not in steps and (step := await look_at(store, found, deadline)) is not None:
-            steps[found.step] = step
-    return sorted(steps.values(), key=lambda found: found.step)
+    """The committed steps, oldest first; of each step its highest generation, whether it is damaged or not.
+
+    Whoever deletes a step has committed a newer one before, and a listing from before that shows neither: where the
+    newest that was listed is gone when it is looked at, the run is listed again."""
+    while True:
+        deadline.check("listing the steps of a run")
+        steps: dict[int, Step] = {}
+        hollow: list[str] = []
+        for found in await named_steps(store, deadline):
+            if found.step in steps:
+                continue
+            if (step := await look_at(store, found, deadline)) is not None:
+                steps[found.step] = step
+            elif not steps:
+                hollow.append(found.name)
+        if await still_listed(store, hollow, deadline):
+            return sorted(steps.values(), key=lambda found: found.step)
+
+
+async def still_listed(store: Store, names: Collection[str], deadline: Deadline) -> bool:
+    """Whether all of these directories, which were listed and then turned out to be no checkpoints, are there still:
+    they never were any, or are none yet. The others have been deleted meanwhile."""
+    return not names or set(names) <= set(await store.directories(deadline=deadline))
 
 
 async def list_generations(store: Store, known: Mapping[str, Step], deadline: Deadline) -> list[Step]:
@@ -153,6 +173,38 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
     if (marker.step, marker.generation) != found.order:
         return replace(found, damage=Corrupt(f"{found.name}: its marker says step {marker.step}; was it renamed?"))
     return replace(found, marker=marker)
+
+
+async def open_manifest(location: Location, deadline: Deadline) -> tuple[Location, Manifest]:
+    """``read_manifest`` of what stands at ``location``, be it a directory or a single file, and the directory that its
+    files are in.
+
+    Where nothing is listed, a name that ends as those of files do is taken for a file."""
+    store, name, url = location.store, location.name, location.url
+    if await _is_file(store, name, deadline):
+        try:
+            nbytes = await store.size(name, deadline=deadline)
+            manifest = await read_file_manifest(store, name, nbytes, deadline)
+            await io_threads().run(validate, manifest, deadline=deadline)
+        except FileNotFoundError as error:
+            raise CheckpointNotFound(
+                f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. A save that "
+                "was interrupted leaves none"
+            ) from error
+        except SidestreamError as error:
+            raise _told(error, url) from error
+        return replace(location, name="."), manifest
+    return location, await read_manifest(store, name, url, deadline)
+
+
+async def _is_file(store: Store, name: str, deadline: Deadline) -> bool:
+    if not store.lists:
+        return name.endswith(FILE_SUFFIXES)
+    try:
+        await store.sizes(name, deadline=deadline)
+        return False
+    except FileNotFoundError:
+        return True
 
 
 async def read_manifest(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest:

@@ -13,7 +13,7 @@ import torch
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
-from .catalog import read_manifest
+from .catalog import open_manifest
 from .errors import Corrupt, InvalidOption, MissingKeys
 from .foreign import read_values
 from .format.records import EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
@@ -74,7 +74,7 @@ async def open_from(
     check_choice("trust", trust, Trust)
     check_timeout(timeout_s)
     allowed = allowed_types(allow)
-    manifest = await read_manifest(location.store, location.name, location.url, Deadline.after(timeout_s))
+    location, manifest = await open_manifest(location, Deadline.after(timeout_s))
     return Checkpoint(location, manifest, verify, timeout_s, allowed, trust)
 
 

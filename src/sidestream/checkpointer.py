@@ -381,12 +381,17 @@ class Checkpointer:
 
     # --- looking after the run ---
 
-    async def prune(self) -> Pruned:
+    async def prune(self, *, dry_run: bool = False) -> Pruned:
         """Do now what is done after every save: delete what ``keep`` lets go and what dead writers left.
 
-        Raises what the storage raises; what was deleted until then is deleted. A cancel leaves no step half visible.
+        With ``dry_run`` nothing is deleted, and nothing read back: ``deleted`` has what would go if the newest step
+        that stays proves to be good. Raises what the storage raises; what was deleted until then is deleted. A cancel
+        leaves no step half visible.
         """
         self._check_usable()
+        if dry_run:
+            async with self._pruning:
+                return await self._pruner.preview(self._protected, self._deadline())
         return await self._prune()
 
     def health(self) -> Health:

@@ -48,7 +48,8 @@ class SlowPart:
 
 @dataclass(frozen=True, slots=True)
 class PromiseLost:
-    """Something that sidestream promises does not hold on this storage, as ``promise`` says. Told once per storage."""
+    """Something that sidestream promises does not hold on this storage, as ``promise`` says. What never holds is told
+    once per storage; that uploads could not be listed, whenever it happens."""
 
     url: str
     promise: str

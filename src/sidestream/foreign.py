@@ -16,18 +16,27 @@ from .errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from .format.checksum import crc32
 from .format.dtypes import itemsize
 from .format.ranks import Replica
-from .format.records import Chunk, Entry, Manifest, TensorEntry, ValueEntry
+from .format.records import Chunk, Entry, ForeignPayload, Manifest, TensorEntry, ValueEntry
 from .format.torch_item import Records, open_tensor_item, open_value_item
 from .format.torch_zip import TorchZip, is_zip
 from .format.transforms import require, unpack
 from .format.values import is_stored
 from .options import Trust
 from .plan.objects import NOTHING_ALLOWED, Allowed
-from .plan.ranges import PIECE_BYTES, ForeignPayload
+from .plan.ranges import PIECE_BYTES
 from .plan.values import decode_value
 from .storage import ReadRange, Store
 
-__all__ = ["Located", "agree", "check_item_records", "locate_tensor", "read_item", "read_values", "unpack_chunk"]
+__all__ = [
+    "Located",
+    "Seekable",
+    "agree",
+    "check_item_records",
+    "locate_tensor",
+    "read_item",
+    "read_values",
+    "unpack_chunk",
+]
 
 Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
 """A tensor whose chunks know where their payload begins, and what else the zips say about it."""
@@ -50,11 +59,8 @@ async def read_values(
 
     Raises ``UnsafeObject``, naming the FQN, for what is more than data and not of the types ``allow``; ``Corrupt``.
     """
-    if manifest.own:
-        values = await io_threads().run(_own_values, entries, deadline=deadline)
-        entries = {fqn: entry for fqn, entry in entries.items() if fqn not in values}
-    else:
-        values = {}
+    values = await io_threads().run(_told_values, entries, manifest.own, deadline=deadline)
+    entries = {fqn: entry for fqn, entry in entries.items() if fqn not in values}
     if any(entry.transform for entry in entries.values()):
         require()
     for fqn, entry in entries.items():
@@ -62,9 +68,10 @@ async def read_values(
     return values
 
 
-def _own_values(entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
-    here = ((fqn, entry.node) for fqn, entry in politely(entries.items()) if not is_stored(entry.node))
-    return {fqn: decode_value(node, fqn) for fqn, node in here}
+def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> dict[str, Any]:
+    """Those that the manifest itself has."""
+    told = ((fqn, one.node) for fqn, one in politely(entries.items()) if one.told or (own and not is_stored(one.node)))
+    return {fqn: decode_value(node, fqn) for fqn, node in told}
 
 
 async def _read_value(
@@ -113,7 +120,9 @@ async def locate_tensor(
         located = chunk
         if chunk.transform:
             continue
-        if chunk.payload_offset is None:
+        if chunk.told is not None:
+            payloads[chunk] = chunk.told
+        elif chunk.payload_offset is None:
             ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
             with _about(chunk, fqn):
                 located, payload = await io_threads().run(_open_chunk, entry, chunk, ends, records, deadline=deadline)
@@ -241,11 +250,12 @@ async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) 
     return io.BufferedReader(_Ends(bytes(head), bytes(tail), chunk.item_bytes))
 
 
-class _Ends(io.RawIOBase):
-    """A file of which only head and tail are there. Whoever reads what lies between finds zeros, and no zip."""
+class Seekable(io.RawIOBase):
+    """A file of ``nbytes`` to be read from anywhere; ``readinto`` is up to those who derive from it."""
 
-    def __init__(self, head: bytes, tail: bytes, nbytes: int) -> None:
-        self._head, self._tail, self._nbytes, self._position = head, tail, nbytes, 0
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -257,6 +267,14 @@ class _Ends(io.RawIOBase):
         base = (0, self._position, self._nbytes)[whence]
         self._position = max(0, base + offset)
         return self._position
+
+
+class _Ends(Seekable):
+    """A file of which only head and tail are there. Whoever reads what lies between finds zeros, and no zip."""
+
+    def __init__(self, head: bytes, tail: bytes, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._head, self._tail = head, tail
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         start = self._position

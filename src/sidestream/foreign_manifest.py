@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ._threads import Deadline, io_threads, politely
@@ -31,6 +32,7 @@ __all__ = ["is_foreign", "read_file", "read_foreign_manifest", "read_safetensors
 
 
 _MOST_FILE_BYTES = 1 << 32
+_ONE_OF_MANY = re.compile(rf"(?!shard-)(.+)-\d{{5}}-of-(\d{{5}}){re.escape(SUFFIX)}")
 
 
 def is_foreign(sizes: Mapping[str, int]) -> bool:
@@ -97,6 +99,8 @@ async def _read_ranks(
 async def _read_safetensors(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:
     index = None
     files = sorted(name for name in sizes if name.endswith(SUFFIX))
+    if INDEX_NAME not in sizes:
+        _check_all_there(files)
     if INDEX_NAME in sizes:
         raw = await read_file(store, f"{directory}/{INDEX_NAME}", sizes[INDEX_NAME], deadline)
         index = await io_threads().run(parse_index, raw, deadline=deadline)
@@ -106,6 +110,20 @@ async def _read_safetensors(store: Store, directory: str, sizes: Mapping[str, in
             raise Corrupt(f"{missing[0]!r} is in {INDEX_NAME} and not in the directory", file=missing[0])
     headers = {file: await _read_header(store, directory, file, 0, sizes[file], deadline) for file in files}
     return await io_threads().run(manifest_of_headers, headers, index, deadline=deadline)
+
+
+def _check_all_there(files: Sequence[str]) -> None:
+    """Where the index is missing, which comes last, the names say how many files there ought to be. Those of ranks,
+    which stock DCP calls shards, need not all have something of every file."""
+    for name in files:
+        match = _ONE_OF_MANY.fullmatch(name)
+        if match is None:
+            continue
+        count = int(match[2])
+        wanted = (f"{match[1]}-{number:05d}-of-{match[2]}{SUFFIX}" for number in range(1, count + 1))
+        missing = next((one for one in wanted if one not in files), None)
+        if missing is not None:
+            raise Corrupt(f"{name} is one of {count} files, and {missing} is not there", file=missing)
 
 
 async def read_safetensors_file(

@@ -13,7 +13,7 @@ import torch
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
-from .catalog import read_manifest
+from .catalog import open_manifest
 from .errors import Corrupt, Mismatch, SidestreamError
 from .foreign import read_values
 from .format.digest import DigestCheck, digest_check
@@ -133,7 +133,7 @@ class LoadOptions:
 async def load_from(location: Location, state: Mapping[str, Any], options: LoadOptions) -> LoadReport:
     """``load`` from a resolved location."""
     deadline = Deadline.after(options.timeout_s)
-    manifest = await read_manifest(location.store, location.name, location.url, deadline)
+    location, manifest = await open_manifest(location, deadline)
     report = await _load(location, state, manifest, options, deadline)
     await io_threads().run(let_go, manifest.entries)
     return report

@@ -44,7 +44,8 @@ def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, Te
         if not math.prod(entry.shape) or len(entry.chunks) != 1:
             continue
         (chunk,) = entry.chunks
-        start = None if chunk.transform else chunk.payload_offset
+        row_major = chunk.told is None or chunk.told.strides is None
+        start = chunk.payload_offset if row_major and not chunk.transform else None
         if start is not None and start % itemsize(entry.dtype) == 0:
             found[fqn] = entry
     return found

@@ -107,7 +107,8 @@ class Reader:
         targets = await io_threads().run(_by_fqn, wanted, deadline=self.deadline)
         packed = [] if own else await io_threads().run(_packed, targets, deadline=self.deadline)
         foreign = None if own else located or await self._locate(targets)
-        planned, total = await io_threads().run(_plan, targets, foreign, deadline=self.deadline)
+        verified = self.verify == "always"
+        planned, total = await io_threads().run(_plan, targets, foreign, verified, deadline=self.deadline)
         total += sum(chunk.item_bytes for _, chunk in packed)
         self._tell(total)
         queue = iter(planned)
@@ -188,17 +189,19 @@ def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
     return {one.fqn: one for one in politely(wanted)}
 
 
-def _plan(targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None) -> tuple[list[Batch], int]:
+def _plan(
+    targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None, verified: bool
+) -> tuple[list[Batch], int]:
     ranges: list[Range] = []
     for fqn, one in politely(targets.items()):
-        ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn]))
+        ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn], verified))
     planned = batches(ranges)
     return planned, sum(batch.nbytes for batch in planned)
 
 
-def _ranges(one: Wanted, located: Located) -> Iterator[Range]:
+def _ranges(one: Wanted, located: Located, verified: bool = True) -> Iterator[Range]:
     entry, payloads = located
-    return plan_ranges(one.fqn, entry, one.box, row_major=one.takes_bytes, foreign=payloads)
+    return plan_ranges(one.fqn, entry, one.box, row_major=one.takes_bytes, foreign=payloads, verified=verified)
 
 
 def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:

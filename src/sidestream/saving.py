@@ -109,8 +109,8 @@ def async_save(
     """Start what ``save`` does and return at once. Needs a running event loop.
 
     ``await pending.staged`` before the tensors change, ``await pending`` for the ``SaveInfo``. Plain values are copied
-    here and now. Raises what is wrong with ``url`` and options at once; the rest is raised by ``pending``, what is
-    wrong with a tensor or value of ``state`` before anything has been written.
+    here and now. Raises what is wrong with ``url`` and options at once; the rest is raised by ``pending``: credentials
+    that cannot be found, and what is wrong with a tensor or value of ``state``, before anything has been written.
     """
     location = locate_directory(url, Where(storage_options, filesystem, store_policy))
     if not snapshot and stager is not None:

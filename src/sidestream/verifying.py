@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
-from .catalog import read_manifest
+from .catalog import open_manifest
 from .errors import Corrupt, NotCovered, SidestreamError, UnsafeObject
 from .foreign import check_item_records, locate_tensor
 from .foreign_manifest import read_file
@@ -27,7 +27,7 @@ from .plan.ranges import PIECE_BYTES
 from .reading import in_parallel
 from .storage import Location, ReadRange, Where, locate_directory
 
-__all__ = ["Damage", "VerifyReport", "verify", "verify_at", "verify_manifest"]
+__all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ async def verify(
 async def verify_at(location: Location, deadline: Deadline, progress: Progress | None = None) -> VerifyReport:
     """``verify``, of a resolved location."""
     try:
-        manifest = await read_manifest(location.store, location.name, location.url, deadline)
+        location, manifest = await open_manifest(location, deadline)
     except (Corrupt, NotCovered) as damage:
         return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
     return await verify_manifest(location, manifest, deadline, progress)
@@ -109,7 +109,7 @@ async def verify_manifest(
     location: Location, manifest: Manifest, deadline: Deadline, progress: Progress | None = None
 ) -> VerifyReport:
     """``verify``, of a checkpoint whose manifest was read and validated."""
-    verification = _Verification(location, manifest, deadline, progress)
+    verification = Verification(location, manifest, deadline, progress)
     await verification.run()
     damaged = verification.damages
     unverified = verification.unverified - damaged.keys()
@@ -128,32 +128,44 @@ async def verify_manifest(
 
 
 @dataclass(slots=True)
-class _Verification:
+class Verification:
+    """One checkpoint's. ``damages`` by FQN, or by file where no FQN is known."""
+
     location: Location
     manifest: Manifest
     deadline: Deadline
-    progress: Progress | None
-    damages: dict[str, Damage] = field(default_factory=dict)  # by FQN, or by file where no FQN is known
+    progress: Progress | None = None
+    damages: dict[str, Damage] = field(default_factory=dict)
     unverified: set[str] = field(default_factory=set)
     done_bytes: int = 0
     total_bytes: int = 0
+    _planned: set[object] = field(default_factory=set)
 
     async def run(self) -> None:
-        own, whole = self.manifest.own, self._whole_items()
-        pieces: list[Piece] = []
-        if own:
-            await self._compare_metadata()
-            await io_threads().run(self._plan_own, pieces, deadline=self.deadline)
-        else:
-            tensors = [(fqn, one) for fqn, one in self.manifest.entries.items() if isinstance(one, TensorEntry)]
-            await self._in_parallel(tensors, lambda named: self._plan_foreign(*named, pieces))
+        whole = self._whole_items()
+        pieces = await self.plan()
         runs = await io_threads().run(_runs, pieces, deadline=self.deadline)
         self.total_bytes = (
             self.done_bytes + sum(piece.nbytes for piece in pieces) + sum(item.item_bytes for _, _, item in whole)
         )
         self._tell(0)
         await self._in_parallel(runs, self._check_run)
-        await self._in_parallel(whole, lambda item: self._check_whole(*item))
+        await self.check_whole_items()
+
+    async def plan(self) -> list[Piece]:
+        """What is to be read and compared, after all that the metadata says of itself."""
+        pieces: list[Piece] = []
+        if self.manifest.own:
+            await self._compare_metadata()
+            await io_threads().run(self._plan_own, pieces, deadline=self.deadline)
+        else:
+            tensors = [(fqn, one) for fqn, one in self.manifest.entries.items() if isinstance(one, TensorEntry)]
+            await self._in_parallel(tensors, lambda named: self._plan_foreign(*named, pieces))
+        return pieces
+
+    async def check_whole_items(self) -> None:
+        """What cannot be compared piece by piece."""
+        await self._in_parallel(self._whole_items(), lambda item: self._check_whole(*item))
 
     async def _compare_metadata(self) -> None:
         """Both files derive from one plan; stock DCP believes the one, and we the other."""
@@ -187,11 +199,15 @@ class _Verification:
 
     async def _plan_foreign(self, fqn: str, entry: TensorEntry, pieces: list[Piece]) -> None:
         """What only the zips say has to be read first."""
-        if any(chunk.payload_offset is not None for chunk in entry.chunks):
+        if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
             self.unverified.add(fqn)
         with self._noting(fqn):
             store, directory = self.location.store, self.location.name
             located, payloads = await locate_tensor(store, directory, fqn, entry, self.deadline, records="all")
+            places = {(chunk.file, chunk.payload_offset): chunk for chunk in payloads}
+            for place in places.keys() & self._planned:  # views of one storage
+                del payloads[places[place]]
+            self._planned.update(places)
             pieces.extend(foreign_pieces(fqn, located, payloads))
 
     def _whole_items(self) -> list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]:
@@ -200,7 +216,7 @@ class _Verification:
         found: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]] = []
         if not self.manifest.exact:
             for fqn, entry in self.manifest.entries.items():
-                if isinstance(entry, ValueEntry):
+                if isinstance(entry, ValueEntry) and not entry.told:
                     found.append((fqn, entry, entry))
                 elif isinstance(entry, TensorEntry):
                     found.extend((fqn, entry, chunk) for chunk in entry.chunks if chunk.transform)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _s3_server import KEY, SECRET, serving
 from safetensors.torch import load_file
 
 import sidestream
@@ -32,14 +35,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def sidestream_(*words: object, code: int = 0) -> str:
-    """Run it and return what it prints."""
+def sidestream_(*words: object, code: int = 0, shown: str = "") -> str:
+    """Run it and return what it prints, of an error what it says."""
     done = subprocess.run(
         [*COMMAND, *map(str, words)], env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == code, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
-    return done.stdout if code < 2 else done.stderr
+    return done.stdout if code < 2 or shown == "stdout" else done.stderr
 
 
 def test_ls_and_info(run: Path) -> None:
@@ -71,32 +74,119 @@ def test_diff(run: Path) -> None:
 
 
 def test_convert(run: Path, tmp_path: Path) -> None:
+    """Progress is shown on a terminal, and stands in nobody's way elsewhere."""
     target = tmp_path / "model.safetensors"
     words = ("--select", "model.*", "--rename", r"^model\.=", "--dtype", "bfloat16")
     report = json.loads(sidestream_("convert", run / "step-2", target, *words, "--json"))
     assert report["tensors"] == ["w", "b"]
     assert load_file(target)["w"].dtype == torch.bfloat16
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    ours, theirs = pty.openpty()
+    words = ("convert", str(run / "step-2"), str(tmp_path / "shown.pt"))
+    child = subprocess.Popen(
+        [*COMMAND, *words], env={**ENVIRONMENT, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # the other end is closed
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    assert child.wait(300) == 0
+    assert b"converting" in shown
+    assert b"converting" not in child.communicate()[0]
 
 
-def test_doctor(tmp_path: Path) -> None:
+def test_doctor_and_bench(tmp_path: Path) -> None:
     found = json.loads(sidestream_("doctor", tmp_path, "--json"))
     assert {"torch", "checksums", "direct I/O", "locked memory"} <= {one["what"] for one in found}
+    measured = json.loads(sidestream_("bench", tmp_path, "--mib", 64, "--json"))
+    assert [one["what"] for one in measured[2:]] == ["stage", "save", "load, verified"]
+    assert all(one["seconds"] > 0 and one["nbytes"] == 64 << 20 for one in measured)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interrupted_nothing_half_done_is_left(tmp_path: Path) -> None:
-    sidestream.blocking.save({"w": torch.zeros(32 << 20)}, tmp_path / "a", durability="flush")
-    child = subprocess.Popen(
-        [*COMMAND, "convert", str(tmp_path / "a"), str(tmp_path / "b"), "--budget-mib", "96"],
-        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+def test_copy_prune_and_single_files(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    sidestream.blocking.copy(run / "step-1", copied / "step-1")
+    report = json.loads(sidestream_("copy", run / "step-2", copied / "step-2", "--json"))
+    assert report["verified"] == ["model.w", "model.b", "step"]
+    told = json.loads(sidestream_("prune", copied, "--keep-last", 1, "--dry-run", "--json"))
+    assert (told["deleted"], told["dry_run"], told["verified"]) == (["step-1"], True, None)
+    assert {path.name for path in copied.iterdir()} == {"step-1", "step-2"}
+    assert sidestream_("prune", copied, "--keep-last", 1).split() == ["deleted", "step-1"]
+    assert {path.name for path in copied.iterdir() if path.name != ".leases"} == {"step-2"}
+
+    sidestream.blocking.convert(copied / "step-2", tmp_path / "file.pt")
+    assert sidestream_("diff", copied / "step-2", tmp_path / "file.pt").strip() == "no differences"
+    raw = bytearray((tmp_path / "file.pt").read_bytes())
+    raw[raw.index(torch.arange(2.0, 900.0, 2.0).numpy().tobytes())] ^= 1
+    (tmp_path / "file.pt").write_bytes(raw)
+    told = json.loads(sidestream_("copy", tmp_path / "file.pt", tmp_path / "t.pt", "--json", code=2, shown="stdout"))
+    assert told["error"] == "Corrupt"
+    assert not (tmp_path / "t.pt").exists()
+
+
+def test_object_storage_and_what_is_never_printed(run: Path, tmp_path: Path) -> None:
+    with serving() as server:
+        (tmp_path / "options.json").write_text(json.dumps({"secret": SECRET, "client_kwargs": {"region_name": "eu"}}))
+        words = ("--storage-option", f"key={KEY}", "--storage-option", f"endpoint_url={server.endpoint}")
+        words += ("--storage-option", f"@{tmp_path / 'options.json'}")
+        target = [word.replace("--storage", "--target") for word in words]
+        url = f"s3://{server.bucket}/run/step-1"
+        shown = [sidestream_("copy", run / "step-1", url, *target, "--json")]
+        shown += [sidestream_("verify", url, *words, "--json")]
+        assert json.loads(shown[-1])["ok"]
+        wrong = [word.replace(KEY, "AKIAWRONG0000000") for word in words]
+        shown += [sidestream_("info", url, *wrong, code=2)]
+        assert "AccessDenied" in shown[-1]
+        assert not any(word in text for word in (KEY, SECRET) for text in shown)
+
+
+def test_completion(tmp_path: Path) -> None:
+    """As bash asks for it."""
+    asked = {"_SIDESTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "sidestream co", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from sidestream.cli.app import app; app(prog_name='sidestream')"],
+        env={**ENVIRONMENT, **asked}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    while child.poll() is None and len(list(tmp_path.iterdir())) == 1:
+    assert set(done.stdout.split()) == {"convert", "copy"}, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["convert", "copy"])
+def test_interrupted_nothing_half_done_is_left(verb: str, tmp_path: Path) -> None:
+    """Locally, and while a part of an upload is under way."""
+    sidestream.blocking.save({"w": torch.zeros(32 << 20)}, tmp_path / "a", durability="flush")
+    local = started(verb, tmp_path / "a", tmp_path / "b")
+    while local.poll() is None and len(list(tmp_path.iterdir())) == 1:
         time.sleep(0.001)  # until it has begun to write
-    child.send_signal(signal.SIGINT)
-    _, told = child.communicate(timeout=300)
-    assert child.returncode in (0, 130), told  # a fast disk may have been done before
+    local.send_signal(signal.SIGINT)
+    with serving() as server:
+        server.always("part", "stall")
+        words = [
+            word
+            for key in ("key", "secret", "endpoint_url")
+            for word in ("--target-option", f"{key}={server.options[key]}")
+        ]
+        remote = started(verb, tmp_path / "a", f"s3://{server.bucket}/b{'.pt' if verb == 'convert' else ''}", *words)
+        try:
+            server.wait_for("part")
+        finally:
+            remote.send_signal(signal.SIGINT)
+        _, told = remote.communicate(timeout=300)
+        assert remote.returncode == 130, told
+        assert "interrupted" in told
+        assert (server.objects, server.uploads) == ({}, {})
+    _, told = local.communicate(timeout=300)
+    assert local.returncode in (0, 130), told  # a fast disk may have been done before
     left = {path.name for path in tmp_path.iterdir()}
     assert left in ({"a"}, {"a", "b"})  # once the commit has been sent it is finished, whoever interrupts
     if "b" in left:
         assert sidestream.blocking.verify(tmp_path / "b").ok
+
+
+def started(*words: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *map(str, words), "--budget-mib", "96"],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip

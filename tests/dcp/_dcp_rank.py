@@ -166,6 +166,34 @@ class Rank:
         with StorageWriter(self.directory / f"name{self.rank}") as writer:
             return self.failure(lambda: dcp.save(state_of(self.mesh), storage_writer=writer))
 
+    def object_store(self) -> dict[str, Any]:
+        """Two checkpoints through one writer, whose credentials stay; then a rank fails, and leaves nothing."""
+        server = json.loads(os.environ["DCP_TEST_S3"])
+        base, words = server["base"], {"storage_options": server["options"]}
+        writer, reader = StorageWriter(f"{base}/unused", **words), StorageReader(f"{base}/unused", **words)
+        for number in range(2):
+            name = f"{base}/step-{number}"
+            dcp.save(state_of(self.mesh, number), checkpoint_id=name, storage_writer=writer)
+        same = []
+        for number in range(2):
+            target = state_of(self.mesh, 100, turned=True)
+            dcp.load(target, checkpoint_id=f"{base}/step-{number}", storage_reader=reader)
+            same.append(equal(full(target), full(state_of(self.mesh, number, turned=True))))
+
+        class Failing(DefaultSavePlanner):
+            def resolve_data(self, write_item: Any) -> Any:
+                if dist.get_rank() == 1:
+                    raise RuntimeError("this rank has lost its data")
+                return super().resolve_data(write_item)
+
+        state, target_name = state_of(self.mesh), f"{base}/failed"
+        told = self.failure(
+            lambda: dcp.save(state, checkpoint_id=target_name, storage_writer=writer, planner=Failing())
+        )
+        dist.barrier()
+        writer.close()
+        return {"same": same, "told": told}
+
     def no_collectives(self) -> str:
         try:
             writer = StorageWriter(self.directory / "alone")
@@ -177,7 +205,7 @@ class Rank:
 
 CASES = (
     *("sync", "threads", "caching", "zstd", "failing_rank", "conflict", "overwrite", "not_shared", "other_names"),
-    *("no_collectives", "process"),
+    *("object_store", "no_collectives", "process"),
 )
 
 

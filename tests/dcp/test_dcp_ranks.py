@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from _dcp_rank import CASES, COLUMNS, LARGE, ROWS
+from _s3_server import serving
 from stock import stock_load
 
 import sidestream
@@ -26,22 +27,37 @@ class Told(NamedTuple):
 
     ranks: list[dict[str, Any]]
     directory: Path
+    objects: set[str]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     directory = tmp_path_factory.mktemp("ranks")
-    script, store = str(Path(__file__).parent / "_dcp_rank.py"), str(directory / "store")
-    command = [sys.executable, script]
     target = directory / "saved"
     target.mkdir()
+    with serving() as server:
+        s3 = json.dumps({"base": f"s3://{server.bucket}/run", "options": server.options})
+        _run(directory, target, {**os.environ, "DCP_TEST_S3": s3})
+        objects = set(server.objects)
+    lines = [(directory / f"{rank}.out").read_text().splitlines() for rank in range(WORLD)]
+    told = [{case: what for line in each for case, what in json.loads(line).items()} for each in lines]
+    return Told(told, target, objects)
+
+
+def _run(directory: Path, target: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, str(Path(__file__).parent / "_dcp_rank.py")]
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(WORLD):
-            arguments = [str(rank), str(WORLD), store, str(target)]
+            arguments = [str(rank), str(WORLD), str(directory / "store"), str(target)]
             with (directory / f"{rank}.out").open("wb") as out, (directory / f"{rank}.err").open("wb") as err:
                 child = subprocess.Popen(
-                    [*command, *arguments], stdout=out, stderr=err, cwd=directory, start_new_session=True
+                    [*command, *arguments],
+                    stdout=out,
+                    stderr=err,
+                    cwd=directory,
+                    start_new_session=True,
+                    env=environment,
                 )
             children.append(child)
         codes = [child.wait(300) for child in children]
@@ -52,8 +68,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
             child.wait(60)
     words = [(directory / f"{rank}.err").read_text() for rank in range(WORLD)]
     assert codes == [0] * WORLD, words
-    lines = [(directory / f"{rank}.out").read_text().splitlines() for rank in range(WORLD)]
-    return Told([{case: what for line in each for case, what in json.loads(line).items()} for each in lines], target)
 
 
 @pytest.mark.parametrize("case", ["sync", "threads", "process", "caching", "zstd", "overwrite"])
@@ -102,6 +116,13 @@ def test_what_stands_in_the_way_is_told_to_all(told: Told) -> None:
         assert rank["not_shared"] == {"1": "NotShared"}
         assert rank["other_names"] == {"1": "InvalidOption"}
         assert rank["no_collectives"] == "InvalidOption"
+
+
+def test_object_storage_with_credentials_of_its_own(told: Told) -> None:
+    for rank in told.ranks:
+        assert rank["object_store"] == {"same": [True, True], "told": {"1": "RuntimeError"}}
+    assert {key.split("/")[1] for key in told.objects} == {"step-0", "step-1"}
+    assert {"run/step-0/.metadata", "run/step-1/.metadata"} <= told.objects
 
 
 def test_nothing_but_checkpoints_is_left(told: Told) -> None:

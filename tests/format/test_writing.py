@@ -6,6 +6,7 @@ import io
 import json
 import math
 import pickle
+import random
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +129,23 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
         for placed in shard.items:
             item = bytes(images[0][placed.item_offset : placed.item_offset + placed.frame.item_bytes])
             assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
+
+
+@given(SIZES, st.integers(1, 3))
+def test_a_window_is_shown_as_it_is_sealed(sizes: list[int], window_blocks: int) -> None:
+    """Each byte once, in order, and in its final state; the checksums are the same."""
+    frames = [frame_tensor("uint8", (size,)) for size in sizes]
+    for shard in lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
+        images = [bytearray(random.Random(1).randbytes(shard.nbytes)) for _ in range(2)]
+        sealers = [Sealer(shard), Sealer(shard)]
+        shown = bytearray()
+        for window in shard.windows:
+            for image, sealer, seen in zip(images, sealers, (None, shown.extend), strict=True):
+                view = memoryview(image)[window.start : window.end]
+                for _ in sealer.seal(view, window, stop=Stop(), deadline=Deadline.after(60.0), seen=seen):
+                    pass
+        assert shown == images[0] == images[1]
+        assert sealers[0].crcs == sealers[1].crcs
 
 
 def check_windows(shard: ShardLayout, window_bytes: int) -> None:

@@ -75,9 +75,10 @@ class Held:
         self._copies = [*getattr(self, "_copies", []), copied]
         return future
 
-    def let_go(self) -> None:
-        for future, copied in zip(self.held, self._copies, strict=True):
-            if not future.done():
+    def let_go(self, at: int | None = None) -> None:
+        """All of them, or the one that was begun ``at``-th."""
+        for number, (future, copied) in enumerate(zip(self.held, self._copies, strict=True)):
+            if not future.done() and at in (None, number):
                 future.set_result(copied)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,24 @@ async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: P
         for step in (3, 4):
             assert (await _saved(checkpoints, held, step)).step == step
     assert leases_in(tmp_path) == []
+
+
+async def test_a_queued_save_keeps_no_state_once_it_has_been_copied(tmp_path: Path) -> None:
+    held = Held()
+    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held) as checkpoints:
+        first = await checkpoints.save(state_of(1), step=1)
+        state = state_of(2)
+        tensor = weakref.ref(state["t"])
+        second = await checkpoints.save(state, step=2)
+        del state
+        held.let_go()
+        await first
+        await until(lambda: len(held.held) == 2, "the stage of the second")
+        held.let_go()
+        await second.staged
+        gc.collect()
+        assert tensor() is None
+        await second
 
 
 async def test_closing_waits_for_a_queued_save(tmp_path: Path) -> None:

@@ -15,7 +15,12 @@ import torch.distributed.checkpoint as dcp
 from _run import blank, flip, is_state_of, leases_in, save_steps, state_of
 
 import sidestream
+from sidestream._threads import Deadline
+from sidestream.catalog import list_steps
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, MissingKeys
+from sidestream.runs.choosing import Wish, choose
+from sidestream.runs.leases import Leases
+from sidestream.storage import LocalStore
 
 
 async def test_a_fallback_is_asked_for_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -188,3 +193,45 @@ async def test_altered_metadata_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(Corrupt):
             await checkpoints.restore(blank())
         assert not (await checkpoints.verify()).ok
+
+
+# --- a run that changes while it is looked at ---
+
+
+class Overtaken(LocalStore):
+    """Between the first listing and the first look another process commits step 10 and deletes step 9."""
+
+    overtaken = False
+
+    async def directories(self, *, deadline: Deadline) -> list[str]:
+        listed = await super().directories(deadline=deadline)
+        if not self.overtaken:
+            self.overtaken = True
+            async with sidestream.Checkpointer(self.root) as other:
+                await save_steps(other, 10)
+            await self.retire("step-9", durability="flush", deadline=deadline)
+        return listed
+
+
+@pytest.mark.parametrize("there", [(9,), (7, 9)], ids=["one", "two"])
+async def test_a_listing_that_was_overtaken_leads_to_no_older_step_and_not_to_none(
+    tmp_path: Path, there: tuple[int, ...]
+) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, *there)
+    (tmp_path / "step-99").mkdir()  # never was a checkpoint, and is in nobody's way
+    chosen = await choose(Overtaken(tmp_path), Leases(LocalStore(tmp_path), 60.0), Wish(), (), Deadline.after(60))
+    assert chosen is not None
+    step, lease = chosen
+    assert step.step == 10
+    assert lease is not None
+    await lease.release()
+
+
+@pytest.mark.parametrize("there", [(9,), (7, 9)], ids=["one", "two"])
+async def test_a_listing_that_was_overtaken_is_made_again(tmp_path: Path, there: tuple[int, ...]) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await save_steps(checkpoints, *there)
+    (tmp_path / "step-99").mkdir()
+    found = await list_steps(Overtaken(tmp_path), Deadline.after(60))
+    assert [step.step for step in found] == [*there[:-1], 10]

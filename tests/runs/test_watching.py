@@ -137,6 +137,8 @@ async def test_a_server_follows_a_trainer_that_keeps_one_step(tmp_path: Path) ->
                     loaded.append(step)
             assert await ended(writer) == (0, "")
         assert loaded == sorted(loaded)
+        async with sidestream.Checkpointer(tmp_path, keep=sidestream.KeepLast(1)) as later:
+            await later.prune()  # what was in use when the writer ended
         assert await checkpoints.steps() == [last]
         assert checkpoints.health().ok
     print(f"{len(loaded)} loads of {len(set(loaded))} steps")

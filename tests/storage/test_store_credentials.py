@@ -88,7 +88,7 @@ def test_profiles(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
-    client = client_for("s3", "bucket", {"profile": "there"})
+    client = client_for("s3", "bucket", {"profile": "there"}).complete()
     assert client.config["region"] == "eu-west-3"
     assert client.provider is not None
     given = client.provider()

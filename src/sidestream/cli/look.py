@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import resource
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,11 +14,13 @@ from .._threads import Deadline
 from ..catalog import list_steps
 from ..converting.source import SourceTensor, open_source
 from ..errors import CheckpointNotFound, MissingKeys
-from ..format.checksum import CRC_ENGINE
 from ..format.dtypes import itemsize
-from ..storage import locate_run
+from ..options import Progress
+from ..storage import Where, locate_run
 
-__all__ = ["Difference", "Finding", "Row", "StepRow", "differences", "machine", "rows", "steps"]
+__all__ = ["Difference", "Row", "StepRow", "differences", "rows", "steps"]
+
+Options: TypeAlias = Mapping[str, Any] | None
 
 _PIECE_BYTES = 32 << 20
 _TIMEOUT_S = 600.0
@@ -36,15 +35,15 @@ class StepRow:
     damage: str = ""
 
 
-def steps(url: str) -> list[StepRow]:
+def steps(url: str, options: Options = None) -> list[StepRow]:
     """Raises ``CheckpointNotFound`` where there is no committed step."""
-    store, _ = locate_run(url)
+    store, _ = locate_run(url, Where(options))
     found = []
     for one in blocking.run(lambda: list_steps(store, Deadline.after(_TIMEOUT_S))):
         if one.damage is not None:
             found.append(StepRow(one.step, one.name, 0, 0, str(one.damage)))
             continue
-        checkpoint = blocking.open_checkpoint(f"{url.rstrip('/')}/{one.name}")
+        checkpoint = blocking.open_checkpoint(f"{url.rstrip('/')}/{one.name}", storage_options=options)
         tensors = [info for info in checkpoint.values() if info is not None]
         found.append(StepRow(one.step, one.name, len(tensors), sum(info.nbytes for info in tensors)))
     if not found:
@@ -63,9 +62,9 @@ class Row:
     files: tuple[str, ...]
 
 
-def rows(url: str, pattern: str) -> list[Row]:
+def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     """Raises ``MissingKeys`` where nothing is named like ``pattern``."""
-    source = blocking.run(lambda: open_source(url, Deadline.after(_TIMEOUT_S)))
+    source = blocking.run(lambda: open_source(url, Deadline.after(_TIMEOUT_S), Where(options)))
     found = []
     for name, one in source.entries.items():
         if not fnmatchcase(name, pattern):
@@ -89,14 +88,25 @@ class Difference:
     largest: float | None = None
 
 
-def differences(first: str, second: str) -> list[Difference]:
-    """Of two checkpoint directories, in the order of the first; tensors are compared bit by bit, 32 MiB at a time."""
-    one, other = blocking.open_checkpoint(first), blocking.open_checkpoint(second)
+def differences(
+    first: str,
+    second: str,
+    options: Options = None,
+    second_options: Options = None,
+    progress: Progress = lambda done, total: None,
+) -> list[Difference]:
+    """Of two checkpoints, in the order of the first; tensors are compared bit by bit, 32 MiB at a time."""
+    one = blocking.open_checkpoint(first, storage_options=options)
+    other = blocking.open_checkpoint(second, storage_options=second_options)
     found = [Difference(name, "only in the first") for name in one if name not in other]
     found += [Difference(name, "only in the second") for name in other if name not in one]
-    for name in one:
-        if name in other and (difference := _compare(name, one, other)) is not None:
+    sizes = {name: info.nbytes if info is not None else 0 for name, info in one.items() if name in other}
+    done = 0
+    for name, nbytes in sizes.items():
+        progress(done, sum(sizes.values()))
+        if (difference := _compare(name, one, other)) is not None:
             found.append(difference)
+        done += nbytes
     return found
 
 
@@ -137,52 +147,3 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _equal(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    what: str
-    here: str
-    advice: str = ""
-
-
-def machine(directory: str) -> list[Finding]:
-    found = [Finding("torch", torch.__version__), Finding("checksums", *_checksums())]
-    found += [Finding(extra, *_package(package, extra)) for package, extra in _EXTRAS]
-    found.append(Finding("accelerator", str(torch.accelerator.current_accelerator() or "none")))
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    small = soft != resource.RLIM_INFINITY
-    advice = "raise it (ulimit -l) where large states are staged from a device" if small else ""
-    found.append(Finding("locked memory", f"{soft >> 20} MiB" if small else "unlimited", advice))
-    pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    found.append(Finding("huge pages", pages.read_text().split("[")[-1].split("]")[0] if pages.exists() else "unknown"))
-    found.append(_direct_io(directory))
-    status = os.statvfs(directory)
-    found.append(Finding("free space", f"{status.f_bavail * status.f_frsize >> 30} GiB"))
-    return found
-
-
-_EXTRAS = (("zstandard", "zstd"), ("blake3", "digest"), ("model_signing", "signing"))
-
-
-def _checksums() -> tuple[str, str]:
-    return CRC_ENGINE, "" if CRC_ENGINE == "isal" else "pip install 'sidestream[fast]' for several times the speed"
-
-
-def _package(package: str, extra: str) -> tuple[str, str]:
-    if find_spec(package) is not None:
-        return "installed", ""
-    return "not installed", f"pip install 'sidestream[{extra}]'"
-
-
-def _direct_io(directory: str) -> Finding:
-    path = Path(directory, f".sidestream-doctor-{os.getpid()}")
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0), 0o600)
-    except OSError as error:
-        return Finding(
-            "direct I/O", f"no ({error.strerror})", "buffered writes are used, which cost more processor time"
-        )
-    os.close(descriptor)
-    path.unlink()
-    return Finding("direct I/O", "yes" if hasattr(os, "O_DIRECT") else "no")

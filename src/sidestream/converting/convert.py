@@ -18,18 +18,20 @@ from .._threads import Deadline, io_threads
 from .._torch import dtype_from_name, dtype_name
 from ..catalog import attempt_name
 from ..commit import Verdict, clean_up, commit
-from ..errors import DeadlineExceeded, InvalidOption, MissingKeys, NotDurable, UnsupportedTensor
+from ..errors import InvalidOption, MissingKeys, UnsupportedTensor
+from ..foreign_file import TORCH_SUFFIXES
 from ..format.dtypes import itemsize
 from ..format.records import Manifest
 from ..format.safetensors import SUFFIX
-from ..options import Durability, Progress, Verify, check_choice, check_count, check_timeout
+from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
 from ..plan.cast import castable
 from ..plan.ranges import PIECE_BYTES
-from ..storage import FileStore, Location, locate_directory
-from .pipeline import WINDOWS, Pipeline
+from ..storage import Location, Naming, Where, locate_directory
+from .dcp_target import DcpTarget
+from .pipeline import Pipeline
+from .publishing import publish
 from .source import Source, SourceTensor, open_source
 from .targets import (
-    DcpTarget,
     OutTensor,
     OutValue,
     TargetFile,
@@ -38,6 +40,7 @@ from .targets import (
     safetensors_files,
     torch_file,
 )
+from .windows import WINDOWS, Destination
 
 __all__ = ["ConvertReport", "Format", "Rename", "convert"]
 
@@ -50,7 +53,6 @@ Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
 
 _LEAST_BYTES = 96 << 20
 _MIB = 1 << 20
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,9 @@ async def convert(
     durability: Durability = "fsync",
     progress: Progress | None = None,
     timeout_s: float = 3600.0,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    store_policy: StorePolicy | None = None,
 ) -> ConvertReport:
     """Write what is in ``source`` to the new ``target``, piece by piece; when this returns it is visible as a whole.
 
@@ -96,6 +101,11 @@ async def convert(
     in the next file; None for one file. ``budget_bytes`` of memory at most are used for payloads, unless a single
     tensor cannot be read in pieces (compressed by stock DCP, saved by it with strides, or cut into columns): that one
     is held whole. ``verify`` as in ``load``; a source whose checksums cover whole tensors is read twice for it.
+    ``storage_options`` are those of ``source``, ``target_options`` those of ``target``; ``store_policy`` is for both.
+
+    On object storage a file appears when it is complete, and of a directory of safetensors the index comes last. A
+    file that is larger than a part of ``store_policy`` is not created conditionally there: of two conversions to one
+    name at the same time, one may replace the other's.
 
     Raises what opening ``source`` raises; ``MissingKeys`` if a pattern matches nothing; ``KeyCollision``;
     ``InvalidOption``, for safetensors also where the selection has plain values, which they cannot hold;
@@ -106,8 +116,9 @@ async def convert(
     chosen = _format(target, format)
     _check_options(verify, durability, timeout_s, budget_bytes, shard_bytes, dtype)
     deadline = Deadline.after(timeout_s)
-    where, single = _where(target, chosen)
-    opened = await open_source(source, deadline)
+    where = locate_directory(target, Where(target_options, None, store_policy))
+    single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
+    opened = await open_source(source, deadline, Where(storage_options, None, store_policy))
     selection = await io_threads().run(_select, opened, select, rename, dtype, deadline=deadline)
     values = [value.fqn for value in selection.values if not value.empty]
     if chosen == "safetensors" and values:
@@ -121,7 +132,7 @@ async def convert(
     work = _Conversion(pipeline, selection, where, single, files, durability)
     await work.run()
     return ConvertReport(
-        url=os.fspath(target),
+        url=where.url,
         format=chosen,
         files=tuple(file.name for file in work.files),
         nbytes=sum(file.nbytes for file in work.files),
@@ -245,11 +256,13 @@ class _Conversion:
             await self._pipeline.check(pieces)
         verdict = Verdict()
         try:
-            await self._pipeline.write(store, attempt, target, self.files, self._durability)
+            naming: Naming = "attempt" if self._dcp is not None else "single" if self._single else "given"
+            into = Destination(store, attempt, target, naming, self._durability)
+            await self._pipeline.write(self.files, into)
             if self._dcp is not None:
                 await self._commit(self._dcp, attempt, verdict)
             else:
-                await finish(lambda: self._publish(attempt, verdict))
+                await finish(lambda: publish(into, verdict, self._deadline))
         except BaseException as error:
             await clean_up(store, attempt, verdict, error)
             raise
@@ -260,23 +273,6 @@ class _Conversion:
         entries = await io_threads().run(dcp.entries, self._selection.order, names, deadline=self._deadline)
         manifest = Manifest(self._save_id, entries, {names[file.name]: file.nbytes for file in self.files})
         await commit(store, attempt, target, manifest, verdict, durability=self._durability, deadline=self._deadline)
-
-    async def _publish(self, attempt: str, verdict: Verdict) -> None:
-        """Runs to its end, whoever cancels; a deadline that passes meanwhile leaves the outcome open."""
-        store, target = self._where.store, self._where.name
-        try:
-            if self._single:
-                assert isinstance(store, FileStore)
-                await store.publish_file(attempt, target, durability=self._durability, deadline=self._deadline)
-            else:
-                await store.publish(attempt, target, durability=self._durability, deadline=self._deadline)
-            verdict.outcome = "committed"
-        except NotDurable:
-            verdict.outcome = "committed"
-            raise
-        except DeadlineExceeded:
-            verdict.outcome = "unknown"
-            raise
 
 
 # --- what was asked for ---------------------------------------------------------------------------------------------
@@ -289,19 +285,7 @@ def _format(target: str | os.PathLike[str], chosen: Format | None) -> Format:
     text = str(target)
     if text.endswith(SUFFIX):
         return "safetensors"
-    return "torch" if text.endswith(_TORCH_SUFFIXES) else "dcp"
-
-
-def _where(target: str | os.PathLike[str], chosen: Format) -> tuple[Location, bool]:
-    """Where it goes, and whether that is a single file."""
-    location = locate_directory(target)
-    if chosen == "dcp":
-        return location, False
-    if not isinstance(location.store, FileStore):
-        raise InvalidOption(
-            f"{location.url}: {chosen} is written to local directories alone, where it appears as a whole"
-        )
-    return location, chosen == "torch" or str(target).endswith(SUFFIX)
+    return "torch" if text.endswith(TORCH_SUFFIXES) else "dcp"
 
 
 def _check_options(

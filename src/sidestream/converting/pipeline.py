@@ -2,75 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import mmap
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from .._threads import Deadline, Stop, Threads, io_threads
+from .._threads import Deadline, io_threads
 from .._torch import dtype_from_name
-from ..errors import Closed
 from ..format.dtypes import itemsize
-from ..options import Durability, Progress, Verify
+from ..options import Progress, Verify
 from ..plan.checks import Piece
 from ..plan.ranges import Box
-from ..reading import Reader, Scratch, Wanted, first_error, in_parallel, whole
-from ..storage import ReadRange, Store
+from ..reading import Reader, Scratch, Wanted, in_parallel, whole
+from ..storage import ReadRange
 from .source import Source, SourceTensor
 from .targets import Slice, TargetFile
+from .windows import Destination, WindowedFile, Windows
 
-__all__ = ["WINDOWS", "Pipeline"]
-
-WINDOWS = 4
-"""So many windows are in memory at once."""
-
-_WRITE_THREADS = 4
-
-
-class _Part:
-    """A window of a file: filled by the loop, sealed and written by a thread, which gives its memory back."""
-
-    def __init__(self, file: TargetFile, index: int, pipeline: Pipeline) -> None:
-        self.file, self.index = file, index
-        self.offset, self.end = file.windows[index]
-        self.filled: Future[memoryview] = Future()
-        self._pipeline = pipeline
-        self._released = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.offset
-
-    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
-        with stop.waking(self._wake):
-            stop.check()
-            try:
-                view = self.filled.result(deadline.remaining_s())
-            except CancelledError:
-                raise Closed("stopped before the work was done") from None
-            except TimeoutError as error:
-                raise deadline.exceeded("reading the source") from error
-        self.file.seal(self.index, view, stop, deadline)
-        return view
-
-    def _wake(self) -> None:
-        self.filled.cancel()
-
-    def release(self) -> None:
-        if not self._released:
-            self._released = True
-            self._pipeline.give_back(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Body:
-    nbytes: int
-    aligned: bool
-    parts: Sequence[_Part]
+__all__ = ["Pipeline"]
 
 
 @dataclass(slots=True)
@@ -84,11 +34,6 @@ class Pipeline:
     progress: Progress | None
     total_bytes: int
     _done_bytes: int = 0
-    _largest: int = 0
-    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WINDOWS))
-    _memory: dict[_Part, mmap.mmap] = field(default_factory=dict)
-    _spare: list[mmap.mmap] = field(default_factory=list)
     _scratch: Scratch = field(default_factory=Scratch)
     _held: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -106,62 +51,17 @@ class Pipeline:
 
         await in_parallel(work)
 
-    async def write(
-        self, store: Store, attempt: str, target: str, files: Sequence[TargetFile], durability: Durability
-    ) -> None:
-        """Write all of ``files`` into ``attempt``; when this returns or raises, no thread works on them any more."""
+    async def write(self, files: Sequence[TargetFile], into: Destination) -> None:
+        """Write all of ``files``; when this returns or raises, no thread works on them any more."""
         self._tell(0)
-        parts = [[_Part(file, index, self) for index in range(len(file.windows))] for file in files]
-        bodies = [(file.name, _Body(file.nbytes, file.aligned, one)) for file, one in zip(files, parts, strict=True)]
-        self._largest = max((part.nbytes for one in parts for part in one), default=1)
-        threads, stop = Threads("sidestream-convert", _WRITE_THREADS), Stop()
+        by_name = {file.name: file for file in files}
 
-        def write() -> None:
-            store.write(
-                attempt,
-                target,
-                bodies,
-                threads=threads,
-                durability=durability,
-                stop=stop,
-                deadline=self.deadline,
-            )
-
-        try:
-            done = threads.submit(write)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._fill_all([part for one in parts for part in one]))
-                await threads.wait(done, "writing", stop=stop, deadline=self.deadline)
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        finally:
-            threads.close()
-
-    def give_back(self, part: _Part) -> None:
-        """In any thread: the memory of a part may be used again."""
-        memory = self._memory.pop(part, None)
-        part.filled = Future()  # the old one refers to the memory
-        if memory is not None:
-            self._spare.append(memory)
-            self._loop.call_soon_threadsafe(self._slots.release)
-
-    async def _fill_all(self, parts: Sequence[_Part]) -> None:
-        for part in parts:
-            await self._slots.acquire()
-            memory = self._take(part.nbytes)
-            self._memory[part] = memory
-            view = memoryview(memory)[: part.nbytes]
-            slices = await io_threads().run(lambda part=part: list(part.file.slices(part.index)))  # type: ignore[misc]
+        async def fill(file: WindowedFile, index: int, view: memoryview) -> None:
+            slices = await io_threads().run(lambda: list(by_name[file.name].slices(index)))
             await self._fill(slices, view)
-            if part.filled.set_running_or_notify_cancel():
-                part.filled.set_result(view)
             self._tell(sum(one.nbytes for one in slices))
 
-    def _take(self, nbytes: int) -> mmap.mmap:
-        """Mapped as large as any window is, so that every piece of memory serves every window."""
-        self._largest = max(self._largest, nbytes, 1)
-        spare = self._spare.pop() if self._spare else None  # appended by other threads, taken here alone
-        return spare if spare is not None and len(spare) >= nbytes else mmap.mmap(-1, self._largest)
+        await Windows(fill, self.deadline).write(files, into)
 
     async def _fill(self, slices: Sequence[Slice], view: memoryview) -> None:
         straight: list[Wanted] = []

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from .._redact import redacted
-from .._threads import Deadline, io_threads, politely
-from ..catalog import read_manifest
-from ..errors import CheckpointNotFound, Corrupt, SidestreamError
+from .._threads import Deadline
+from ..catalog import open_manifest
 from ..foreign import Located, locate_tensor, read_values
-from ..foreign_manifest import read_safetensors_file
 from ..format.dtypes import itemsize
-from ..format.records import Chunk, EmptyEntry, Key, Manifest, Node, TensorEntry, ValueEntry
-from ..format.safetensors import SUFFIX
-from ..format.torch_file import FileTensor, FileValue, read_torch_file
-from ..format.validate import validate
+from ..format.records import Chunk, EmptyEntry, ForeignPayload, Key, Manifest, Node, TensorEntry, ValueEntry
 from ..plan.checks import Piece, foreign_pieces
-from ..plan.ranges import ForeignPayload
 from ..plan.values import encode_value
-from ..storage import Location, ReadRange, Store, locate_directory
+from ..storage import EVERYDAY, Location, Store, Where, locate_directory
 
-__all__ = ["Source", "SourceTensor", "SourceValue", "open_source", "split_url"]
+__all__ = ["Source", "SourceTensor", "SourceValue", "open_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,48 +57,16 @@ class Source:
     unverified: frozenset[str] = field(default_factory=frozenset)
 
 
-async def open_source(url: str | os.PathLike[str], deadline: Deadline) -> Source:
-    """Raises ``CheckpointNotFound``, and what opening a checkpoint raises; reads no payload of a tensor."""
-    location = locate_directory(url)
-    try:
-        await location.store.sizes(location.name, deadline=deadline)
-    except FileNotFoundError:
-        return await _open_file(url, deadline)
-    manifest = await read_manifest(location.store, location.name, location.url, deadline)
+async def open_source(url: str | os.PathLike[str], deadline: Deadline, where: Where = EVERYDAY) -> Source:
+    """Raises what opening a checkpoint raises; reads no payload of a tensor."""
+    location, manifest = await open_manifest(locate_directory(url, where), deadline)
     return await _of_manifest(location, manifest, deadline)
-
-
-def split_url(url: str | os.PathLike[str]) -> tuple[Location, str]:
-    """The directory that the file at ``url`` is in, and the file's name."""
-    text = os.fspath(url)
-    if "://" not in text:
-        text = os.path.abspath(text)
-    parent, _, name = text.rstrip("/").rpartition("/")
-    return locate_directory(parent), name
-
-
-async def _open_file(url: str | os.PathLike[str], deadline: Deadline) -> Source:
-    location, name = split_url(url)
-    try:
-        sizes = await location.store.sizes(location.name, deadline=deadline)
-    except FileNotFoundError:
-        sizes = {}
-    if name not in sizes:
-        raise CheckpointNotFound(f"there is no checkpoint and no file at {redacted(os.fspath(url))}")
-    try:
-        if name.endswith(SUFFIX):
-            manifest = await read_safetensors_file(location.store, location.name, name, sizes, deadline)
-            await io_threads().run(validate, manifest, deadline=deadline)
-            return await _of_manifest(replace(location, url=f"{location.url}/{name}"), manifest, deadline)
-        return await _open_torch_file(location, name, sizes[name], deadline)
-    except SidestreamError as error:
-        error.args = (f"{location.url}/{name}: {error.args[0]}", *error.args[1:])
-        raise
 
 
 async def _of_manifest(location: Location, manifest: Manifest, deadline: Deadline) -> Source:
     entries: dict[str, SourceTensor | SourceValue] = {}
-    unverified = set()
+    unverified: set[str] = set()
+    checked: set[object] = set()
     wanted = {fqn: one for fqn, one in manifest.entries.items() if isinstance(one, ValueEntry)}
     values = await read_values(location.store, location.name, manifest, wanted, deadline)
     for fqn, entry in manifest.entries.items():
@@ -119,27 +78,48 @@ async def _of_manifest(location: Location, manifest: Manifest, deadline: Deadlin
             identity = (entry.dtype, entry.chunks)
             entries[fqn] = SourceTensor(entry.path, entry, _straight(entry), None, identity)
         else:
-            entries[fqn] = await _foreign_tensor(location, fqn, entry, deadline)
-            if any(chunk.payload_offset is not None for chunk in entry.chunks):
+            entries[fqn] = await _foreign_tensor(location, fqn, entry, deadline, checked)
+            if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
                 unverified.add(fqn)
     return Source(location.store, location.name, location.url, entries, manifest.own, frozenset(unverified))
 
 
-async def _foreign_tensor(location: Location, fqn: str, entry: TensorEntry, deadline: Deadline) -> SourceTensor:
+async def _foreign_tensor(
+    location: Location, fqn: str, entry: TensorEntry, deadline: Deadline, checked: set[object]
+) -> SourceTensor:
     if any(chunk.transform for chunk in entry.chunks):
         return SourceTensor(entry.path, entry, None, None, fqn)
     located, payloads = await locate_tensor(location.store, location.name, fqn, entry, deadline)
-    plain = all(
-        payload.strides is None and payload.payload_bytes == math.prod(chunk.sizes) * itemsize(entry.dtype)
-        for chunk, payload in payloads.items()
-    )
-    straight = _straight(located) if plain else None
-    checks = tuple(foreign_pieces(fqn, located, payloads)) if straight is not None else ()
-    return SourceTensor(entry.path, entry, straight, (located, payloads), fqn, checks)
+    identity = (entry.dtype, entry.chunks) if all(chunk.told is not None for chunk in entry.chunks) else fqn
+    straight = _straight(_row_major(located, payloads))
+    unchecked = {chunk: one for chunk, one in payloads.items() if (chunk.file, chunk.payload_offset) not in checked}
+    checked.update((chunk.file, chunk.payload_offset) for chunk in unchecked)
+    checks = tuple(foreign_pieces(fqn, located, unchecked)) if straight is not None else ()
+    return SourceTensor(entry.path, entry, straight, (located, payloads), identity, checks)
 
 
-def _straight(entry: TensorEntry) -> TensorEntry | None:
-    """The tensor as one dimension, where every chunk is whole rows; its payloads are row-major anyway."""
+def _row_major(located: TensorEntry, payloads: Mapping[Chunk, ForeignPayload]) -> TensorEntry | None:
+    """With every chunk where its elements begin, if they lie there one after the other."""
+    size = itemsize(located.dtype)
+    chunks = []
+    for chunk in located.chunks:
+        payload = payloads.get(chunk)
+        if payload is None:
+            chunks.append(chunk)
+            continue
+        strides = torch.empty(chunk.sizes, device="meta").stride()
+        if chunk.payload_offset is None or payload.strides not in (None, strides):
+            return None
+        if payload.strides is None and payload.payload_bytes != math.prod(chunk.sizes) * size:
+            return None
+        chunks.append(replace(chunk, payload_offset=chunk.payload_offset + payload.first_element * size, told=None))
+    return replace(located, chunks=tuple(chunks))
+
+
+def _straight(entry: TensorEntry | None) -> TensorEntry | None:
+    """The tensor, if it is row-major, as one dimension, where every chunk is whole rows."""
+    if entry is None:
+        return None
     row = math.prod(entry.shape[1:])
     chunks = []
     for chunk in entry.chunks:
@@ -148,79 +128,3 @@ def _straight(entry: TensorEntry) -> TensorEntry | None:
         first = chunk.offsets[0] * row if chunk.offsets else 0
         chunks.append(replace(chunk, offsets=(first,), sizes=(math.prod(chunk.sizes),)))
     return replace(entry, shape=(math.prod(entry.shape),), chunks=tuple(chunks))
-
-
-# --- files of torch.save --------------------------------------------------------------------------------------------
-
-
-async def _open_torch_file(location: Location, name: str, nbytes: int, deadline: Deadline) -> Source:
-    reader = _StoreFile(location.store, f"{location.name}/{name}", nbytes, asyncio.get_running_loop(), deadline)
-
-    def read() -> dict[str, SourceTensor | SourceValue]:
-        with io.BufferedReader(reader, 1 << 16) as file:
-            found = read_torch_file(file, nbytes)
-        return dict(politely(_of_file(found, name)))
-
-    entries = await io_threads().run(read, deadline=deadline)
-    return Source(location.store, location.name, f"{location.url}/{name}", entries)
-
-
-def _of_file(
-    found: Mapping[str, FileTensor | FileValue], name: str
-) -> Iterator[tuple[str, SourceTensor | SourceValue]]:
-    checked: set[int] = set()
-    for fqn, one in found.items():
-        if isinstance(one, FileValue):
-            yield fqn, SourceValue(one.path, one.node, one.empty)
-        else:
-            yield fqn, _file_tensor(fqn, one, name, checked)
-
-
-def _file_tensor(fqn: str, one: FileTensor, name: str, checked: set[int]) -> SourceTensor:
-    stored, size = one.stored, itemsize(one.stored.dtype)
-    plain = torch.empty(stored.shape, device="meta").stride() == stored.strides
-    offsets = (0,) * len(stored.shape)
-    chunk = Chunk(offsets, stored.shape, name, one.start, stored.storage_bytes, payload_offset=one.start)
-    entry = TensorEntry(one.path, stored.dtype, stored.shape, (chunk,))
-    payload = ForeignPayload(one.crc, stored.storage_bytes, None if plain else stored.strides, stored.storage_offset)
-    identity = (stored.dtype, stored.shape, stored.strides, stored.storage_offset, one.start)
-    if not plain:
-        return SourceTensor(one.path, entry, None, (entry, {chunk: payload}), identity)
-    checks = () if one.start in checked else tuple(foreign_pieces(fqn, entry, {chunk: payload}))
-    checked.add(one.start)
-    first = one.start + stored.storage_offset * size
-    straight = _straight(replace(entry, chunks=(replace(chunk, payload_offset=first),)))
-    return SourceTensor(one.path, entry, straight, None, identity, checks)
-
-
-class _StoreFile(io.RawIOBase):
-    """A file of a store for code in a worker thread that reads it bit by bit; the loop does the reading."""
-
-    def __init__(
-        self, store: Store, name: str, nbytes: int, loop: asyncio.AbstractEventLoop, deadline: Deadline
-    ) -> None:
-        self._store, self._name, self._nbytes, self._loop, self._deadline = store, name, nbytes, loop, deadline
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = (0, self._position, self._nbytes)[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        nbytes = max(0, min(len(buffer), self._nbytes - self._position))
-        if nbytes:
-            into = memoryview(buffer)[:nbytes]
-            read = self._store.read(self._name, [ReadRange(self._position, into)], deadline=self._deadline)
-            try:
-                asyncio.run_coroutine_threadsafe(read, self._loop).result()
-            except FileNotFoundError as error:
-                raise Corrupt(f"{self._name} was deleted while it was read") from error
-        self._position += nbytes
-        return nbytes

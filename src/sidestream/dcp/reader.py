@@ -18,7 +18,7 @@ from torch.futures import Future
 from .._threads import Deadline, io_threads, politely
 from .._torch import check_tensor, dtype_name
 from ..blocking import run_anywhere
-from ..catalog import read_manifest
+from ..catalog import open_manifest
 from ..errors import Corrupt, DtypeMismatch, InvalidOption, MissingKeys, ShapeMismatch, SidestreamError
 from ..format.records import Manifest, TensorEntry, ValueEntry
 from ..options import StorePolicy, Trust, Verify, check_choice, check_timeout
@@ -103,13 +103,14 @@ class StorageReader(DcpStorageReader):
     def read_metadata(self, *_: Any, **options: Any) -> Metadata:
         session = self._sessions.current()
         session.load = None
-        location, deadline = self._address.located(session.wanted), Deadline.after(self._timeout_s)
+        deadline = Deadline.after(self._timeout_s)
 
-        async def read() -> tuple[Manifest, Metadata]:
-            manifest = await read_manifest(location.store, location.name, location.url, deadline)
-            return manifest, await io_threads().run(metadata_of, manifest, location.url, deadline=deadline)
+        async def read() -> tuple[Location, Manifest, Metadata]:
+            location, manifest = await open_manifest(self._address.located(session.wanted), deadline)
+            metadata = await io_threads().run(metadata_of, manifest, location.url, deadline=deadline)
+            return location, manifest, metadata
 
-        manifest, metadata = run_anywhere(read)
+        location, manifest, metadata = run_anywhere(read)
         session.load = _Load(location, deadline, manifest)
         return metadata
 

@@ -11,6 +11,7 @@ __all__ = [
     "DictKey",
     "EmptyEntry",
     "Entry",
+    "ForeignPayload",
     "Key",
     "Manifest",
     "Node",
@@ -38,6 +39,16 @@ Key: TypeAlias = str | int | DictKey
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignPayload:
+    """What only a zip says of a payload in it: its CRC-32, and strides and offset if it is not row-major."""
+
+    crc: int
+    payload_bytes: int
+    strides: tuple[int, ...] | None = None
+    first_element: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """One box of a tensor and where its bytes are.
 
@@ -46,7 +57,8 @@ class Chunk:
     zip has to be opened to find out. ``crcs`` holds a little-endian u32 CRC-32 per block of ``BLOCK_BYTES`` of the
     payload, or None where a foreign writer left none. ``transform`` is what a foreign writer did to the item as a whole
     (compression); offset and length are then those of the result. ``digests`` holds 32 bytes per block where the save
-    was asked for them.
+    was asked for them. ``told`` is what the zip says of the payload, where it has been opened already; several tensors
+    may then be views of one item.
     """
 
     offsets: tuple[int, ...]
@@ -58,6 +70,7 @@ class Chunk:
     crcs: bytes | None = None
     transform: str | None = None
     digests: bytes | None = None
+    told: ForeignPayload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,7 @@ class TensorEntry:
 @dataclass(frozen=True, slots=True)
 class ValueEntry:
     """A plain value. ``node`` is None in a foreign checkpoint, where only the pickled item at the location has it;
-    ``transform`` as in ``Chunk``."""
+    without an item (``told``) it is all there is. ``transform`` as in ``Chunk``."""
 
     path: tuple[Key, ...]
     file: str
@@ -81,6 +94,10 @@ class ValueEntry:
     item_bytes: int
     node: Node = None
     transform: str | None = None
+
+    @property
+    def told(self) -> bool:
+        return not self.item_bytes
 
 
 @dataclass(frozen=True, slots=True)

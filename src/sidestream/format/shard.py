@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ __all__ = ["PAGE_BYTES", "BlockSums", "Placed", "Sealer", "ShardLayout", "Window
 PAGE_BYTES = 4096
 _PAGED_PAYLOAD_BYTES = 64 << 10
 _PACKED_ALIGN_BYTES = 64
+_RUN_BYTES = 256 << 10  # fits into the cache of a core
 
 
 class Placed(NamedTuple):
@@ -146,18 +147,28 @@ class Sealer:
     def sums(self) -> BlockSums:
         return BlockSums(self.crcs, self.digests)
 
-    def seal(self, view: memoryview, window: Window, *, stop: Stop, deadline: Deadline) -> Iterator[None]:
+    def seal(
+        self,
+        view: memoryview,
+        window: Window,
+        *,
+        stop: Stop,
+        deadline: Deadline,
+        seen: Callable[[memoryview], object] | None = None,
+    ) -> Iterator[None]:
         """Finish ``window``, whose payload bytes are in ``view``. Iterating does the work, item by item.
 
-        The window that holds the trailer of an item waits for the windows before it that hold its payload.
+        The window that holds the trailer of an item waits for the windows before it that hold its payload. ``seen`` is
+        given all of ``view``, run by run, in its final state and while it is still in the processor's cache.
         """
         written = window.start
+        passing = None if seen is None else _Passing(view, seen)
         for index in range(window.first, window.last):
             item = self._items[index]
             if item.item_offset >= window.start:
                 _write(view, window, written, bytes(item.item_offset - written))
                 _write(view, window, item.item_offset, item.frame.header)
-            blocks = _checksums(view, window, item)
+            blocks = _checksums(view, window, item, passing)
             self._note_digests(index, view, window, item)
             if item.item_offset < window.start or item.trailer_offset >= window.end:
                 blocks = self._collect(index, item, window, blocks, stop, deadline)
@@ -168,12 +179,14 @@ class Sealer:
             written = min(item.end, window.end)
             yield
         _write(view, window, written, bytes(window.end - written))
+        if passing is not None:
+            passing.up_to(len(view), least=1)
 
     def _note_digests(self, index: int, view: memoryview, window: Window, item: Placed) -> None:
         """Before the checksums of the same window are known to others: whoever has all of those has these too."""
         if self._digest is None:
             return
-        leaves = [self._digest(block) for block in _blocks(view, window, item)]
+        leaves = [self._digest(view[start:end]) for start, end in _blocks(window, item)]
         if item.item_offset >= window.start and item.trailer_offset < window.end:
             self.digests[index] = b"".join(leaves)
             return
@@ -205,15 +218,40 @@ class Sealer:
             self._changed.notify_all()
 
 
-def _checksums(view: memoryview, window: Window, item: Placed) -> list[int]:
+class _Passing:
+    """Shows a window to somebody, in runs that fit into a core's cache."""
+
+    def __init__(self, view: memoryview, seen: Callable[[memoryview], object]) -> None:
+        self._view = view
+        self._seen = seen
+        self._shown = 0
+
+    def up_to(self, end: int, least: int = _RUN_BYTES // 2) -> None:
+        if end - self._shown >= least:
+            self._seen(self._view[self._shown : end])
+            self._shown = end
+
+
+def _checksums(view: memoryview, window: Window, item: Placed, passing: _Passing | None) -> list[int]:
     """The CRCs of the item's blocks in this window."""
-    return [crc32(block) for block in _blocks(view, window, item)]
+    if passing is None:
+        return [crc32(view[start:end]) for start, end in _blocks(window, item)]
+    return [_checksum(view, start, end, passing) for start, end in _blocks(window, item)]
 
 
-def _blocks(view: memoryview, window: Window, item: Placed) -> Iterator[memoryview]:
+def _checksum(view: memoryview, start: int, end: int, passing: _Passing) -> int:
+    crc = 0
+    for at in range(start, end, _RUN_BYTES):
+        to = min(at + _RUN_BYTES, end)
+        crc = crc32(view[at:to], crc)
+        passing.up_to(to)
+    return crc
+
+
+def _blocks(window: Window, item: Placed) -> Iterator[tuple[int, int]]:
     begin = max(item.payload_offset, window.start) - window.start
     end = min(item.trailer_offset, window.end) - window.start
-    return (view[start : min(start + BLOCK_BYTES, end)] for start in range(begin, end, BLOCK_BYTES))
+    return ((start, min(start + BLOCK_BYTES, end)) for start in range(begin, end, BLOCK_BYTES))
 
 
 def _first_block(window: Window, item: Placed) -> int:

@@ -56,9 +56,10 @@ def validate(manifest: Manifest) -> None:
     holes: list[str] = []
     for fqn, entry in politely(manifest.entries.items()):
         _check_names(fqn, entry)
-        for file, start, length, content in _items(entry):
+        for file, start, length, content in _items(entry, manifest.own):
             check_item(manifest.files, fqn, file, start, length)
-            ranges.setdefault(file, []).append((start, start + length, fqn, content if manifest.own else fqn))
+            shared = content if manifest.own or content is not None else fqn
+            ranges.setdefault(file, []).append((start, start + length, fqn, shared))
         if isinstance(entry, TensorEntry):
             missing = _check_tensor(manifest.files, fqn, entry, manifest.digest)
             if missing:
@@ -102,11 +103,12 @@ def _check_names(fqn: str, entry: Entry) -> None:
         raise Corrupt(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
 
 
-def _items(entry: Entry) -> Iterator[tuple[str, int, int, object]]:
-    """File, offset and length of each item, and what it has to be for another entry to share it (a tied tensor)."""
+def _items(entry: Entry, own: bool) -> Iterator[tuple[str, int, int, object]]:
+    """File, offset and length of each item, and what it has to be for another entry to share it: the same tensor, in
+    checkpoints of ours, or a view of the same storage."""
     if isinstance(entry, TensorEntry):
         for chunk in entry.chunks:
-            content = (entry.dtype, entry.shape, chunk)
+            content = (entry.dtype, entry.shape, chunk) if own else None if chunk.told is None else "a storage"
             yield chunk.file, chunk.item_offset, chunk.item_bytes, content
     elif isinstance(entry, ValueEntry):
         yield entry.file, entry.item_offset, entry.item_bytes, None

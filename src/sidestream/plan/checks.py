@@ -11,9 +11,19 @@ from ..errors import Corrupt
 from ..format.checksum import combine, crc32, join_blocks, unpack_crcs
 from ..format.digest import DIGEST_BYTES, installed_digest
 from ..format.frame import frame_tensor, frame_value
-from ..format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
+from ..format.records import (
+    BLOCK_BYTES,
+    Chunk,
+    DictKey,
+    EmptyEntry,
+    Entry,
+    ForeignPayload,
+    Manifest,
+    TensorEntry,
+    ValueEntry,
+)
 from ..format.values import pickle_node
-from .ranges import PIECE_BYTES, ForeignPayload
+from .ranges import PIECE_BYTES
 
 __all__ = [
     "Piece",

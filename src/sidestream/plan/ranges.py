@@ -10,7 +10,7 @@ from typing import TypeAlias
 from .._threads import politely
 from ..format.digest import DIGEST_BYTES
 from ..format.dtypes import itemsize
-from ..format.records import BLOCK_BYTES, Chunk, TensorEntry
+from ..format.records import BLOCK_BYTES, Chunk, ForeignPayload, TensorEntry
 
 __all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "overlaps", "plan_ranges"]
 
@@ -86,16 +86,6 @@ class Batch:
         return sum(one.nbytes for one in self.ranges)
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignPayload:
-    """What only the zip of a foreign item says: its CRC-32, and strides and offset if it is not row-major."""
-
-    crc: int
-    payload_bytes: int
-    strides: tuple[int, ...] | None = None
-    first_element: int = 0
-
-
 def plan_ranges(
     fqn: str,
     entry: TensorEntry,
@@ -103,12 +93,13 @@ def plan_ranges(
     *,
     row_major: bool,
     foreign: dict[Chunk, ForeignPayload],
+    verified: bool = True,
 ) -> Iterator[Range]:
     """The ranges that fill a destination of ``box.sizes`` with that box of the tensor.
 
     ``row_major`` says that the destination's memory can be read into. Of each chunk only the rows (along the first
-    dimension) that the box touches are read, extended to whole blocks of the checksum; of the chunks in ``foreign``
-    everything.
+    dimension) that the box touches are read, extended to whole blocks of the checksum. Chunks in ``foreign`` have one
+    over everything, and are read whole, unless they are row-major and need not be ``verified``.
     """
     size = itemsize(entry.dtype)
     for chunk in entry.chunks:
@@ -118,7 +109,7 @@ def plan_ranges(
         source = Box(_minus(overlap.offsets, chunk.offsets), overlap.sizes)
         target = _minus(overlap.offsets, box.offsets)
         payload = foreign.get(chunk)
-        if payload is not None:
+        if payload is not None and (verified or not _is_row_major(payload, chunk, size)):
             yield _foreign(fqn, chunk, payload, source, target, box, row_major, size)
             continue
         row_bytes = math.prod(chunk.sizes[1:]) * size
@@ -188,15 +179,20 @@ def _foreign(
     row_major: bool,
     size: int,
 ) -> Range:
-    """A foreign payload has one CRC over all of it, so it is read whole."""
+    """The payload as a whole."""
     assert chunk.payload_offset is not None
     whole = source.sizes == chunk.sizes and source.sizes[1:] == box.sizes[1:]
     into: Into
-    if row_major and whole and payload.strides is None and payload.payload_bytes == math.prod(chunk.sizes) * size:
+    if row_major and whole and _is_row_major(payload, chunk, size):
         into = Direct(target[0] * math.prod(chunk.sizes[1:]) * size if target else 0)
     else:
         into = Scatter(payload.first_element * size, chunk.sizes, payload.strides, source, target)
     return Range(fqn, chunk.file, chunk.payload_offset, payload.payload_bytes, into, crc=payload.crc)
+
+
+def _is_row_major(payload: ForeignPayload, chunk: Chunk, size: int) -> bool:
+    """Whether its elements, and nothing else, lie there one after the other."""
+    return payload.strides is None and payload.payload_bytes == math.prod(chunk.sizes) * size
 
 
 def overlaps(chunk: Chunk, box: Box) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from .._threads import Deadline
-from ..catalog import Step, look_at, named_steps
+from ..catalog import Step, look_at, named_steps, still_listed
 from ..storage import Store
 from .leases import Lease, Leases
 
@@ -35,14 +35,22 @@ async def choose(
     A damaged one is returned too (without a lease), for the caller to judge. There is no lease where this process may
     not write. Raises what the storage raises. A cancel leaves no lease.
     """
+    hollow: set[str] = set()
     while True:
         deadline.check("choosing a step")
         candidates = [
             found for found in await named_steps(store, deadline) if found.name not in excluded and wish.admits(found)
         ]
         for found in candidates:
+            if found.name in hollow:
+                continue
             step = await look_at(store, found, deadline)
             if step is None:
+                # Never a checkpoint, or deleted since it was listed. Then a newer one has been committed, which this
+                # listing does not show: the next candidate would be a step back, or there would seem to be none.
+                if not await still_listed(store, [found.name], deadline):
+                    break
+                hollow.add(found.name)
                 continue
             if step.damage is not None:
                 return step, None

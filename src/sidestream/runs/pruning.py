@@ -84,6 +84,21 @@ class Pruner:
         self.last = replace(pruned, abandoned=tuple(swept))
         return self.last
 
+    async def preview(self, protected: Callable[[], Collection[int]], deadline: Deadline) -> Pruned:
+        """What ``run`` would do, as far as it can be known without reading a step back. Changes nothing."""
+        if keeps_all(self.keep):
+            return Pruned()
+        steps = await self._own_steps(deadline)
+        chosen = await self._choose(steps, frozenset(protected()), deadline)
+        if not chosen:
+            return Pruned(damaged=tuple(sorted(self._damaged)))
+        newest = max(step.order for name, step in steps.items() if name not in chosen)
+        going = [name for name in chosen if steps[name].order < newest]
+        leased = [name for name in going if await self._in_use(name, deadline)]
+        return Pruned(
+            tuple(name for name in going if name not in leased), tuple(leased), None, tuple(sorted(self._damaged))
+        )
+
     @property
     def damaged(self) -> dict[str, Corrupt]:
         """Directories that did not verify, and why."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,8 +87,11 @@ class _WindowPart:
         return self.image.nbytes
 
     def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        return self.take_showing(stop, deadline, None)
+
+    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
         view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
-        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline)):
+        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline, seen=seen)):
             stop.check()
         return view[: self.nbytes]
 

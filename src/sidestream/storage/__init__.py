@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from .local import LocalStore
-from .location import Location, Where, locate_directory, locate_run
-from .store import Body, FileStore, Leftover, MappingStore, Place, ReadRange, SharedStore, Store, StoreAddress
+from .location import EVERYDAY, Location, Where, locate_directory, locate_run
+from .store import Body, Leftover, MappingStore, Naming, Place, ReadRange, SharedStore, Store, StoreAddress
 
 __all__ = [
+    "EVERYDAY",
     "Body",
-    "FileStore",
     "Leftover",
     "LocalStore",
     "Location",
     "MappingStore",
+    "Naming",
     "Place",
     "ReadRange",
     "SharedStore",

@@ -80,7 +80,8 @@ class Bounded:
     def _end(self, why: str) -> None:
         for task in list(self._tasks):
             self.ended = self.ended or why
-            task.cancel()
+            # Not at once: fsspec waits for ever for a task that is cancelled before its first step.
+            self._loop.call_soon(task.cancel)
 
 
 def is_asynchronous(filesystem: Any) -> bool:

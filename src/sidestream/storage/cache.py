@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.cache_mapper import HashCacheMapper
 
+from .._threads import Deadline
+
 __all__ = ["FileCache"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fetch:
+    """Somebody is at it; not for longer than until ``deadline``, or it hangs."""
+
+    deadline: Deadline
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class FileCache:
@@ -23,17 +34,31 @@ class FileCache:
         self._filesystem = filesystem
         self._directory = Path(directory)
         self._name = HashCacheMapper()
-        self._fetching: dict[str, threading.Lock] = {}
+        self._fetching: dict[str, _Fetch] = {}
         self._lock = threading.Lock()
 
-    def read(self, key: str, start: int, end: int) -> memoryview:
-        """In a thread. The first read of a file fetches all of it."""
+    def read(self, key: str, start: int, end: int, deadline: Deadline) -> memoryview:
+        """In a thread. The first read of a file fetches all of it, and others wait for that, until its deadline or
+        their own. Raises ``DeadlineExceeded``, and what the file system raises."""
         path = self._directory / str(self._name(key))
-        with self._lock:
-            fetching = self._fetching.setdefault(key, threading.Lock())
-        with fetching:
-            if not path.exists():
+        while not path.exists():
+            deadline.check(f"fetching {path.name}")
+            own = _Fetch(deadline)
+            with self._lock:
+                other = self._fetching.get(key)
+                if other is None or other.deadline.remaining_s() == 0:
+                    other = None
+                    self._fetching[key] = own
+            if other is not None:
+                other.ended.wait(min(deadline.remaining_s(), other.deadline.remaining_s()))
+                continue
+            try:
                 self._fetch(key, path)
+            finally:
+                own.ended.set()
+                with self._lock:
+                    if self._fetching.get(key) is own:
+                        del self._fetching[key]
         with path.open("rb") as file:
             file.seek(start)
             return memoryview(file.read(end - start))

@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
+
+from .._redact import redacted
+from ..errors import InvalidOption
 
 __all__ = ["CLOUDS", "Client", "Unmapped", "client_for"]
 
@@ -51,6 +55,17 @@ class Client:
     config: Mapping[str, Any] = field(repr=False)
     client_options: Mapping[str, Any] = field(repr=False)
     provider: Callable[[], Any] | None = field(default=None, repr=False)
+    profile: str | None = None
+    looks_up: bool = False
+    """Whether credentials are to be had from the files and services that botocore knows."""
+
+    def complete(self) -> Client:
+        """With what is looked up, in a thread: it reads files, and may ask a service. Raises ``InvalidOption``."""
+        if not self.looks_up:
+            return self
+        config = dict(self.config)
+        provider = _botocore_provider(self.profile, config)
+        return replace(self, config=config, provider=provider, looks_up=False)
 
     def __reduce__(self) -> Any:
         raise TypeError("a client's options hold credentials: they are not pickled")
@@ -102,10 +117,11 @@ def _s3(bucket: str, given: dict[str, Any]) -> Client:
     # The checksum covers what TLS covers too; in the open, the signature has to cover the payload as well.
     config["checksum_algorithm"] = "crc64nvme"
     config["unsigned_payload"] = not endpoint or endpoint.startswith("https://") or _is_loopback(endpoint)
-    provider = None
-    if not config.get("skip_signature") and "access_key_id" not in config:
-        provider = _botocore_provider(profile, config)
-    return Client("s3", bucket, config, _client_options(endpoint, secure, verify), provider)
+    looks_up = not config.get("skip_signature") and "access_key_id" not in config
+    if looks_up and profile is not None and find_spec("botocore") is None:
+        raise Unmapped("profile")
+    client_options = _client_options(endpoint, secure, verify)
+    return Client("s3", bucket, config, client_options, profile=profile, looks_up=looks_up)
 
 
 def _environment_endpoint() -> str | None:
@@ -117,15 +133,17 @@ def _botocore_provider(profile: str | None, config: dict[str, Any]) -> Callable[
     if profile is None and os.environ.get("AWS_ACCESS_KEY_ID"):
         return None
     try:
+        from botocore.exceptions import BotoCoreError
         from botocore.session import Session
     except ImportError:
-        if profile is not None:
-            raise Unmapped("profile") from None
         return None
     session = Session(profile=profile)
-    if "region" not in config and (region := session.get_config_variable("region")):
-        config["region"] = region
-    credentials = session.get_credentials()
+    try:
+        if "region" not in config and (region := session.get_config_variable("region")):
+            config["region"] = region
+        credentials = session.get_credentials()
+    except BotoCoreError as error:  # no such profile, or files that cannot be read
+        raise InvalidOption(f"the AWS credentials cannot be used: {redacted(str(error))}") from error
     if credentials is None:
         return None
 

@@ -147,7 +147,8 @@ class FsspecEngine:
         abort = threading.Thread(target=_quietly, args=(file.discard,), name="sidestream-abort", daemon=True)
         abort.start()
         abort.join(_ABORT_S)
-        file.closed = True
+        with suppress(AttributeError):  # one that only lies in memory publishes nothing when it is collected
+            file.closed = True
 
     def _is_complete(self, key: str, nbytes: int) -> bool:
         deadline = Deadline.after(self._policy.request_timeout_s)

@@ -31,7 +31,7 @@ from ..errors import (
 from ..options import Durability
 from .coalesce import coalesce
 from .exchange import exchange, exchanges
-from .store import Body, Leftover, Part, Place, ReadRange, StoreAddress
+from .store import Body, Leftover, Naming, Part, Place, ReadRange, StoreAddress
 
 __all__ = ["LocalStore"]
 
@@ -73,6 +73,7 @@ class LocalStore:
         stop: Stop,
         deadline: Deadline,
         place: Place = "new",
+        naming: Naming = "attempt",
     ) -> None:
         stop.check()
         if place == "joined":
@@ -128,9 +129,9 @@ class LocalStore:
         self._modes.pop(attempt, None)
         self._replacing.discard(attempt)
 
-    async def publish_file(self, attempt: str, name: str, *, durability: Durability, deadline: Deadline) -> None:
+    async def publish_file(self, attempt: str, target: str, *, durability: Durability, deadline: Deadline) -> None:
         self._modes.pop(attempt, None)
-        await io_threads().run(_publish_file, self.root / attempt, self.root / name, durability, deadline=deadline)
+        await io_threads().run(_publish_file, self.root / attempt, self.root / target, durability, deadline=deadline)
 
     async def discard(self, attempt: str, *, deadline: Deadline) -> None:
         await io_threads().run(self.discard_here, attempt, deadline=deadline)

@@ -19,15 +19,19 @@ from .cache import FileCache
 from .credentials import CLOUDS, Client, Unmapped, client_for
 from .engine import Engine
 from .fsspec_engine import FsspecEngine
+from .late import Kept, LateEngine, frozen
 from .local import LocalStore
 from .objects import ObjectStore
 from .store import Store, StoreAddress
 
-__all__ = ["Location", "Where", "locate_directory", "locate_run"]
+__all__ = ["EVERYDAY", "Location", "Where", "locate_directory", "locate_run"]
 
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
 _LOCAL = frozenset({"file", "local"})
+_PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
+
+_engines = Kept(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,11 @@ class Where:
             raise InvalidOption(f"filesystem={type(self.filesystem).__name__} is no fsspec file system")
 
 
-def locate_directory(url: str | os.PathLike[str], where: Where = Where()) -> Location:
+EVERYDAY = Where()
+"""Nothing but the URL."""
+
+
+def locate_directory(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Location:
     """Where the checkpoint at ``url`` is. Raises ``InvalidOption`` for what cannot be a directory of its own,
     ``MissingExtra`` where the client of its protocol is not installed."""
     text, protocol = _parsed(url, where)
@@ -83,7 +91,7 @@ def locate_directory(url: str | os.PathLike[str], where: Where = Where()) -> Loc
     return Location(store, name, f"{store.url}/{name}")
 
 
-def locate_run(url: str | os.PathLike[str], where: Where = Where()) -> tuple[Store, str]:
+def locate_run(url: str | os.PathLike[str], where: Where = EVERYDAY) -> tuple[Store, str]:
     """The store whose directories are the steps of a run, and the run's URL for messages."""
     text, protocol = _parsed(url, where)
     if _is_local(protocol, where):
@@ -128,14 +136,37 @@ def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectSt
     # Memory is this process's own.
     address = None if protocol == "memory" else StoreAddress(base, where.storage_options, where.policy)
     client = _client(base, protocol, options, policy)
-    if client is not None:
+    if protocol in CLOUDS and policy.cache_dir is None:
+        engine = _late(base, protocol, options, policy, client)
+        bucket = base.partition("://")[2].partition("/")[0].partition("@")[0]
+        return ObjectStore(engine, f"{bucket}/{_without_bucket(base)}".rstrip("/"), shown, policy, address=address)
+    through, root = _through_fsspec(base, protocol, options, policy)
+    return ObjectStore(through, root, shown, policy, _cache(through, policy), address)
+
+
+def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy, client: Client | None) -> LateEngine:
+    """Of a cloud: what is wrong with the options is raised here, what only its client finds at the first request."""
+    kind = CLOUDS[protocol]
+    if client is None and find_spec(_PACKAGES[kind]) is None:
+        raise MissingExtra(f'{protocol}:// needs a client: pip install "sidestream[cloud]"', extra="cloud")
+
+    def make() -> Engine:
+        if client is None:
+            return _through_fsspec(base, protocol, options, policy)[0]
         from .obstore_engine import ObstoreEngine  # here, because it is an extra
 
-        root = f"{client.bucket}/{_without_bucket(base)}".rstrip("/")
-        obstore = ObstoreEngine(client, policy, _helper(base, protocol, options, policy))
-        return ObjectStore(obstore, root, shown, policy, address=address)
-    engine, root = _through_fsspec(base, protocol, options, policy)
-    return ObjectStore(engine, root, shown, policy, _cache(engine, policy), address)
+        return ObstoreEngine(client.complete(), policy, _helper(base, protocol, options, policy))
+
+    def kept() -> Engine:
+        try:
+            key = protocol, base.partition("://")[2].partition("/")[0], frozen(options), policy
+        except TypeError:
+            return make()
+        return _engines.get(key, make)
+
+    if client is None:
+        return LateEngine(f"fsspec:{kind}", make)  # fsspec keeps its own
+    return LateEngine(f"obstore:{kind}", kept)
 
 
 def _cache(engine: FsspecEngine, policy: StorePolicy) -> FileCache | None:

@@ -11,13 +11,23 @@ import errno
 import re
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
 from .._threads import Deadline, Stop, Threads, io_threads
-from ..errors import AccessDenied, Conflict, Corrupt, InvalidOption, SidestreamError, StorageError
+from ..errors import (
+    AccessDenied,
+    Conflict,
+    Corrupt,
+    DeadlineExceeded,
+    InvalidOption,
+    SidestreamError,
+    StorageError,
+    without_frames,
+)
 from ..events import PromiseLost, emit
 from ..options import Durability, StorePolicy
 from .cache import FileCache
@@ -25,8 +35,8 @@ from .coalesce import coalesce
 from .engine import Engine, Listing, ObjectInfo
 from .io_loop import Call, on_io_loop
 from .parts import part_bytes_for
-from .requests import Requests, Taken, fate_of, is_uncertain, translated
-from .store import Body, Leftover, Place, ReadRange, StoreAddress
+from .requests import Requests, Taken, fate_of, is_refused, is_uncertain, translated
+from .store import Body, Leftover, Naming, Place, ReadRange, StoreAddress
 
 __all__ = ["ObjectStore"]
 
@@ -38,6 +48,7 @@ _GAP_BYTES = 256 << 10  # to read past as many costs less than another request
 _RUN_BYTES = 16 << 20
 _RUN_RANGES = 4096
 _CLEAN_UP_S = 60.0
+_LOOK_S = 15.0  # for uploads that may have been left open, at most: nobody shall wait much longer for what is rare
 _ATTEMPT = re.compile(r"\.([0-9a-f]{32})\.partial")
 _OURS = re.compile(r"(?:__\d+_\d+|manifest)-([0-9a-f]{32})(?:\.distcp)?")
 _warned: set[str] = set()
@@ -47,9 +58,15 @@ _warned: set[str] = set()
 class _Attempt:
     target: str
     save_id: str
+    naming: Naming = "attempt"
     marker: bytes = b""
     in_parts: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
+
+    @property
+    def directory(self) -> str:
+        return (self.target.rpartition("/")[0] or ".") if self.naming == "single" else self.target
 
 
 class _NotSent(StorageError):
@@ -107,36 +124,60 @@ class ObjectStore:
         stop: Stop,
         deadline: Deadline,
         place: Place = "new",
+        naming: Naming = "attempt",
+    ) -> None:
+        try:
+            self._write(attempt, target, files, stop, deadline, place, naming)
+        except BaseException as error:
+            raise without_frames(error)  # noqa: B904  # whoever keeps the error shall not keep staging memory with it
+
+    def _write(
+        self,
+        attempt: str,
+        target: str,
+        files: Iterable[tuple[str, Body]],
+        stop: Stop,
+        deadline: Deadline,
+        place: Place,
+        naming: Naming,
     ) -> None:
         stop.check()
         self._check_promises()
         if place != "joined":  # or else another process, which made the attempt, has looked
-            call = Call(lambda: self._list(target, deadline))
-            self._check_vacant(target, call.result(f"looking at {self.url}/{target}", stop=stop, deadline=deadline))
-        self._attempts[attempt] = _Attempt(target, _save_id(attempt))
-        for name, body in files:
-            key = self._key(f"{target}/{self.published_name(attempt, name)}")
+            call = Call(lambda: self._look_at(target, naming, deadline))
+            call.result(f"looking at {self.url}/{target}", stop=stop, deadline=deadline)
+        own = self._attempts.setdefault(attempt, _Attempt(target, _save_id(attempt), naming))
+        for given, body in files:
+            file = self.published_name(attempt, given) if naming == "attempt" else given
+            name = target if naming == "single" else f"{target}/{file}"
             if body.nbytes <= part_bytes_for(body.nbytes, self._policy.part_bytes):
-                self._send_whole(key, body, stop, deadline)
+                self._send_whole(name, own, body, stop, deadline)
             else:
-                self._attempts[attempt].in_parts = True
-                self._send_parts(key, body, stop, deadline)
-            self._attempts[attempt].sizes[key.rpartition("/")[2]] = body.nbytes
+                own.in_parts = True
+                own.begun.add(name)
+                self._send_parts(self._key(name), body, stop, deadline)
+            own.sizes[name.rpartition("/")[2]] = body.nbytes
             del body
 
     def wrote(self, attempt: str, sizes: Mapping[str, int]) -> None:
         own = self._attempts[attempt]
         own.in_parts = True  # for all that is known: one that is open is looked for
-        own.sizes.update((self.published_name(attempt, name), nbytes) for name, nbytes in sizes.items())
+        for name, nbytes in sizes.items():
+            file = self.published_name(attempt, name)
+            own.begun.add(f"{own.target}/{file}")
+            own.sizes[file] = nbytes
 
     def clear(self, attempt: str, names: Sequence[str], *, deadline: Deadline) -> None:
         own = self._attempts[attempt]
         own.in_parts = True
         files = [self.published_name(attempt, name) for name in names]
+        own.begun.update(f"{own.target}/{file}" for file in files)
 
         async def clear() -> None:
             await self._delete(own.target, files, deadline)
-            uploads = await self._uploads(own.target, deadline)
+            uploads: Mapping[str, datetime | None] = {}
+            with suppress(StorageError):  # the publish looks for them again, and says so where it may not
+                uploads = await self._uploads(own.target, deadline)
             for file in files:  # not those of other ranks, which have the same id
                 mine = [upload for upload in uploads if f"/{file}?upload=" in upload]
                 if mine:
@@ -147,14 +188,34 @@ class ObjectStore:
     def leave(self, attempt: str) -> None:
         self._attempts.pop(attempt, None)
 
-    def _send_whole(self, key: str, body: Body, stop: Stop, deadline: Deadline) -> None:
+    async def _look_at(self, target: str, naming: Naming, deadline: Deadline) -> None:
+        """Raises ``Conflict`` unless it is free."""
+        self._check_vacant(target, await self._list(target, deadline))
+        if naming == "single":
+            key = self._key(target)
+            try:
+                await self._requests.run("looking at", target, lambda: self._engine.size(key), deadline)
+            except FileNotFoundError:
+                return
+            raise Conflict(f"{self.url}/{target} exists already")
+
+    def _send_whole(self, name: str, own: _Attempt, body: Body, stop: Stop, deadline: Deadline) -> None:
+        key = self._key(name)
         pieces: list[memoryview] = []
         try:
             for part in body.parts:
                 pieces.append(part.take(stop, deadline))
             content = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
-            call = Call(lambda: self._put(key, content, deadline))
-            call.result(f"writing {key}", stop=stop, deadline=deadline)
+            if own.naming == "attempt":
+                call = Call(lambda: self._put(key, content, deadline))
+            else:
+                call = Call(lambda: self._create(name, content, deadline))
+                own.begun.add(name)  # also what a cancel leaves in doubt is ours: it was created, or is not there
+            try:
+                call.result(f"writing {key}", stop=stop, deadline=deadline)
+            except Conflict:
+                own.begun.discard(name)
+                raise
         finally:
             for part in body.parts:
                 part.release()
@@ -191,6 +252,9 @@ class ObjectStore:
         """One create-only put. It is never cut short: a cancel is raised when its outcome is known."""
         marker = self._attempts[attempt].marker
         await self._io(lambda: self._check_complete(attempt, deadline), f"looking at {target}", deadline)
+        if not marker:  # the last of its files has made it visible
+            self._attempts.pop(attempt)
+            return
         uncertain: list[BaseException] = []
 
         async def create() -> None:
@@ -210,13 +274,21 @@ class ObjectStore:
             raise
         self._attempts.pop(attempt, None)
 
+    async def publish_file(self, attempt: str, target: str, *, durability: Durability, deadline: Deadline) -> None:
+        await self.publish(attempt, target, durability=durability, deadline=deadline)
+
     async def _check_complete(self, attempt: str, deadline: Deadline) -> None:
         """Whoever took this attempt for dead has deleted it; a client that cut a file short has lost some. And where an
         upload was begun and the answer lost, one is open that nobody knows."""
         own = self._attempts[attempt]
-        if own.in_parts:
-            await self._abort_uploads(own.target, own.save_id, deadline)
-        listing = await self._list(own.target, deadline)
+        if own.in_parts and own.naming == "attempt":
+            try:
+                await self._abort_uploads(own.target, own.save_id, deadline)
+            except (StorageError, DeadlineExceeded) as error:  # all the same, what was acknowledged is there
+                deadline.check("listing uploads")
+                unknown = f"what fails leaves nothing: an upload of which nobody heard may stay open ({error})"
+                emit(PromiseLost(f"{self.url}/{own.target}", unknown))
+        listing = await self._list(own.directory, deadline)
         for name, nbytes in own.sizes.items():
             info = listing.files.get(name)
             if info is None or info.nbytes != nbytes:
@@ -227,7 +299,7 @@ class ObjectStore:
                     self.url,
                 )
 
-    async def _create(self, name: str, content: bytes, deadline: Deadline) -> None:
+    async def _create(self, name: str, content: bytes | memoryview, deadline: Deadline) -> None:
         """Raises ``Conflict`` if the name is taken by another content: ours may be there from a request that was
         carried out though its answer was lost."""
         key = self._key(name)
@@ -239,7 +311,7 @@ class ObjectStore:
             except Exception as error:
                 if fate_of(error) != "taken":
                     raise
-                if not await self._holds(key, content[-end:]):
+                if not await self._holds(key, bytes(content[-end:])):
                     raise Taken(name) from error
 
         try:
@@ -266,7 +338,10 @@ class ObjectStore:
         """Of an attempt of ours, what carries its id; of a leftover, what its name says."""
         known = self._attempts.get(attempt)
         if known is not None:
-            await self._delete_of(known.target, known.save_id, deadline)
+            if known.naming == "attempt":
+                await self._delete_of(known.target, known.save_id, deadline)
+            else:
+                await self._delete_begun(known, deadline)
             self._attempts.pop(attempt, None)
         elif "?upload=" in attempt:
             key = self._key(attempt)
@@ -286,6 +361,17 @@ class ObjectStore:
             await self._abort_uploads(target, save_id, deadline)
         await self._engine.forget(self._key(target))
 
+    async def _delete_begun(self, own: _Attempt, deadline: Deadline) -> None:
+        try:
+            await self._delete("", sorted(own.begun), deadline)
+        finally:
+            keys = {self._key(name) for name in own.begun}
+            uploads = await self._uploads(own.directory, deadline) if own.in_parts else {}
+            mine = [upload for upload in uploads if upload.partition("?upload=")[0] in keys]
+            if mine:
+                await self._requests.run("aborting", own.target, lambda: self._engine.abort_uploads(mine), deadline)
+        await self._engine.forget(self._key(own.target))
+
     async def _abort_uploads(self, target: str, save_id: str, deadline: Deadline) -> None:
         uploads = await self._uploads(target, deadline)
         mine = [upload for upload in uploads if f"-{save_id}" in upload]
@@ -294,12 +380,13 @@ class ObjectStore:
 
     async def _delete(self, target: str, files: Iterable[str], deadline: Deadline) -> None:
         for file in files:
-            key = self._key(f"{target}/{file}" if target else file)
+            name = f"{target}/{file}" if target else file
+            key = self._key(name)
 
             async def delete(key: str = key) -> None:
                 await self._engine.delete([key])
 
-            await self._requests.run("deleting", f"{target}/{file}", delete, deadline)
+            await self._requests.run("deleting", name, delete, deadline)
 
     # --- reading ---
 
@@ -352,7 +439,7 @@ class ObjectStore:
 
     async def _read_cached(self, cache: FileCache, key: str, start: int, end: int, deadline: Deadline) -> memoryview:
         async def get() -> memoryview:
-            return await io_threads().run(cache.read, key, start, end, deadline=deadline)
+            return await io_threads().run(cache.read, key, start, end, deadline, deadline=deadline)
 
         whole_file = replace(self._policy, request_timeout_s=deadline.timeout_s)
         return await Requests(self.url, whole_file).run("fetching", key.rpartition("/")[2], get, deadline)
@@ -460,12 +547,15 @@ class ObjectStore:
         key = self._key(target) + "/"
 
         async def ask() -> dict[str, datetime | None]:
-            return dict(await self._engine.open_uploads(key))
+            try:
+                return dict(await self._engine.open_uploads(key))
+            except Exception as error:
+                if is_refused(error):  # a right that a writer need not have, or a request that not all servers know
+                    return {}
+                raise
 
-        try:
-            return await self._requests.run("listing the uploads of", target, ask, deadline)
-        except (StorageError, FileNotFoundError):  # a right that a writer need not have
-            return {}
+        soon = Deadline.after(min(_LOOK_S, deadline.remaining_s()))
+        return await self._requests.run("listing the uploads of", target, ask, soon)
 
     # --- all of them ---
 
@@ -473,6 +563,8 @@ class ObjectStore:
         return f"{self.url}/{key.removeprefix(f'{self._root}/')}"
 
     def _key(self, name: str) -> str:
+        """``.`` is the root itself."""
+        name = name.removeprefix("./") if name != "." else ""
         return f"{self._root}/{name}".rstrip("/") if self._root else name
 
     async def _io(self, work: Callable[[], Coroutine[Any, Any, T]], doing: str, deadline: Deadline) -> T:

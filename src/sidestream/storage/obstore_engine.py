@@ -26,7 +26,7 @@ from .feed import Feed
 from .io_loop import Call
 from .parts import Checksum, part_bytes_for
 from .requests import Requests, fate_of, translated
-from .store import Body
+from .store import Body, Part, ShowingPart
 
 __all__ = ["ObstoreEngine"]
 
@@ -84,16 +84,14 @@ class ObstoreEngine:
     def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
         self._check_process()
         feed = Feed()
-        checksum = Checksum() if self._helper is not None and self._kind == "s3" else None
+        checksum = Checksum() if Checksum.known and self._helper is not None and self._kind == "s3" else None
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
         call = Call(lambda: self._send(key, feed, body.nbytes, part_bytes, deadline))
         call.future.add_done_callback(lambda _: feed.close())
         try:
             for part in body.parts:
                 try:
-                    view = part.take(stop, deadline)
-                    if checksum is not None:
-                        checksum.update(view)
+                    view = _taken(part, checksum, stop, deadline)
                     feed.put(view, stop, deadline)
                     del view
                 finally:
@@ -107,7 +105,7 @@ class ObstoreEngine:
                 raise failure from None
             raise
         self._wait(call, feed, key, stop, deadline)
-        if checksum is not None and checksum.value is not None:
+        if checksum is not None:
             self._compare(key, checksum.value, requests, stop, deadline)
 
     def _compare(self, key: str, expected: str, requests: Requests, stop: Stop, deadline: Deadline) -> None:
@@ -255,6 +253,16 @@ class ObstoreEngine:
     def _check_process(self) -> None:
         if _used_in != os.getpid():
             _mark_used()
+
+
+def _taken(part: Part, checksum: Checksum | None, stop: Stop, deadline: Deadline) -> memoryview:
+    if checksum is None:
+        return part.take(stop, deadline)
+    if isinstance(part, ShowingPart):  # two checksums while the bytes are there once
+        return part.take_showing(stop, deadline, checksum.update)
+    view = part.take(stop, deadline)
+    checksum.update(view)
+    return view
 
 
 def _patience(deadline: Deadline) -> Deadline:

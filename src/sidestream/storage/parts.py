@@ -20,18 +20,18 @@ def part_bytes_for(nbytes: int, part_bytes: int) -> int:
 
 class Checksum:
     """CRC-64/NVME as the bytes pass: the one that S3 has of a whole object however it was uploaded. Some 30 GB/s with
-    awscrt; without it there is none."""
+    awscrt, which has to be there (``known``)."""
+
+    known = find_spec("awscrt") is not None
 
     def __init__(self) -> None:
-        found = find_spec("awscrt") is not None
-        self._crc64 = import_module("awscrt.checksums").crc64nvme if found else None
+        self._crc64 = import_module("awscrt.checksums").crc64nvme
         self._crc = 0
 
     def update(self, view: memoryview) -> None:
-        if self._crc64 is not None:
-            self._crc = self._crc64(view, self._crc)
+        self._crc = self._crc64(view, self._crc)
 
     @property
-    def value(self) -> str | None:
-        """In base64, as S3 writes it; None if it was not computed."""
-        return None if self._crc64 is None else b64encode(self._crc.to_bytes(8, "big")).decode()
+    def value(self) -> str:
+        """In base64, as S3 writes it."""
+        return b64encode(self._crc.to_bytes(8, "big")).decode()

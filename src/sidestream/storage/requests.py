@@ -17,7 +17,7 @@ from ..errors import AccessDenied, Corrupt, SidestreamError, StorageError
 from ..events import Retried, Throttled, emit
 from ..options import StorePolicy
 
-__all__ = ["Fate", "Requests", "Taken", "fate_of", "is_uncertain", "translated"]
+__all__ = ["Fate", "Requests", "Taken", "fate_of", "is_refused", "is_uncertain", "translated"]
 
 T = TypeVar("T")
 
@@ -168,6 +168,14 @@ def fate_of(error: BaseException) -> Fate:
     if isinstance(error, (TimeoutError, ConnectionError, EOFError)) or any(word in text for word in _PASSING):
         return "transient"
     return "final"
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether the storage does not know the request, or does not let this client make it."""
+    if isinstance(error, NotImplementedError) or fate_of(error) in ("denied", "absent") or _status(error) in (405, 501):
+        return True
+    text = str(error).lower().replace(" ", "")
+    return "notimplemented" in text or "methodnotallowed" in text
 
 
 def _fate_of_status(status: int | None) -> Fate | None:

@@ -12,13 +12,14 @@ from ..options import Durability, StorePolicy
 
 __all__ = [
     "Body",
-    "FileStore",
     "Leftover",
     "MappingStore",
+    "Naming",
     "Part",
     "Place",
     "ReadRange",
     "SharedStore",
+    "ShowingPart",
     "Store",
     "StoreAddress",
 ]
@@ -26,6 +27,12 @@ __all__ = [
 Place: TypeAlias = Literal["new", "joined", "replacing"]
 """How a writer meets its attempt: it makes it; another process has made it; it makes it, and the publish exchanges it
 with what stands at the target."""
+
+Naming: TypeAlias = Literal["attempt", "given", "single"]
+"""What the files of an attempt are called once they are visible. ``"attempt"``: as ``published_name`` says.
+``"given"``: as they are, in the target. ``"single"``: there is one file, and it is the target itself. Where nothing can
+be renamed, files with names of their own are visible as soon as they are written: then whoever writes them writes last
+the one that readers look for."""
 
 
 class Part(Protocol):
@@ -42,6 +49,14 @@ class Part(Protocol):
 
     def release(self) -> None:
         """The memory may be used for something else. Idempotent; also for a part that was never taken."""
+
+
+@runtime_checkable
+class ShowingPart(Part, Protocol):
+    """A part that goes through its content anyway, and can show it while it is still in the processor's cache."""
+
+    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
+        """``take``; ``seen`` is given the content first, run by run in its order."""
 
 
 class Body(Protocol):
@@ -110,6 +125,7 @@ class Store(Protocol):
         stop: Stop,
         deadline: Deadline,
         place: Place = "new",
+        naming: Naming = "attempt",
     ) -> None:
         """In the calling thread and in ``threads``, without needing a loop: make the private directory ``attempt`` (it
         must not exist yet) and, durably, every missing parent, and write ``files`` into it one after the other.
@@ -118,7 +134,8 @@ class Store(Protocol):
         and is not an empty directory, and ``Closed`` when ``stop`` is set. A failure may leave an attempt behind.
 
         ``place="joined"``: the attempt is another process's, which looked at the target too; raises ``NotShared`` if it
-        is not there. ``"replacing"``: ``Conflict`` only where two directories cannot be exchanged in one step.
+        is not there. ``"replacing"``: ``Conflict`` only where two directories cannot be exchanged in one step. An
+        attempt of one's own is joined to write more files of it, with the same ``naming``.
         """
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
@@ -131,6 +148,11 @@ class Store(Protocol):
         nothing, if ``target`` exists and is not an empty directory; ``NotDurable`` if it is visible and a sync failed.
         What an attempt that was begun as ``"replacing"`` takes the place of is in ``attempt`` afterwards.
         """
+
+    async def publish_file(self, attempt: str, target: str, *, durability: Durability, deadline: Deadline) -> None:
+        """Make the one file of an attempt, written as ``"single"``, visible as ``target`` in one atomic step, then
+        durable, and remove the attempt. Raises ``Conflict``, having changed nothing, if there is anything of that name;
+        ``NotDurable``. On object storage it is visible when it has been written, and this compares its size."""
 
     async def discard(self, attempt: str, *, deadline: Deadline) -> None:
         """Delete a leftover and everything in it. Does nothing if it is not there, or is being deleted elsewhere.
@@ -171,15 +193,6 @@ class Store(Protocol):
 
     async def directories(self, *, deadline: Deadline) -> list[str]:
         """Names of the directories directly under the root; none if the root does not exist."""
-
-
-@runtime_checkable
-class FileStore(Protocol):
-    """A store that can make a single file visible."""
-
-    async def publish_file(self, attempt: str, name: str, *, durability: Durability, deadline: Deadline) -> None:
-        """Make the one file ``attempt/name`` visible as ``name`` in one atomic step, then durable, and remove the
-        attempt. Raises ``Conflict``, having changed nothing, if there is anything of that name; ``NotDurable``."""
 
 
 @runtime_checkable

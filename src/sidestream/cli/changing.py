@@ -1,0 +1,163 @@
+"""The verbs that write or delete."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
+
+import typer
+
+from .. import blocking
+from ..errors import InvalidOption
+from ..runs.retention import KeepBest, KeepEvery, KeepLast
+from .frame import (
+    AsJson,
+    StorageOption,
+    TargetOption,
+    TimeoutS,
+    Url,
+    app,
+    bar,
+    options_of,
+    print_json,
+    say,
+    size,
+    verb,
+)
+
+_BudgetMib = Annotated[int, typer.Option(help="Memory for payloads, 96 at least.")]
+
+
+@app.command()
+@verb
+def convert(
+    source: Url,
+    target: Annotated[str, typer.Argument(help="What to write: a new directory, or a .pt or .safetensors file.")],
+    format: Annotated[str | None, typer.Option(help="dcp, torch or safetensors.")] = None,  # noqa: A002
+    select: Annotated[list[str] | None, typer.Option(help="Take only names like this. May be repeated.")] = None,
+    rename: Annotated[list[str] | None, typer.Option(help="REGEX=REPLACEMENT. May be repeated.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="What floating-point tensors become, as in bfloat16.")] = None,
+    shard_mib: Annotated[int, typer.Option(help="Begin the next file beyond this; 0 for one file.")] = 5 << 10,
+    budget_mib: _BudgetMib = 256,
+    storage_option: StorageOption = None,
+    target_option: TargetOption = None,
+    as_json: AsJson = False,
+    timeout_s: TimeoutS = 86400.0,
+) -> int:
+    """Write a checkpoint in another format, in pieces; the target appears as a whole or not at all."""
+    options: dict[str, Any] = {"format": format, "select": select, "rename": _pairs(rename), "dtype": _dtype(dtype)}
+    with bar("converting", as_json) as progress:
+        report = blocking.convert(
+            source,
+            target,
+            **options,
+            shard_bytes=shard_mib << 20 or None,
+            budget_bytes=budget_mib << 20,
+            progress=progress,
+            timeout_s=timeout_s,
+            storage_options=options_of(storage_option),
+            target_options=options_of(target_option),
+        )
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return 0
+    say(f"{report.url}: {len(report.tensors)} tensors, {len(report.values)} values, {size(report.nbytes)}")
+    if report.unverified:
+        say(f"{len(report.unverified)} of them could not be verified: the source has no checksums")
+    return 0
+
+
+@app.command()
+@verb
+def copy(
+    source: Url,
+    target: Annotated[str, typer.Argument(help="What to write: a new directory or file; a path or any URL.")],
+    budget_mib: _BudgetMib = 256,
+    storage_option: StorageOption = None,
+    target_option: TargetOption = None,
+    as_json: AsJson = False,
+    timeout_s: TimeoutS = 86400.0,
+) -> int:
+    """Copy a checkpoint between stores as it is: checked on the way, and read back before it is visible."""
+    with bar("copying", as_json) as progress:
+        report = blocking.copy(
+            source,
+            target,
+            budget_bytes=budget_mib << 20,
+            progress=progress,
+            timeout_s=timeout_s,
+            storage_options=options_of(storage_option),
+            target_options=options_of(target_option),
+        )
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return 0
+    say(f"{report.url}: {len(report.files)} files, {size(report.nbytes)}, read back and the same")
+    say(f"{len(report.verified)} verified by their writer's checksums, {len(report.unverified)} without checksum")
+    return 0
+
+
+@app.command()
+@verb
+def prune(
+    url: Annotated[str, typer.Argument(help="The directory of a run; a path or any URL.")],
+    keep_last: Annotated[int | None, typer.Option(help="Keep the highest steps, so many.")] = None,
+    keep_every: Annotated[int | None, typer.Option(help="Keep the first step in each span of so many.")] = None,
+    keep_best: Annotated[
+        list[str] | None, typer.Option(help="METRIC or METRIC=N: keep the N best by their metadata. May be repeated.")
+    ] = None,
+    best_is: Annotated[str, typer.Option(help="min or max: which values of a metric are good.")] = "min",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
+    storage_option: StorageOption = None,
+    as_json: AsJson = False,
+    timeout_s: TimeoutS = 86400.0,
+) -> int:
+    """Delete steps of a run, as its retention would: after the newest that stays was read back, and none in use."""
+    policies: list[Any] = [] if keep_last is None else [KeepLast(keep_last)]
+    policies += [] if keep_every is None else [KeepEvery(steps=keep_every)]
+    policies += [_best(word, best_is) for word in keep_best or ()]
+    if not policies:
+        raise InvalidOption("say what stays: --keep-last, --keep-every or --keep-best")
+    options: dict[str, Any] = {"keep": reduce(or_, policies), "timeout_s": timeout_s}
+    with blocking.Checkpointer(url, **options, storage_options=options_of(storage_option)) as checkpoints:
+        done = checkpoints.prune(dry_run=dry_run)
+        why = checkpoints.health().damaged
+    if as_json:
+        print_json({"dry_run": dry_run, **dataclasses.asdict(done)})
+        return 1 if done.damaged else 0
+    for name in done.deleted:
+        say(f"{'would delete' if dry_run else 'deleted'} {name}")
+    for name in done.leased:
+        say(f"in use, and stays for now: {name}")
+    for name in done.damaged:
+        say(f"damaged: {why.get(name, name)}")
+    if not done.deleted:
+        say("nothing to delete")
+    return 1 if done.damaged else 0
+
+
+def _best(word: str, mode: Any) -> KeepBest:
+    metric, _, count = word.partition("=")
+    if count and not count.isdigit():
+        raise InvalidOption("--keep-best takes METRIC or METRIC=N")
+    return KeepBest(metric, int(count or 1), mode)
+
+
+def _pairs(rename: list[str] | None) -> dict[str, str] | None:
+    if not rename:
+        return None
+    pairs = [one.partition("=") for one in rename]
+    if not all(middle for _, middle, _ in pairs):
+        raise InvalidOption("--rename takes REGEX=REPLACEMENT")
+    return {old: new for old, _, new in pairs}
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    found = None if name is None else getattr(torch, name, None)
+    if name is not None and not isinstance(found, torch.dtype):
+        raise InvalidOption(f"--dtype {name} is no dtype of torch")
+    return found

@@ -1,0 +1,164 @@
+"""The verbs that change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from .. import blocking, signing
+from .frame import (
+    AsJson,
+    StorageOption,
+    TargetOption,
+    TimeoutS,
+    Url,
+    app,
+    bar,
+    options_of,
+    print_json,
+    say,
+    show,
+    size,
+    table,
+    verb,
+)
+from .look import differences, rows, steps
+from .machine import machine
+from .measure import measure
+
+
+@app.command()
+@verb
+def ls(
+    url: Annotated[str, typer.Argument(help="The directory of a run; a path or any URL.")],
+    storage_option: StorageOption = None,
+    as_json: AsJson = False,
+) -> int:
+    """List the committed steps of a run."""
+    found = steps(url, options_of(storage_option))
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+        return 0
+    listed = table("step", "tensors", "bytes", "name")
+    for one in found:
+        listed.add_row(str(one.step), str(one.tensors), size(one.nbytes), one.damage or one.name)
+    show(listed)
+    return 0
+
+
+@app.command()
+@verb
+def info(
+    url: Url,
+    pattern: Annotated[str, typer.Argument(help="Names to show, as in 'model.*'.")] = "*",
+    storage_option: StorageOption = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show what is in a checkpoint, a torch.save file or safetensors: names, dtypes, shapes, bytes, files."""
+    found = rows(url, pattern, options_of(storage_option))
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+        return 0
+    listed = table("name", "dtype", "shape", "bytes", "file")
+    for one in found:
+        shape = "" if one.shape is None else "x".join(map(str, one.shape)) or "scalar"
+        nbytes = size(one.nbytes) if one.dtype else ""
+        listed.add_row(one.name, one.dtype or "value", shape, nbytes, ", ".join(one.files))
+    show(listed)
+    tensors = [one for one in found if one.dtype]
+    total = size(sum(one.nbytes for one in tensors))
+    say(f"{len(tensors)} tensors of {total}, {len(found) - len(tensors)} values")
+    return 0
+
+
+@app.command()
+@verb
+def verify(
+    url: Url,
+    key: Annotated[str | None, typer.Option(help="A public key (PEM): the checkpoint has to be signed by it.")] = None,
+    storage_option: StorageOption = None,
+    as_json: AsJson = False,
+    timeout_s: TimeoutS = 86400.0,
+) -> int:
+    """Read everything and compare it with all that is known. Exit code 1, and what is damaged, if something is."""
+    options = options_of(storage_option)
+    with bar("verifying", as_json) as progress:
+        if key is not None:
+            report = blocking.run(
+                lambda: signing.verify(url, key, progress=progress, timeout_s=timeout_s, storage_options=options)
+            )
+        else:
+            report = blocking.verify(url, progress=progress, timeout_s=timeout_s, storage_options=options)
+    if as_json:
+        print_json({"ok": report.ok, **dataclasses.asdict(report)})
+        return 0 if report.ok else 1
+    for damage in report.damaged:
+        say(f"damaged: {damage.message}")
+    say(f"{len(report.verified)} verified, {len(report.damaged)} damaged, {len(report.unverified)} without checksum")
+    return 0 if report.ok else 1
+
+
+@app.command()
+@verb
+def diff(
+    first: Url,
+    second: Url,
+    storage_option: StorageOption = None,
+    target_option: TargetOption = None,
+    as_json: AsJson = False,
+) -> int:
+    """Compare two checkpoints. Exit code 1, and where and by how much they differ, if they do."""
+    with bar("comparing", as_json) as progress:
+        found = differences(first, second, options_of(storage_option), options_of(target_option), progress)
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+        return 1 if found else 0
+    listed = table("name", "what", "largest difference")
+    for one in found:
+        listed.add_row(one.name, one.what, "" if one.largest is None else f"{one.largest:.6g}")
+    if found:
+        show(listed)
+    else:
+        say("no differences")
+    return 1 if found else 0
+
+
+@app.command()
+@verb
+def doctor(
+    directory: Annotated[str, typer.Argument(help="Where checkpoints are to go.")] = ".", as_json: AsJson = False
+) -> int:
+    """Say what this machine offers, and what follows from it."""
+    found = machine(directory)
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+        return 0
+    listed = table("what", "here", "advice")
+    for one in found:
+        listed.add_row(one.what, one.here, one.advice)
+    show(listed)
+    return 0
+
+
+@app.command()
+@verb
+def bench(
+    directory: Annotated[str, typer.Argument(help="A local directory; what is written there is removed.")] = ".",
+    mib: Annotated[int, typer.Option(help="Size of the state.")] = 1024,
+    as_json: AsJson = False,
+) -> int:
+    """Measure staging, saving and loading here, beside what the disk does without us. Takes about a minute at most."""
+    with bar("measuring", as_json) as progress:
+        found = blocking.run(lambda: measure(directory, mib << 20, progress))
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+        return 0
+    listed = table("what", "seconds", "GiB/s", "of the disk")
+    for one in found:
+        share = "" if one.of_disk is None else f"{one.of_disk:.0%}"
+        listed.add_row(one.what, f"{one.seconds:.2f}", f"{one.gib_per_s:.2f}", share)
+    show(listed)
+    say(f"best of {found[0].rounds}, with a state of {size(found[0].nbytes)}")
+    return 0

@@ -1,0 +1,83 @@
+"""A single file as a checkpoint: one of ``torch.save``, or of safetensors."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Mapping
+
+import torch
+
+from ._threads import Deadline, io_threads, politely
+from .errors import Corrupt
+from .foreign import Seekable
+from .foreign_manifest import read_safetensors_file
+from .format.records import Chunk, EmptyEntry, Entry, ForeignPayload, Manifest, TensorEntry, ValueEntry
+from .format.safetensors import SUFFIX
+from .format.torch_file import FileTensor, FileValue, read_torch_file
+from .storage import ReadRange, Store
+
+__all__ = ["FILE_SUFFIXES", "TORCH_SUFFIXES", "read_file_manifest"]
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+FILE_SUFFIXES = (SUFFIX, *TORCH_SUFFIXES)
+"""What the names of single files end with."""
+
+
+async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Deadline) -> Manifest:
+    """Of a file at the root of ``store``; not yet validated. Everything in it is data, and no payload is read.
+
+    Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``KeyCollision``."""
+    if name.endswith(SUFFIX):
+        return await read_safetensors_file(store, ".", name, {name: nbytes}, deadline)
+    reader = _StoreFile(store, name, nbytes, asyncio.get_running_loop(), deadline)
+
+    def read() -> Manifest:
+        with io.BufferedReader(reader, 1 << 16) as file:
+            found = read_torch_file(file, nbytes)
+        return Manifest("", _entries(found, name), {name: nbytes})
+
+    return await io_threads().run(read, deadline=deadline)
+
+
+def _entries(found: Mapping[str, FileTensor | FileValue], name: str) -> dict[str, Entry]:
+    return {
+        fqn: _tensor(one, name)
+        if isinstance(one, FileTensor)
+        else EmptyEntry(one.path)
+        if one.empty
+        else ValueEntry(one.path, name, 0, 0, one.node)
+        for fqn, one in politely(found.items())
+    }
+
+
+def _tensor(one: FileTensor, name: str) -> TensorEntry:
+    stored = one.stored
+    row_major = torch.empty(stored.shape, device="meta").stride() == stored.strides
+    whole = row_major and not stored.storage_offset
+    payload = ForeignPayload(one.crc, stored.storage_bytes, None if whole else stored.strides, stored.storage_offset)
+    offsets = (0,) * len(stored.shape)
+    chunk = Chunk(offsets, stored.shape, name, one.start, stored.storage_bytes, one.start, told=payload)
+    return TensorEntry(one.path, stored.dtype, stored.shape, (chunk,))
+
+
+class _StoreFile(Seekable):
+    """A file of a store for code in a worker thread that reads it bit by bit; the loop does the reading."""
+
+    def __init__(
+        self, store: Store, name: str, nbytes: int, loop: asyncio.AbstractEventLoop, deadline: Deadline
+    ) -> None:
+        super().__init__(nbytes)
+        self._store, self._name, self._loop, self._deadline = store, name, loop, deadline
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        nbytes = max(0, min(len(buffer), self._nbytes - self._position))
+        if nbytes:
+            into = memoryview(buffer)[:nbytes]
+            read = self._store.read(self._name, [ReadRange(self._position, into)], deadline=self._deadline)
+            try:
+                asyncio.run_coroutine_threadsafe(read, self._loop).result()
+            except FileNotFoundError as error:
+                raise Corrupt(f"{self._name} was deleted while it was read") from error
+        self._position += nbytes
+        return nbytes

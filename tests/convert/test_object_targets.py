@@ -1,0 +1,224 @@
+"""Conversions and copies to and from object storage, and what a failure leaves there: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from _places import Place, policy, s3_place
+from _s3_server import serving
+from hypothesis import given
+from hypothesis import strategies as st
+from states import assert_same
+
+import sidestream
+from sidestream import errors
+from sidestream.converting.copying import _CopiedFile
+from sidestream.plan.checks import Piece
+
+MIB = 1 << 20
+LEAST = 96 * MIB
+TENSORS = {"large": torch.arange(3 * MIB), "small": torch.arange(7, dtype=torch.int16), "none": torch.empty(0, 3)}
+STATE: dict[str, Any] = {**TENSORS, "step": 7, "nested": [{"x": torch.ones(3)}, (1, "two")]}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "a"
+    sidestream.blocking.save(STATE, directory)
+    return directory
+
+
+def to(place: Place) -> dict[str, Any]:
+    """The keywords of a call whose target is there."""
+    words = dict(place.keywords)
+    return {"target_options": words.pop("storage_options", None), **words}
+
+
+def from_(place: Place) -> dict[str, Any]:
+    return dict(place.keywords)
+
+
+def both(place: Place) -> dict[str, Any]:
+    return {**from_(place), **to(place)}
+
+
+def keys(place: Place) -> set[str]:
+    """All objects there, of whatever kind, and open uploads."""
+    if place.server is not None:
+        return {*place.server.objects, *(upload.key for upload in place.server.uploads.values())}
+    return set(fsspec.filesystem("memory").find(place.base.removeprefix("memory://").partition("/")[0]))
+
+
+async def read(url: str, place: Place) -> dict[Any, Any]:
+    return await (await sidestream.open_checkpoint(url, **from_(place))).state_dict()
+
+
+async def test_every_format_goes_there_and_comes_back(place: Place, saved: Path, tmp_path: Path) -> None:
+    url = place.url
+    await sidestream.convert(saved, url("dcp"), budget_bytes=LEAST, **to(place))
+    await sidestream.convert(url("dcp"), url("file.pt"), budget_bytes=LEAST, **both(place))
+    await sidestream.convert(url("file.pt"), tmp_path / "b.pt", budget_bytes=LEAST, **from_(place))
+    assert_same(STATE, torch.load(tmp_path / "b.pt", weights_only=True))
+    assert_same(STATE, await read(url("file.pt"), place))
+    only = {"select": list(TENSORS), "budget_bytes": LEAST}
+    report = await sidestream.convert(
+        url("file.pt"), url("hf"), format="safetensors", shard_bytes=10 * MIB, **only, **both(place)
+    )
+    assert report.files[-1] == "model.safetensors.index.json"
+    assert_same(dict(sorted(TENSORS.items())), dict(sorted((await read(url("hf"), place)).items())))
+    await sidestream.convert(url("hf"), url("one.safetensors"), budget_bytes=LEAST, **both(place))
+    await sidestream.convert(url("one.safetensors"), tmp_path / "c", budget_bytes=LEAST, **from_(place))
+    target = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    await sidestream.load(target, tmp_path / "c")
+    assert_same(TENSORS, target)
+
+
+async def test_copies_are_the_same_bytes(place: Place, saved: Path, tmp_path: Path) -> None:
+    report = await sidestream.copy(saved, place.url("copied"), budget_bytes=LEAST, **to(place))
+    assert report.files[-1] == ".metadata"
+    assert set(report.verified) == {"large", "small", "none", "step", "nested.0.x", "nested.1"}
+    assert (await sidestream.verify(place.url("copied"), **from_(place))).ok
+    await sidestream.copy(place.url("copied"), place.url("again"), **both(place))
+    await sidestream.copy(place.url("again"), tmp_path / "back", **from_(place))
+    assert {one.name: one.read_bytes() for one in (tmp_path / "back").iterdir()} == {
+        one.name: one.read_bytes() for one in saved.iterdir()
+    }
+    await sidestream.convert(saved, tmp_path / "file.pt")
+    report = await sidestream.copy(tmp_path / "file.pt", place.url("copied.pt"), **to(place))
+    assert set(report.verified) == {"large", "small", "none", "step", "nested.0.x", "nested.1"}
+    await sidestream.copy(place.url("copied.pt"), tmp_path / "back.pt", **from_(place))
+    assert (tmp_path / "back.pt").read_bytes() == (tmp_path / "file.pt").read_bytes()
+
+
+async def test_what_is_there_is_not_replaced(place: Place, saved: Path) -> None:
+    for name, options in (("t.pt", {}), ("t.safetensors", {"select": "small"}), ("t", {})):
+        await sidestream.convert(saved, place.url(name), **options, **to(place))  # type: ignore[arg-type]
+        before = keys(place)
+        for other in ({"select": "small"}, {"select": "small", "format": "safetensors"}):
+            if name == "t.pt" and "format" in other:
+                continue
+            with pytest.raises(errors.Conflict):
+                await sidestream.convert(saved, place.url(name), **other, **to(place))  # type: ignore[arg-type]
+        if name == "t":
+            with pytest.raises(errors.Conflict):
+                await sidestream.copy(saved, place.url(name), **to(place))
+        assert keys(place) == before
+
+
+@pytest.mark.parametrize("kind", ["convert file", "convert directory", "copy file", "copy directory"])
+async def test_a_cancel_leaves_nothing(kind: str, place: Place, saved: Path, tmp_path: Path) -> None:
+    verb, _, what = kind.partition(" ")
+    source = saved
+    if kind == "copy file":
+        await sidestream.convert(saved, tmp_path / "source.pt")
+        source = tmp_path / "source.pt"
+    target = place.url(f"cancelled-{verb}{'.pt' if what == 'file' else ''}")
+    options: dict[str, Any] = {"budget_bytes": LEAST, **to(place)}
+    if kind == "convert directory":
+        options |= {"format": "safetensors", "select": list(TENSORS), "shard_bytes": 10 * MIB}
+    call = getattr(sidestream, verb)
+    before = keys(place)
+    for fraction in (0.4, 1.0):
+
+        def stop(done: int, total: int, fraction: float = fraction) -> None:
+            if done >= fraction * total:
+                raise RuntimeError("enough")
+
+        with pytest.raises(RuntimeError, match="enough"):
+            await call(source, target, progress=stop, **options)
+        assert keys(place) == before
+
+        reached = asyncio.Event()
+
+        def tell(done: int, total: int, fraction: float = fraction, reached: asyncio.Event = reached) -> None:
+            if done >= fraction * total:
+                reached.set()
+
+        task = asyncio.create_task(call(source, target, progress=tell, **options))
+        waiting = asyncio.create_task(reached.wait())
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        if keys(place) != before:  # the commit had been sent already: then it is finished
+            assert (await sidestream.verify(target, **from_(place))).ok
+            return
+    await call(source, target, **options)
+    assert keys(place) > before
+
+
+class _Forgetful(dict[str, bytes]):
+    """Keeps another byte than it was given, once."""
+
+    def __setitem__(self, key: str, content: bytes) -> None:
+        altered = key.endswith(("__0_1.distcp", ".pt"))
+        super().__setitem__(key, content[:5000] + bytes([content[5000] ^ 1]) + content[5001:] if altered else content)
+
+
+async def test_what_arrived_is_compared(tmp_path: Path, saved: Path) -> None:
+    """Where the storage keeps something else, nothing becomes visible, and nothing stays."""
+    await sidestream.convert(saved, tmp_path / "source.pt")
+    with serving() as server:
+        server.objects = _Forgetful()
+        place = s3_place(server, "fsspec")
+        for source, target in ((saved, "c"), (tmp_path / "source.pt", "c.pt")):
+            with pytest.raises(errors.StorageError, match="other bytes came back"):
+                await sidestream.copy(source, place.url(target), budget_bytes=LEAST, **to(place))
+            assert keys(place) == set()
+
+
+async def test_damage_is_not_copied(saved: Path, tmp_path: Path) -> None:
+    await sidestream.copy(saved, tmp_path / "broken")
+    await sidestream.convert(saved, tmp_path / "broken.pt")
+    before = {"broken", "broken.pt"}
+    for file in ("broken/__0_1.distcp", "broken.pt"):
+        raw = bytearray((tmp_path / file).read_bytes())
+        raw[raw.index(TENSORS["large"][-1000:].numpy().tobytes())] ^= 4
+        (tmp_path / file).write_bytes(raw)
+        with pytest.raises(errors.Corrupt, match="large: "):
+            await sidestream.copy(tmp_path / file.partition("/")[0], tmp_path / "t")
+        with pytest.raises(errors.Corrupt, match="large: "):
+            await sidestream.copy(tmp_path / file.partition("/")[0], "memory://damaged/t")
+        assert {path.name for path in tmp_path.iterdir()} == before
+    with pytest.raises(errors.CheckpointNotFound):
+        await sidestream.copy(tmp_path / "nothing", tmp_path / "t")
+    (tmp_path / "broken" / ".metadata").unlink()
+    with pytest.raises(errors.CheckpointNotFound):
+        await sidestream.copy(tmp_path / "broken", tmp_path / "t")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 16 << 10)), max_size=30),
+    st.integers(0, 9000),
+    st.integers(16 << 10, 40 << 10),
+)
+def test_no_piece_lies_across_windows(gaps: list[tuple[int, int]], tail: int, window_bytes: int) -> None:
+    pieces, position = [], 0
+    for gap, nbytes in gaps:
+        pieces.append(Piece("w", "f", position + gap, nbytes, lambda view: None))
+        position += gap + nbytes
+    file = _CopiedFile("f", position + tail, pieces, window_bytes)
+    assert [start for start, _ in file.windows] == [0, *(end for _, end in file.windows[:-1])][: len(file.windows)]
+    assert sum(end - start for start, end in file.windows) == file.nbytes
+    assert all(0 < end - start <= window_bytes for start, end in file.windows)
+    for piece in pieces:
+        assert any(start <= piece.offset and piece.offset + piece.nbytes <= end for start, end in file.windows)
+
+
+async def test_options_are_of_one_side_each(saved: Path, tmp_path: Path) -> None:
+    with serving() as first, serving() as second:
+        one, other = s3_place(first, "obstore"), s3_place(second, "fsspec")
+        words = {"storage_options": first.options, "target_options": second.options, "store_policy": policy("auto")}
+        await sidestream.copy(saved, one.url("x"), target_options=first.options, store_policy=policy("auto"))
+        await sidestream.copy(one.url("x"), other.url("y"), **words)  # type: ignore[arg-type]
+        await sidestream.convert(one.url("x"), other.url("z.pt"), **words)  # type: ignore[arg-type]
+        assert not any("/y/" in key or key.endswith("z.pt") for key in first.objects)
+        assert any("/y/" in key for key in second.objects)
+        assert any(key.endswith("z.pt") for key in second.objects)
+        assert (await sidestream.verify(other.url("y"), **from_(other))).ok

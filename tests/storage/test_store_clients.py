@@ -1,0 +1,217 @@
+"""How clients are made: late, in a thread, and once; and what nobody may wait for without end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from _places import Place, policy, s3_place
+from _s3_server import KEY, SECRET, S3Server
+from fsspec.implementations.memory import MemoryFileSystem
+from leases import all_returned
+
+import sidestream
+from sidestream import errors, events
+from sidestream._threads import Deadline
+from sidestream.storage.cache import FileCache
+from sidestream.storage.engine import Engine
+from sidestream.storage.late import Kept, LateEngine, frozen
+
+ENGINES = ["obstore", "fsspec"]
+STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
+
+
+@pytest.fixture
+def profiles(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration of the AWS tools, which has no profile yet."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    (tmp_path / "config").write_text("")
+    return tmp_path
+
+
+def by_profile(server: S3Server, engine: str, name: str) -> Place:
+    options = {"profile": name, "endpoint_url": server.endpoint, "client_kwargs": {"region_name": "us-east-1"}}
+    return Place(f"s3://{server.bucket}/run", {"storage_options": options, "store_policy": policy(engine)}, server)
+
+
+async def exists(path: Path) -> None:
+    async with asyncio.timeout(60):
+        while not path.exists():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_the_loop_runs_while_credentials_are_looked_up(s3: S3Server, profiles: Path, engine: str) -> None:
+    """By a program that ends well only when the loop has made a file."""
+    given = {"Version": 1, "AccessKeyId": KEY, "SecretAccessKey": SECRET}
+    (profiles / "given.json").write_text(json.dumps(given))
+    (profiles / "program.py").write_text(
+        "import pathlib, sys, time\n"
+        f"here = pathlib.Path({str(profiles)!r})\n"
+        "(here / 'asked').touch()\n"
+        "end = time.monotonic() + 30\n"
+        "while not (here / 'go').exists():\n"
+        "    time.monotonic() < end or sys.exit('the loop stood still')\n"
+        "    time.sleep(0.01)\n"
+        "print((here / 'given.json').read_text())\n"
+    )
+    (profiles / "config").write_text(
+        f"[profile {engine}]\ncredential_process = {sys.executable} {profiles / 'program.py'}\n"
+    )
+    place = by_profile(s3, engine, engine)  # fsspec keeps clients, too
+    pending = sidestream.async_save(STATE, place.url(), **place.keywords)
+    await exists(profiles / "asked")
+    (profiles / "go").touch()
+    await pending
+    assert "run/ckpt/.metadata" in s3.objects
+
+
+async def test_what_cannot_be_looked_up_is_tried_again(s3: S3Server, profiles: Path) -> None:
+    place = by_profile(s3, "obstore", "later")
+    async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
+        with pytest.raises(errors.InvalidOption, match="later"):
+            await checkpoints.steps()
+        (profiles / "credentials").write_text(f"[later]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n")
+        assert await checkpoints.steps() == []
+
+
+def test_what_is_kept_of_clients(profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the same options in the same surroundings, and not too many."""
+    kept = Kept(2)
+
+    def get(options: Any) -> Engine:
+        return kept.get(frozen(options), lambda: cast(Engine, object()))
+
+    first = get({"key": "k", "client_kwargs": {"a": [1, True]}})
+    assert get({"client_kwargs": {"a": [1, True]}, "key": "k"}) is first
+    assert get({"key": "k", "client_kwargs": {"a": [1, 1]}}) is not first
+    assert get({"key": "k", "client_kwargs": {"a": [1, True]}}) is first
+    (profiles / "credentials").write_text("[rotated]\n")
+    second = get({"key": "k", "client_kwargs": {"a": [1, True]}})
+    assert second is not first
+    monkeypatch.setenv("AWS_PROFILE", "rotated")
+    assert get({"key": "k", "client_kwargs": {"a": [1, True]}}) is not second
+    assert len(kept) == 2
+    with pytest.raises(TypeError):
+        frozen({"session": object()})
+
+
+async def test_saves_share_a_client(s3: S3Server) -> None:
+    """A second one opens no connection of its own for what the first one's can carry."""
+    place = s3_place(s3, "obstore")
+    from sidestream.storage import Where, locate_directory
+
+    where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
+    engines = [vars(locate_directory(place.url(), where).store)["_engine"] for _ in range(2)]
+    assert await engines[0]._engine() is await engines[1]._engine()
+
+
+async def test_a_client_that_hangs_is_waited_for_until_the_deadline() -> None:
+    go = threading.Event()
+
+    def make() -> Engine:
+        assert go.wait(60)
+        return cast(Engine, None)
+
+    engine = LateEngine("hangs", make)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await engine.size("key")
+    go.set()
+    with pytest.raises(AttributeError):  # what was made by then; the one who gave up has not ended it
+        await engine.size("key")
+
+
+# --- the cache of files --------------------------------------------------------------------------------------------
+
+
+class _Hanging(MemoryFileSystem):
+    """The first fetch hangs."""
+
+    cachable = False
+    protocol = "hanging"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go, self.fetches = threading.Event(), threading.Event(), 0
+
+    def get_file(self, rpath: str, lpath: str, **keywords: Any) -> None:
+        self.fetches += 1
+        if self.fetches == 1:
+            self.begun.set()
+            assert self.go.wait(120)
+        Path(lpath).write_bytes(b"content")
+
+
+def test_nobody_waits_for_a_fetch_that_hangs(tmp_path: Path) -> None:
+    filesystem = _Hanging()
+    cache = FileCache(filesystem, str(tmp_path))
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            first = Deadline.after(600.0)
+            hangs = pool.submit(cache.read, "/file", 0, 3, first)
+            assert filesystem.begun.wait(60)
+            impatient: Future[memoryview] = pool.submit(cache.read, "/file", 0, 3, Deadline.after(0.05))
+            with pytest.raises(errors.DeadlineExceeded):
+                impatient.result(60)
+            assert filesystem.fetches == 1
+            object.__setattr__(first, "at", time.monotonic())  # its time is over, and it is still at it
+            assert bytes(pool.submit(cache.read, "/file", 1, 4, Deadline.after(60.0)).result(60)) == b"ont"
+            assert filesystem.fetches == 2
+        finally:
+            filesystem.go.set()
+        assert bytes(hangs.result(60)) == b"con"
+    assert [path.suffix for path in tmp_path.iterdir()] == [""]
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_kept_error_keeps_no_staging_memory(s3: S3Server, engine: str) -> None:
+    place = s3_place(s3, engine, retries=0)
+    s3.always("part", 500)
+    async with sidestream.AsyncStager() as stager:
+        with pytest.raises(errors.StorageError) as kept:
+            await sidestream.save(STATE, place.url(), stager=stager, **place.keywords)
+        await all_returned(stager)
+        assert kept.value.errno
+
+
+@pytest.mark.parametrize("status", [403, 405, 501])
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_storage_that_lists_no_uploads(s3: S3Server, engine: str, status: int) -> None:
+    """A right that is missing, or a request that it does not know: then there are none to be found."""
+    place = s3_place(s3, engine)
+    s3.always("uploads", status)
+    seen: list[events.Event] = []
+    with events.observe(seen.append):
+        await sidestream.save(STATE, place.url(), **place.keywords)
+    assert seen == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_uploads_that_could_not_be_listed(s3: S3Server, engine: str) -> None:
+    """It is no reason to fail a save, and is heard of; whoever looks for leftovers is told."""
+    place = s3_place(s3, engine, retries=0)
+    s3.always("uploads", 500)
+    seen: list[events.Event] = []
+    with events.observe(seen.append):
+        await sidestream.save(STATE, place.url(), **place.keywords)
+    assert [type(one) for one in seen] == [events.PromiseLost]
+    async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
+        store = checkpoints._store
+        with pytest.raises(errors.StorageError, match="listing the uploads"):
+            await store.leftovers(deadline=Deadline.after(60.0))
