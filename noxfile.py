@@ -41,7 +41,7 @@ nox.options.download_python = "never"
 nox.options.error_on_external_run = True
 nox.options.error_on_missing_interpreters = not FOUND
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["tests", "stores", "lint", "types", "docs"]
+nox.options.sessions = ["tests", "savers", "stores", "lint", "types", "docs"]
 
 
 def _install(session: nox.Session, *what: str, groups: tuple[str, ...] = ()) -> None:
@@ -69,6 +69,15 @@ def ranks(session: nox.Session) -> None:
     """Run tests/ranks: groups of real processes that save and load together, and are killed at it."""
     _install(session, ".[fast]", groups=("tests",))
     session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", *(session.posargs or ["tests/ranks"]))
+
+
+@nox.session(python=ONE)
+def savers(session: nox.Session) -> None:
+    """Run the tests of saving once more, with a saver process where they do not say who writes."""
+    _install(session, ".[fast]", groups=("tests",))
+    files = [f"tests/test_{name}.py" for name in ("saving", "roundtrip", "windows", "blocking")]
+    where = session.posargs or ["tests/runs", "tests/dcp/test_dcp_calls.py", *files]
+    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", "--saver=process", *where)
 
 
 @nox.session(python=ONE)

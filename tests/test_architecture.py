@@ -41,9 +41,10 @@ FLOORS: tuple[frozenset[str], ...] = (
             "joint",
             "checkpoint",
             "verifying",
+            "saver",
         }
     ),
-    frozenset({"checkpointer", "runs", "saver", "weights", "blocking", "signing", "converting"}),
+    frozenset({"checkpointer", "runs", "weights", "blocking", "signing", "converting"}),
     frozenset({"dcp", "cli", "integrations"}),
 )
 PUBLIC_MODULES = ("errors", "options", "events", "blocking", "storage", "signing", "dcp")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .converting.convert import ConvertReport, convert
     from .converting.copying import CopyReport, copy
     from .loading import LoadReport, PassedOver, load
-    from .options import StorePolicy
+    from .options import SaverProcess, StorePolicy
     from .pending import PendingSave, SaveInfo
     from .runs.health import Health
     from .runs.pruning import Pruned
@@ -47,6 +47,7 @@ __all__ = [
     "Retention",
     "SaveInfo",
     "SavedStep",
+    "SaverProcess",
     "StagedState",
     "StagingFuture",
     "StorePolicy",
@@ -88,6 +89,7 @@ _HOMES = {
     "SavedStep": "runs.retention",
     "StagedState": "staging.tree",
     "StagingFuture": "staging.future",
+    "SaverProcess": "options",
     "StorePolicy": "options",
     "TensorInfo": "checkpoint",
     "VerifyReport": "verifying",

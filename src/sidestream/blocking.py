@@ -264,6 +264,9 @@ class Checkpointer:
         self._inner = _run(enter)
         self.url = self._inner.url
 
+    def prewarm(self, state: Mapping[str, Any] | int | None = None) -> None:
+        _run(lambda: self._inner.prewarm(state))
+
     def save(self, state: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None = None) -> PendingSave:
         return PendingSave(_run(lambda: self._inner.save(state, step=step, metadata=metadata)))
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ._tasks import finish, running_loop
-from ._threads import Deadline
+from ._threads import Deadline, io_threads
 from .catalog import Step, list_steps, next_generation, read_metadata, step_name
 from .checkpoint import Checkpoint, open_from
 from .errors import (
@@ -34,6 +34,7 @@ from .options import (
     Fallback,
     Overlap,
     Progress,
+    SaverChoice,
     StorePolicy,
     Trust,
     Verify,
@@ -59,8 +60,10 @@ from .runs.retention import KeepAll, Retention
 from .runs.together import RestoringTogether, agree_on_step, call_together
 from .runs.upkeep import Upkeep
 from .runs.watching import Watch
+from .saver.client import choose_saver
 from .saving import start_save, start_together
 from .staging import AsyncStager
+from .staging.arena import Backing
 from .storage import Location, Where, locate_run
 from .verifying import VerifyReport, verify_at
 from .writing import Stager
@@ -79,7 +82,8 @@ class Checkpointer:
     ``keep`` says which steps stay (``KeepLast(3) | KeepBest("loss")``); what it lets go is deleted after a save, when a
     newer step has been read back and is good, and nobody has a lease on it. ``in_flight`` saves may go on at once, each
     with staged memory of its own, which is used again and again; ``overlap`` says what becomes of one more. ``stager``
-    replaces the stager that it would own. ``durability``, ``digest``, ``verify``, ``timeout_s``, ``storage_options``,
+    replaces the stager that it would own. ``saver="process"`` keeps one process that writes, from the first save or
+    ``prewarm()`` until it is closed. ``durability``, ``digest``, ``verify``, ``timeout_s``, ``storage_options``,
     ``filesystem``, ``store_policy`` and ``process_group`` are as for ``save`` and ``load``. Over several ranks all of
     them call ``save`` and ``restore``, in one order, and rank 0 chooses, leases and deletes. A lease ends ``lease_s``
     after its holder has died; a save has one when it takes longer than a quarter of that. What a writer left that was
@@ -100,6 +104,7 @@ class Checkpointer:
         lease_s: float = 300.0,
         abandoned_after_s: float = 3600.0,
         digest: Digest | None = None,
+        saver: SaverChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         store_policy: StorePolicy | None = None,
@@ -118,7 +123,9 @@ class Checkpointer:
             raise InvalidOption(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
         self._group: GroupChoice = process_group
         self._store, self.url = locate_run(url, Where(storage_options, filesystem, store_policy))
-        self._own_stager = AsyncStager(timeout_s=timeout_s) if stager is None else None
+        self._saver, self._fall_back = choose_saver(saver, self._store)
+        backing: Backing = "private" if self._saver is None else "shared"
+        self._own_stager = AsyncStager(timeout_s=timeout_s, backing=backing) if stager is None else None
         self._stager = stager if self._own_stager is None else self._own_stager
         self._slots = Slots(in_flight)
         self._queued: QueuedSave | None = None
@@ -148,6 +155,23 @@ class Checkpointer:
         self._passed_over: dict[str, str] = {}
 
     # --- saving ---
+
+    async def prewarm(self, state: Mapping[str, Any] | int | None = None) -> None:
+        """Do now what the first save would have to: start the saver process, if there is one, and map staging memory
+        for ``state`` (or so many bytes). Nothing is copied. Raises ``SaverLost``, ``ArenaExhausted``.
+
+        Cancelling it leaves what has been done by then.
+        """
+        self._check_usable()
+        deadline = self._deadline()
+        if self._saver is not None and self._fall_back:
+            await io_threads().run(self._saver.start, deadline=deadline)
+        elif self._saver is not None:
+            await self._saver.up(deadline)
+        if state is not None and isinstance(self._stager, AsyncStager):
+            await self._stager.prewarm(state)
+            if self._saver is not None:
+                await self._saver.hand(self._stager.shared_memory(), deadline)
 
     async def save(
         self, state: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None = None
@@ -231,6 +255,7 @@ class Checkpointer:
                 generation=generation,
                 metadata=noted,
                 digest=self._digest,
+                saver=(self._saver, self._fall_back),
                 operation=operation,
             )
 
@@ -280,6 +305,7 @@ class Checkpointer:
                 generation=generation,
                 metadata=noted,
                 digest=self._digest,
+                saver=(self._saver, self._fall_back),
             )
             self._taken[step] = generation
             return LeasedSave(job, self._leases.announce(name, "save"))
@@ -559,6 +585,8 @@ class Checkpointer:
         finally:
             if self._preemption is not None:
                 self._preemption.uninstall()
+            if self._saver is not None and self._loop is not None:
+                self._saver.let_go()
             if self._own_stager is not None:
                 await finish(self._own_stager.aclose)
         self._raise_unheard()
@@ -573,6 +601,8 @@ class Checkpointer:
 
     async def __aenter__(self) -> Checkpointer:
         self._loop = running_loop("Checkpointer")
+        if self._saver is not None:
+            self._saver.hold()
         return self
 
     async def __aexit__(

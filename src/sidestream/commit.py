@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ._tasks import finish
-from ._threads import Deadline, Stop, io_threads, politely
+from ._threads import Deadline, io_threads, politely
 from ._torch import TORCH_VERSION
 from .errors import Conflict, NotDurable, OutcomeUnknown, SidestreamError
 from .format.checksum import crc32
@@ -17,6 +17,7 @@ from .format.manifest import metadata_line, write_manifest
 from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, manifest_name
 from .format.records import Manifest
 from .options import Durability
+from .saver.body import BytesBody
 from .storage import Store
 
 __all__ = ["BytesBody", "Outcome", "Verdict", "clean_up", "commit", "commit_files"]
@@ -24,29 +25,6 @@ __all__ = ["BytesBody", "Outcome", "Verdict", "clean_up", "commit", "commit_file
 Outcome = Literal["committed", "absent", "unknown"]
 _READ_BACK_S = 10.0
 _CLEAN_UP_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class BytesBody:
-    """A small file that is in memory as a whole."""
-
-    content: bytes
-    aligned: bool = False
-    offset: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.content)
-
-    @property
-    def parts(self) -> Sequence[BytesBody]:
-        return (self,)
-
-    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
-        return memoryview(self.content)
-
-    def release(self) -> None:
-        """It is the caller's."""
 
 
 @dataclass(slots=True)

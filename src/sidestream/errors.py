@@ -39,6 +39,7 @@ __all__ = [
     "OutcomeUnknown",
     "RankFailure",
     "RankFailures",
+    "SaverLost",
     "ShapeMismatch",
     "SidestreamError",
     "Skipped",
@@ -176,6 +177,11 @@ class Aborted(SidestreamError, RuntimeError):
 
 class NotDurable(SidestreamError, OSError):
     """The checkpoint is committed and complete, but a sync failed: a power cut may still take it away."""
+
+
+class SaverLost(SidestreamError, ChildProcessError):
+    """The saver process could not be started, was killed, or did not answer any more, and the save could not be written
+    again by a new one. Nothing became visible; the next save starts a new process."""
 
 
 class NotShared(SidestreamError, OSError):

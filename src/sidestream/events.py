@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Event", "Observer", "PromiseLost", "Retried", "SlowPart", "Throttled", "emit", "observe"]
+__all__ = ["Event", "Observer", "PromiseLost", "Retried", "SaverGone", "SlowPart", "Throttled", "emit", "observe"]
 
 _log = logging.getLogger("sidestream")
 
@@ -55,7 +55,18 @@ class PromiseLost:
     promise: str
 
 
-Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost
+@dataclass(frozen=True, slots=True)
+class SaverGone:
+    """The saver process ``pid`` ended in the middle of saving ``url``, for ``reason``. ``again``: a new one writes it
+    once more, from the same staged memory."""
+
+    url: str
+    pid: int | None
+    reason: str
+    again: bool
+
+
+Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone
 Observer: TypeAlias = Callable[[Event], object]
 
 _observers: tuple[Observer, ...] = ()
@@ -79,8 +90,8 @@ def observe(observer: Observer) -> Iterator[None]:
 
 
 def emit(event: Event) -> None:
-    """Tell the observers, and the log: a lost promise is a warning there, everything else is for debugging."""
-    _log.log(logging.WARNING if isinstance(event, PromiseLost) else logging.DEBUG, "%s", event)
+    """Tell the observers, and the log: a lost promise or process is a warning there, all else is for debugging."""
+    _log.log(logging.WARNING if isinstance(event, (PromiseLost, SaverGone)) else logging.DEBUG, "%s", event)
     for observer in _observers:
         try:
             observer(event)

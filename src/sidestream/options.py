@@ -14,14 +14,18 @@ __all__ = [
     "Durability",
     "EngineChoice",
     "Fallback",
+    "IoPriority",
     "Overlap",
     "Progress",
+    "SaverChoice",
+    "SaverProcess",
     "StorePolicy",
     "Trust",
     "Verify",
     "WhenFull",
     "check_choice",
     "check_count",
+    "check_saver",
     "check_seconds",
     "check_step",
     "check_steps",
@@ -101,6 +105,57 @@ class StorePolicy:
             raise InvalidOption(
                 f"part_bytes={self.part_bytes!r} has to be at least {_MIN_PART_BYTES}: S3 takes no less"
             )
+
+
+IoPriority = Literal["normal", "low", "idle"]
+"""Of a process, to the scheduler of the disk: as others have it; after them; only when nobody else wants the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaverProcess:
+    """How the process that writes for the trainer is run. Saves with equal options share one process.
+
+    ``nice`` is added to the trainer's own; ``affinity`` names the processors that it may use (None: the trainer's).
+    ``rate_bytes_per_s`` bounds what it writes, all saves together. A process from which nothing is heard for
+    ``silence_s`` is killed. What a process that died was writing is written again from the same staged memory, at most
+    ``retries`` times. It ends when nobody has used it for ``idle_s``.
+    """
+
+    nice: int = 5
+    io_priority: IoPriority = "normal"
+    affinity: frozenset[int] | None = None
+    rate_bytes_per_s: float | None = None
+    silence_s: float = 20.0
+    retries: int = 2
+    idle_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_choice("io_priority", self.io_priority, IoPriority)
+        check_seconds("silence_s", self.silence_s)
+        check_seconds("idle_s", self.idle_s)
+        if type(self.nice) is not int or not 0 <= self.nice <= 19:
+            raise InvalidOption(f"nice={self.nice!r} has to be an integer from 0 to 19")
+        if type(self.retries) is not int or self.retries < 0:
+            raise InvalidOption(f"retries={self.retries!r} has to be an integer, not negative")
+        rate = self.rate_bytes_per_s
+        if rate is not None and not (type(rate) in (int, float) and rate > 0):
+            raise InvalidOption(f"rate_bytes_per_s={rate!r} has to be a positive number of bytes")
+        if self.affinity is not None:
+            wanted = frozenset(self.affinity)
+            if not wanted or any(type(one) is not int or one < 0 for one in wanted):
+                raise InvalidOption(f"affinity={self.affinity!r} has to be a set of processor numbers")
+            object.__setattr__(self, "affinity", wanted)
+
+
+SaverChoice: TypeAlias = Literal["thread", "process", "auto"] | SaverProcess
+"""Who writes. ``"thread"``: threads of this process. ``"process"``: a process of its own, so that the trainer keeps the
+interpreter to itself. ``"auto"``: a process where one can be had, threads elsewhere. ``SaverProcess``: ``"process"``,
+with options."""
+
+
+def check_saver(saver: object) -> None:
+    if not isinstance(saver, SaverProcess) and saver not in ("thread", "process", "auto"):
+        raise InvalidOption(f"saver={saver!r} has to be one of 'thread', 'process', 'auto', or a SaverProcess(...)")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

@@ -17,12 +17,13 @@ from .errors import InvalidOption
 from .format.records import Entry, Manifest, Node
 from .format.shard import BlockSums
 from .joint.saving import FailedSave, JointSave, planning_of
-from .options import Digest, Durability, StorePolicy, check_choice, check_timeout
+from .options import Digest, Durability, SaverChoice, StorePolicy, check_choice, check_timeout
 from .pending import PendingSave, SaveInfo, SaveWork
 from .plan.metadata import encode_metadata
 from .plan.save import SavePlan, plan_save
 from .plan.values import copy_value
 from .ranks import GroupChoice, Member, Operation, deadline_of, group_of
+from .saver.client import Saver, choose_saver
 from .staging import AsyncStager, capture
 from .storage import Location, Store, Where, locate_directory
 from .writing import ForeignStage, SaveOrder, Stager, Writing
@@ -42,6 +43,7 @@ async def save(
     metadata: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
     digest: Digest | None = None,
+    saver: SaverChoice = "thread",
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
@@ -56,7 +58,8 @@ async def save(
     than the state has: it passes through 256 MiB of memory, and ``staged`` is done when nearly everything is written.
     ``durability="flush"`` leaves out the syncs. ``metadata`` is a mapping of plain data (metrics, configuration) that
     can be read without the state; stock DCP ignores it. ``digest="blake3"`` keeps a cryptographic digest of each block
-    beside its checksum (extra ``digest``). The whole save has ``timeout_s``.
+    beside its checksum (extra ``digest``). ``saver`` says who writes: threads of this process, or a process of its own,
+    which leaves the interpreter to the trainer (``SaverChoice``). The whole save has ``timeout_s``.
 
     ``url`` is a path, or what fsspec understands: ``s3://``, ``gs://``, ``az://``, ``memory://`` and so on, with
     ``storage_options`` as fsspec users write them, or a ``filesystem`` object that has them already. ``store_policy``
@@ -68,9 +71,9 @@ async def save(
 
     Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
     anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
-    ``ArenaExhausted``, ``DeadlineExceeded``: then nothing is visible, what was written has been removed, and older
-    checkpoints are untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a commit that was sent and did not end
-    well. Cancelling leaves nothing behind either, unless the commit had been sent: then it is finished, and the
+    ``ArenaExhausted``, ``SaverLost``, ``DeadlineExceeded``: then nothing is visible, what was written has been removed,
+    and older checkpoints are untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a commit that was sent and did
+    not end well. Cancelling leaves nothing behind either, unless the commit had been sent: then it is finished, and the
     checkpoint is there.
     """
     pending = async_save(
@@ -82,6 +85,7 @@ async def save(
         metadata=metadata,
         timeout_s=timeout_s,
         digest=digest,
+        saver=saver,
         storage_options=storage_options,
         filesystem=filesystem,
         store_policy=store_policy,
@@ -105,6 +109,7 @@ def async_save(
     metadata: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
     digest: Digest | None = None,
+    saver: SaverChoice = "thread",
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
@@ -124,9 +129,10 @@ def async_save(
             raise InvalidOption(
                 "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
             )
+        location = locate_directory(url, Where(storage_options, filesystem, store_policy))
         return start_save(
             state,
-            locate_directory(url, Where(storage_options, filesystem, store_policy)),
+            location,
             stager=stager,
             durability=durability,
             timeout_s=timeout_s,
@@ -135,6 +141,7 @@ def async_save(
             digest=digest,
             operation=operation,
             member=member,
+            saver=choose_saver(saver, location.store),
         )
 
     if member is None or member.group.world == 1:
@@ -162,6 +169,7 @@ def start_save(
     budget_bytes: int | None = None,
     metadata: Node = None,
     digest: Digest | None = None,
+    saver: tuple[Saver | None, bool] = (None, False),
     operation: Operation | None = None,
     member: Member | None = None,
 ) -> SaveJob | JointSave:
@@ -181,7 +189,9 @@ def start_save(
     captured = capture(state, copy_value) if own else None
     if operation is None and member is not None and captured is not None and captured.sharded:
         operation = member.begin("save", deadline)
-    order = SaveOrder(location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation)
+    order = SaveOrder(
+        location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation, *saver
+    )
     planning = None if operation is None else planning_of(order, operation)
     lay_out = plan_save if planning is None else planning.lay_out
     if captured is not None:

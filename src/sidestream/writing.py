@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,22 +17,23 @@ from inspect import iscoroutinefunction
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
-from ._threads import Deadline, Stop, Threads, io_threads, politely
+from ._threads import Deadline, Stop, Threads, io_threads
 from ._torch import Stateful
 from .catalog import attempt_name
-from .commit import BytesBody
 from .errors import Closed, InvalidOption, Skipped
-from .format.digest import DigestOf, digest_of
+from .format.digest import digest_of
 from .format.records import Node
-from .format.shard import BlockSums, Sealer, ShardLayout, Window
+from .format.shard import BlockSums, ShardLayout
 from .options import Digest, Durability
 from .plan.save import plan_save
 from .plan.values import copy_value
 from .ranks import Operation
-from .staging import AsyncStager, Captured, PlanCache, StagedImage, Staging, capture
+from .saver.body import BytesBody, ShardBody
+from .saver.client import Saver
+from .staging import AsyncStager, Captured, PlanCache, Staging, capture
 from .storage import Location
 
-__all__ = ["ForeignStage", "SaveOrder", "ShardBody", "Stager", "Writing"]
+__all__ = ["ForeignStage", "SaveOrder", "Stager", "Writing"]
 
 _WRITE_THREADS = 4
 _GRACE_S = 5.0
@@ -61,6 +62,10 @@ class SaveOrder:
     metadata: Node = None
     operation: Operation | None = None
     """Of a save that several ranks do together."""
+    saver: Saver | None = None
+    """The process that writes; None: threads of this one."""
+    fall_back: bool = False
+    """Whether threads write where no process can be started."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -107,11 +112,15 @@ class Writing:
         self._stop = Stop()
         self._own: AsyncStager | None = None
         if stager is None:
-            stager = self._own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=order.deadline.timeout_s)
+            timeout_s = order.deadline.timeout_s
+            stager = self._own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=timeout_s)
+        if order.saver is not None:
+            stager.share()
         planned = partial(lay_out, stager.plans, stager.budget_bytes)
         self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline)
         self._sums: list[BlockSums] = []
-        self._digest = None if order.digest is None else digest_of(order.digest)
+        if order.digest is not None:
+            digest_of(order.digest)  # or raise that it is not installed
         self._threads = Threads("sidestream-write", _WRITE_THREADS)
         try:
             self._done = self._threads.submit(self._write)
@@ -161,8 +170,12 @@ class Writing:
 
     def _write(self) -> None:
         order = self._order
+        write = order.location.store.write
+        if order.saver is not None:
+            order.saver.start()  # while the plan is made
+            write = partial(order.saver.write, order.location.store, fall_back=order.fall_back, url=order.location.url)
         plan = self._plan()  # what cannot be saved is refused before anything is made
-        order.location.store.write(
+        write(
             order.attempt,
             order.location.name,
             self._files(plan),
@@ -179,7 +192,7 @@ class Writing:
             yield plan.values_file, BytesBody(plan.values)
         images = iter(self._staging.images)
         for index, layout in enumerate(plan.shards):
-            body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._digest)
+            body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._order.digest)
             self._sums.append(body.sums)
             yield plan.shard_file(index), body
 
@@ -237,49 +250,3 @@ class ForeignStage:
 
     def abandon(self) -> None:
         self._result = None
-
-
-class ShardBody:
-    """A shard as it is staged: each window is framed and checksummed on its way to storage, in a writer's thread."""
-
-    aligned = True
-
-    def __init__(self, layout: ShardLayout, images: Sequence[StagedImage], digest: DigestOf | None) -> None:
-        self.nbytes = layout.nbytes
-        self._sealer = Sealer(layout, digest)
-        pairs = zip(layout.windows, images, strict=True)
-        self.parts = tuple(_WindowPart(window, image, self._sealer) for window, image in pairs)
-
-    @property
-    def sums(self) -> BlockSums:
-        """Complete when the last part has been taken."""
-        return self._sealer.sums
-
-
-@dataclass(frozen=True, slots=True)
-class _WindowPart:
-    """A window, whose memory goes back when it has been written."""
-
-    window: Window
-    image: StagedImage
-    sealer: Sealer
-
-    @property
-    def offset(self) -> int:
-        return self.window.start
-
-    @property
-    def nbytes(self) -> int:
-        return self.image.nbytes
-
-    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
-        return self.take_showing(stop, deadline, None)
-
-    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
-        view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
-        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline, seen=seen)):
-            stop.check()
-        return view[: self.nbytes]
-
-    def release(self) -> None:
-        self.image.release()

@@ -66,6 +66,7 @@ class _Child:
 
     def run(self) -> None:
         trial = self.trial
+        os.environ.update(trial.get("env", {}))
         if trial.get("cut"):
             self._descriptor = os.open(trial["cut"], os.O_RDONLY)
         if trial.get("uid"):
@@ -89,7 +90,9 @@ class _Child:
     # --- what a trial does; every save that is acknowledged is told at once ---
 
     async def steps(self, run: Path) -> None:
-        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:
+        # One that is silent for two seconds is killed, also where the machine is merely busy: then it is one more.
+        saver = sidestream.SaverProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
+        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, saver=saver) as checkpoints:
             for step, seed in self.trial["saves"]:
                 info = await (await checkpoints.save(make_state(seed), step=step))
                 self.tell(acked=Path(info.url).name, seed=seed)

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._threads import Deadline, politely
 from .._torch import TransformedStreams, check_tensor, dtype_name, storage_key
-from ..commit import BytesBody
 from ..errors import Corrupt, InvalidOption, UnsafeObject, UnsupportedCheckpoint, UnsupportedTensor
 from ..format.dtypes import DTYPES
 from ..format.frame import frame_tensor
@@ -23,9 +22,9 @@ from ..format.records import Node
 from ..format.shard import ShardLayout, lay_out
 from ..format.torch_item import open_value_item
 from ..plan.save import window_bytes_for, window_copies
+from ..saver.body import BytesBody, ShardBody
 from ..staging import AsyncStager, Captured, ImageLayout, Staging, capture
 from ..storage import Body
-from ..writing import ShardBody
 from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
 __all__ = ["Outgoing"]
@@ -67,7 +66,14 @@ class Outgoing:
     """
 
     def __init__(
-        self, plan: SavePlan, planner: SavePlanner, rank: int, extensions: Sequence[object], deadline: Deadline
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        rank: int,
+        extensions: Sequence[object],
+        deadline: Deadline,
+        *,
+        shared: bool = False,
     ) -> None:
         self._planner = planner
         self._rank = rank
@@ -75,7 +81,8 @@ class Outgoing:
         self._transforms = TransformedStreams(extensions) if extensions else None
         self._in_order = [item for item in plan.items if self._transforms or item.type == WriteItemType.BYTE_IO]
         self._tensors = [] if self._transforms else [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        self._stager = AsyncStager(budget_bytes=_BUDGET_BYTES, timeout_s=deadline.timeout_s) if self._tensors else None
+        stager = partial(AsyncStager, budget_bytes=_BUDGET_BYTES, timeout_s=deadline.timeout_s)
+        self._stager = stager(backing="shared" if shared else "private") if self._tensors else None
         self._stagings: list[Staging[_GroupPlan]] = []
         self._receipts: list[Callable[[], Iterable[tuple[WriteItem, Receipt]]]] = []
         self._files = 0

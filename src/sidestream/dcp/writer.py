@@ -6,9 +6,10 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -24,8 +25,10 @@ from ..blocking import run_anywhere
 from ..catalog import attempt_name
 from ..commit import Verdict, clean_up, commit_files
 from ..errors import InvalidOption, SidestreamError
-from ..options import Durability, StorePolicy, check_choice, check_timeout
+from ..options import Durability, SaverChoice, StorePolicy, check_choice, check_saver, check_timeout
+from ..saver.client import choose_saver
 from ..storage import Body, Location, Place, Store
+from ..storage.io_loop import in_io_thread
 from .committing import as_stock, check_files, complete, files_of_commit
 from .outgoing import Outgoing
 from .receipts import Order, forget_order, order_received
@@ -46,6 +49,8 @@ class _Save:
     order: Order | None = None
     alone: bool = True
     verdict: Verdict = field(default_factory=Verdict)
+    process: Callable[..., None] | None = None
+    """What writes in the place of the store."""
     net: Any = None
     """Removes what the coordinator's attempt left behind, if nobody else does."""
 
@@ -63,6 +68,7 @@ class StorageWriter(DcpStorageWriter):
     do not disturb each other. A target that is not empty raises ``Conflict`` before anything is written. With
     ``overwrite=True`` the new checkpoint is exchanged with the old one in one step, which is then deleted; where the
     file system cannot do that it is a ``Conflict`` too. ``extensions`` are DCP's ``StreamTransformExtension``s.
+    ``saver`` is as for ``sidestream.save``.
     ``timeout_s`` is for a whole save. ``use_collectives=False`` is refused with more than one rank: such ranks do not
     know of each other, and nobody could commit for all.
 
@@ -78,6 +84,7 @@ class StorageWriter(DcpStorageWriter):
         durability: Durability = "fsync",
         timeout_s: float = 600.0,
         extensions: Sequence[Any] = (),
+        saver: SaverChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         store_policy: StorePolicy | None = None,
@@ -86,6 +93,8 @@ class StorageWriter(DcpStorageWriter):
         check_choice("durability", durability, Durability)
         check_timeout(timeout_s)
         self._address = Address(url, storage_options, filesystem, store_policy)
+        check_saver(saver)
+        self._saver: SaverChoice = saver
         self._place: Place = "replacing" if overwrite else "new"
         self._durability: Durability = durability
         self._timeout_s = timeout_s
@@ -131,6 +140,8 @@ class StorageWriter(DcpStorageWriter):
             meant = "nothing" if order is None else repr(order.target)
             raise InvalidOption(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
         save.order = order
+        process, fall_back = choose_saver(self._saver, save.location.store)
+        save.process = None if process is None else partial(process.write, fall_back=fall_back)
         try:
             results = self._write_items(save, order, plan, planner)
         except BaseException:
@@ -174,7 +185,8 @@ class StorageWriter(DcpStorageWriter):
         return save
 
     def _write_items(self, save: _Save, order: Order, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        outgoing = Outgoing(plan, planner, order.rank, self._extensions, save.deadline)
+        shared = save.process is not None
+        outgoing = Outgoing(plan, planner, order.rank, self._extensions, save.deadline, shared=shared)
         try:
             self._write(save, order, outgoing.files(), "joined")
             return outgoing.results(lambda name: save.location.store.published_name(order.attempt, name))
@@ -184,8 +196,11 @@ class StorageWriter(DcpStorageWriter):
     def _write(self, save: _Save, order: Order, files: Iterable[tuple[str, Body]], place: Place) -> None:
         threads = Threads("sidestream-write", _WRITE_THREADS)
         stop = Stop()
+        write = save.location.store.write
+        if save.process is not None:
+            write = partial(save.process, save.location.store, url=save.location.url)
         try:
-            save.location.store.write(
+            write(
                 order.attempt,
                 order.target,
                 files,
@@ -260,7 +275,15 @@ async def _found(store: Store, order: Order, deadline: Deadline) -> Mapping[str,
 
 
 def _discard(store: Store, attempt: str, verdict: Verdict) -> None:
-    """Once, after DCP has told every rank how the save ended, so that no rank writes there any more."""
-    if verdict.outcome == "absent":
-        with suppress(SidestreamError):
-            store.discard_here(attempt)
+    """Once, after DCP has told every rank how the save ended, so that no rank writes there any more.
+
+    Also called by the garbage collector, in whichever thread it runs: the loop of storage clients must not wait for
+    itself.
+    """
+    if verdict.outcome != "absent":
+        return
+    if in_io_thread():
+        io_threads().submit(store.discard_here, attempt)
+        return
+    with suppress(SidestreamError):
+        store.discard_here(attempt)

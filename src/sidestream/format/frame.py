@@ -39,6 +39,11 @@ class Frame:
     def item_bytes(self) -> int:
         return len(self.header) + self.payload_bytes + len(self._trailer)
 
+    @property
+    def blank_trailer(self) -> tuple[bytes, tuple[int, int]]:
+        """The trailer without the CRC, and the two places where it goes."""
+        return self._trailer, self._crc_at
+
     def trailer(self, crc: int) -> bytes:
         """The trailer, with the CRC-32 of the payload in the descriptor and in the central directory."""
         trailer = bytearray(self._trailer)

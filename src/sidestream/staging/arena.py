@@ -12,6 +12,8 @@ allocator rounds sizes up to powers of two and costs several times as much per b
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import itertools
 import mmap
 import os
 import queue
@@ -19,6 +21,7 @@ import sys
 import threading
 import weakref
 from bisect import insort
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -26,11 +29,12 @@ from typing import Any, Literal, Protocol
 from .._threads import Deadline, Stop
 from ..errors import ArenaExhausted, Closed
 
-__all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "Pinner"]
+__all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "Pinner", "SharedMemory"]
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _GROWTH_BYTES = 256 << 20  # touched in one go, before the first copy into it
+_numbers = itertools.count(1)
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
 
 Backing = Literal["private", "shared"]
@@ -44,6 +48,18 @@ class Pinner(Protocol):
     def register(self, address: int, nbytes: int) -> None: ...
 
     def unregister(self, address: int) -> None: ...
+
+
+class SharedMemory(Protocol):
+    """Memory behind a descriptor that another process can be handed: sealed, so that it has this size for ever."""
+
+    @property
+    def descriptor(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +84,8 @@ class _Memory(mmap.mmap):
     """
 
     descriptor: int | None = None
+    number = 0
+    """Of shared memory, among all that this process has ever had."""
     _pin: tuple[Pinner, int, int] | None = None
 
     def pin(self, pinner: Pinner) -> None:
@@ -105,11 +123,28 @@ class _Segment:
 class Lease:
     """``nbytes`` of page-aligned host memory. Its holder has to ``release()`` it; what is referenced stays valid."""
 
-    __slots__ = ("__weakref__", "_array", "nbytes")
+    __slots__ = ("__weakref__", "_arena", "_array", "_memory", "nbytes", "start")
 
-    def __init__(self, array: ctypes.Array[ctypes.c_char], nbytes: int) -> None:
+    def __init__(
+        self, arena: Arena, memory: _Memory, start: int, array: ctypes.Array[ctypes.c_char], nbytes: int
+    ) -> None:
+        self._arena = weakref.ref(arena)
+        self._memory = weakref.ref(memory)
+        self.start = start
         self._array: ctypes.Array[ctypes.c_char] | None = array
         self.nbytes = nbytes
+
+    @property
+    def shared(self) -> SharedMemory | None:
+        """What another process has to be handed in order to find these bytes at ``start``; None if it cannot be."""
+        memory = self._memory()
+        return None if memory is None or memory.descriptor is None else memory  # type: ignore[return-value]
+
+    def offer(self, take_back: Callable[[], None]) -> Callable[[], None]:
+        """Nobody needs it unless something goes wrong: ``take_back``, which releases it, is called at most once, when a
+        thread would otherwise wait for memory, in that thread. It must not block. Returns what withdraws the offer."""
+        arena = self._arena()
+        return _nothing if arena is None else arena.take_offer(take_back)
 
     @property
     def array(self) -> ctypes.Array[ctypes.c_char]:
@@ -139,6 +174,7 @@ class Arena:
         self._segment_bytes = segment_bytes
         self._backing = backing
         self._pinner: Pinner | None = None
+        self._offers: dict[object, Callable[[], None]] = {}
         self._segments: list[_Segment] = []
         self._turn = threading.Lock()
         # Finalizers run wherever the last reference dies, perhaps in a thread that holds a lock of ours, so they may
@@ -166,7 +202,23 @@ class Arena:
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
         back = (segment, start, start + size)
         weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
-        return Lease(array, nbytes)
+        return Lease(self, segment.memory, start, array, nbytes)
+
+    def share(self) -> None:
+        """From here on lease memory that another process can be handed; what is private is dropped as it falls free.
+        Does not wait for whoever waits for memory."""
+        self._backing = "shared"
+
+    def shared_memory(self) -> list[SharedMemory]:
+        return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]  # type: ignore[misc]
+
+    def take_offer(self, take_back: Callable[[], None]) -> Callable[[], None]:
+        """See ``Lease.offer``."""
+        key = object()
+        self._offers[key] = take_back
+        if self._waiters:
+            self.wake()
+        return lambda: self._offers.pop(key, None) and None
 
     def pin(self, pinner: Pinner) -> None:
         """Register every segment with ``pinner``, those to come included. Blocks; raises what ``pinner`` raises."""
@@ -178,8 +230,12 @@ class Arena:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` (or the whole budget, if that is less) are free now."""
-        self._collect()
-        return self._leased + min(nbytes, self.budget_bytes) <= self.budget_bytes
+        while True:
+            self._collect()
+            if self._leased + min(nbytes, self.budget_bytes) <= self.budget_bytes:
+                return True
+            if not self._take_back():
+                return False
 
     def trim(self) -> None:
         """Unmap the segments that nothing uses."""
@@ -224,6 +280,8 @@ class Arena:
     def _wait_for(self, size: int, more: int, deadline: Deadline, stop: Stop) -> tuple[_Segment, int]:
         while True:
             self._drain()
+            if self._backing == "shared":
+                self._drop_private()
             stop.check()
             if self._closed.is_set():
                 raise Closed("the stager was closed while a stage waited for memory")
@@ -233,12 +291,23 @@ class Arena:
                 self._leases += 1
                 self._peak = max(self._peak, self._leased)
                 return found
+            if self._take_back():
+                continue
             try:
                 returned = self._returned.get(timeout=deadline.remaining_s())
             except queue.Empty:
                 raise self._exhausted(size, deadline) from None
             if returned is not None:
                 self._put_back(*returned)
+
+    def _take_back(self) -> bool:
+        """Take one offer, if there is any."""
+        try:
+            _, take_back = self._offers.popitem()
+        except KeyError:
+            return False
+        take_back()
+        return True
 
     def _exhausted(self, size: int, deadline: Deadline) -> ArenaExhausted:
         return ArenaExhausted(
@@ -250,6 +319,8 @@ class Arena:
         """Best fit, so that large extents stay whole for large leases."""
         best: tuple[int, _Segment, int] | None = None
         for segment in self._segments:
+            if self._backing == "shared" and segment.memory.descriptor is None:
+                continue
             for index, (start, end) in enumerate(segment.free):
                 if end - start >= size and (best is None or end - start < best[0]):
                     best = (end - start, segment, index)
@@ -290,6 +361,11 @@ class Arena:
             self._reserved -= segment.nbytes
             nbytes -= segment.nbytes
 
+    def _drop_private(self) -> None:
+        for segment in [s for s in self._segments if s.memory.descriptor is None and s.idle()]:
+            self._segments.remove(segment)
+            self._reserved -= segment.nbytes
+
     @staticmethod
     def _give_back(
         returned: queue.SimpleQueue[Any], closed: threading.Event, pid: int, back: tuple[_Segment, int, int]
@@ -329,6 +405,10 @@ class Arena:
         segment.free = merged
 
 
+def _nothing() -> None:
+    """The arena is gone, and every offer with it."""
+
+
 def _map(nbytes: int, backing: Backing) -> _Memory:
     try:
         if backing == "shared":
@@ -345,14 +425,17 @@ def _map(nbytes: int, backing: Backing) -> _Memory:
 
 
 def _map_memfd(nbytes: int) -> _Memory:
-    descriptor = os.memfd_create("sidestream", os.MFD_CLOEXEC)
+    """Sealed: neither side can shrink it under the other, which would kill that one at its next access."""
+    descriptor = os.memfd_create("sidestream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         memory = _Memory(descriptor, nbytes, flags=mmap.MAP_SHARED)
     except BaseException:
         os.close(descriptor)
         raise
     memory.descriptor = descriptor
+    memory.number = next(_numbers)
     return memory
 
 

@@ -30,7 +30,7 @@ from ..errors import (
     Skipped,
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
-from .arena import PAGE_BYTES, Arena, ArenaStatistics, Lease
+from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease, SharedMemory
 from .capture import Captured, capture
 from .device import DeviceEngine, StageMode
 from .driver import driver_for
@@ -64,6 +64,10 @@ class AsyncStager:
     returns. ``mode="hybrid"``: as lazy, but what would not be copied before the next fence, as far as earlier stages
     tell, is copied on the device first, within half of its free memory.
 
+    ``backing="shared"`` stages into memory that a saver process can be handed, from the first byte; a save with
+    ``saver="process"`` asks for it too, and what was private until then is mapped anew. A forked child sees later
+    stages in it.
+
     ``max_bytes_per_second`` slows the copies down until a writer waits at the fence. A stager belongs to no loop and
     may be used from any thread. Use it as ``async with`` or call ``aclose()``. DCP takes it as
     ``dcp.async_save(..., async_stager=stager)``. ``engine`` is for tests.
@@ -79,9 +83,11 @@ class AsyncStager:
         when_full: WhenFull = "wait",
         max_bytes_per_second: float | None = None,
         timeout_s: float = 600.0,
+        backing: Backing = "private",
         engine: DeviceEngine | HostEngine | None = None,
     ) -> None:
         check_choice("mode", mode, StageMode)
+        check_choice("backing", backing, Backing)
         check_choice("when_full", when_full, WhenFull)
         check_timeout(timeout_s)
         if budget_bytes is not None:
@@ -94,7 +100,7 @@ class AsyncStager:
         self._timeout_s = timeout_s
         self._host = engine if isinstance(engine, HostEngine) else engine.host if engine else HostEngine()
         self._device = engine if isinstance(engine, DeviceEngine) else None
-        self._arena = Arena(_half_of_memory() if budget_bytes is None else budget_bytes)
+        self._arena = Arena(_half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
         self._plans = PlanCache()
         self._forecast = Forecast()
         self._threads = Threads("sidestream-stage", 1)
@@ -202,6 +208,14 @@ class AsyncStager:
     @property
     def budget_bytes(self) -> int:
         return self._arena.budget_bytes
+
+    def shared_memory(self) -> list[SharedMemory]:
+        """All of it that there is now and that another process can be handed."""
+        return self._arena.shared_memory()
+
+    def share(self) -> None:
+        """From here on memory is such that a saver process can be handed it."""
+        self._arena.share()
 
     def launch(
         self, captured: Captured, lay_out: Callable[[Captured], P], deadline: Deadline, wait_streams: Sequence[Any] = ()

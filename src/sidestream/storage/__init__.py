@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .local import LocalStore
 from .location import EVERYDAY, Location, Where, locate_directory, locate_run
-from .store import Body, Leftover, MappingStore, Naming, Place, ReadRange, Store
+from .store import Body, Leftover, MappingStore, Naming, Place, ReadRange, SharedStore, Store, StoreAddress
 
 __all__ = [
     "EVERYDAY",
@@ -16,7 +16,9 @@ __all__ = [
     "Naming",
     "Place",
     "ReadRange",
+    "SharedStore",
     "Store",
+    "StoreAddress",
     "Where",
     "locate_directory",
     "locate_run",

@@ -7,17 +7,18 @@ that a thread without a loop can use it, and so that it goes on while the caller
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, TypeVar
 
-from fsspec.asyn import get_loop
+from fsspec.asyn import get_loop, iothread
 
 from .._threads import Deadline, Stop, Threads
 from ..errors import Closed
 
-__all__ = ["Call", "on_io_loop"]
+__all__ = ["Call", "in_io_thread", "on_io_loop"]
 
 T = TypeVar("T")
 
@@ -78,6 +79,11 @@ class Call(Generic[T]):
             self.future.set_exception(error)
         else:
             self.future.set_result(task.result())
+
+
+def in_io_thread() -> bool:
+    """Whether the calling thread is the loop's: it must not wait for a ``Call``."""
+    return threading.current_thread() is iothread[0]
 
 
 def _stopped() -> Closed:

@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +31,7 @@ from ..errors import (
 from ..options import Durability
 from .coalesce import coalesce
 from .exchange import exchange, exchanges
-from .store import Body, Leftover, Naming, Part, Place, ReadRange
+from .store import Body, Leftover, Naming, Part, Place, ReadRange, StoreAddress
 
 __all__ = ["LocalStore"]
 
@@ -97,6 +97,23 @@ class LocalStore:
                     "step: save to a new directory, or remove the old one first"
                 )
             self._replacing.add(attempt)
+
+    @property
+    def address(self) -> StoreAddress:
+        return StoreAddress(str(self.root))
+
+    def wrote(self, attempt: str, sizes: Mapping[str, int]) -> None:
+        """They are in the directory, which is published as it is."""
+
+    def clear(self, attempt: str, names: Sequence[str], *, deadline: Deadline) -> None:
+        for name in names:
+            try:
+                (self.root / attempt / name).unlink(missing_ok=True)
+            except OSError as error:
+                raise from_os_error(error, "removing", str(self.root / attempt / name)) from error
+
+    def leave(self, attempt: str) -> None:
+        """What is joined is not remembered."""
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
         stop = Stop()

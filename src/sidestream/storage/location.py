@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from .fsspec_engine import FsspecEngine
 from .late import Kept, LateEngine, frozen
 from .local import LocalStore
 from .objects import ObjectStore
-from .store import Store
+from .store import Store, StoreAddress
 
 __all__ = ["EVERYDAY", "Location", "Where", "locate_directory", "locate_run"]
 
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
+_OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
 _LOCAL = frozenset({"file", "local"})
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
@@ -129,15 +130,18 @@ def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectSt
     if where.filesystem is not None:
         root = where.filesystem._strip_protocol(base)
         handed_in = FsspecEngine(where.filesystem, policy)
-        return ObjectStore(handed_in, root, shown, policy, _cache(handed_in, policy))
+        again = _made_again(where.filesystem, root, policy)
+        return ObjectStore(handed_in, root, shown, policy, _cache(handed_in, policy), again)
     options = dict(where.storage_options or {})
+    # Memory is this process's own.
+    address = None if protocol == "memory" else StoreAddress(base, where.storage_options, where.policy)
     client = _client(base, protocol, options, policy)
     if protocol in CLOUDS and policy.cache_dir is None:
         engine = _late(base, protocol, options, policy, client)
         bucket = base.partition("://")[2].partition("/")[0].partition("@")[0]
-        return ObjectStore(engine, f"{bucket}/{_without_bucket(base)}".rstrip("/"), shown, policy)
+        return ObjectStore(engine, f"{bucket}/{_without_bucket(base)}".rstrip("/"), shown, policy, address=address)
     through, root = _through_fsspec(base, protocol, options, policy)
-    return ObjectStore(through, root, shown, policy, _cache(through, policy))
+    return ObjectStore(through, root, shown, policy, _cache(through, policy), address)
 
 
 def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy, client: Client | None) -> LateEngine:
@@ -214,6 +218,15 @@ def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: S
     except ValueError as error:
         raise InvalidOption(f"{redacted(base)}: {redacted(str(error))}") from None
     return FsspecEngine(filesystem, policy), root
+
+
+def _made_again(filesystem: Any, root: str, policy: StorePolicy) -> StoreAddress | None:
+    """How another process comes by an equal file system: known by its protocol, and made with plain options."""
+    protocols = filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)
+    if protocols[0] not in CLOUDS or getattr(filesystem, "storage_args", None) != ():
+        return None
+    options = {name: one for name, one in filesystem.storage_options.items() if name not in _OF_THE_INSTANCE}
+    return StoreAddress(f"{protocols[0]}://{root}", options, replace(policy, engine="fsspec"))
 
 
 def _without_bucket(base: str) -> str:

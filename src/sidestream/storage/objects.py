@@ -10,9 +10,11 @@ import asyncio
 import errno
 import re
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from .._threads import Deadline, Stop, Threads, io_threads
@@ -34,7 +36,7 @@ from .engine import Engine, Listing, ObjectInfo
 from .io_loop import Call, on_io_loop
 from .parts import part_bytes_for
 from .requests import Requests, Taken, fate_of, is_refused, is_uncertain, translated
-from .store import Body, Leftover, Naming, Place, ReadRange
+from .store import Body, Leftover, Naming, Place, ReadRange, StoreAddress
 
 __all__ = ["ObjectStore"]
 
@@ -77,9 +79,16 @@ class ObjectStore:
     appears_whole = False
 
     def __init__(
-        self, engine: Engine, root: str, url: str, policy: StorePolicy, cache: FileCache | None = None
+        self,
+        engine: Engine,
+        root: str,
+        url: str,
+        policy: StorePolicy,
+        cache: FileCache | None = None,
+        address: StoreAddress | None = None,
     ) -> None:
         self.url = url
+        self.address = address
         self._engine = engine
         self._root = root.rstrip("/")
         self._policy = policy
@@ -149,6 +158,35 @@ class ObjectStore:
                 self._send_parts(self._key(name), body, stop, deadline)
             own.sizes[name.rpartition("/")[2]] = body.nbytes
             del body
+
+    def wrote(self, attempt: str, sizes: Mapping[str, int]) -> None:
+        own = self._attempts[attempt]
+        own.in_parts = True  # for all that is known: one that is open is looked for
+        for name, nbytes in sizes.items():
+            file = self.published_name(attempt, name)
+            own.begun.add(f"{own.target}/{file}")
+            own.sizes[file] = nbytes
+
+    def clear(self, attempt: str, names: Sequence[str], *, deadline: Deadline) -> None:
+        own = self._attempts[attempt]
+        own.in_parts = True
+        files = [self.published_name(attempt, name) for name in names]
+        own.begun.update(f"{own.target}/{file}" for file in files)
+
+        async def clear() -> None:
+            await self._delete(own.target, files, deadline)
+            uploads: Mapping[str, datetime | None] = {}
+            with suppress(StorageError):  # the publish looks for them again, and says so where it may not
+                uploads = await self._uploads(own.target, deadline)
+            for file in files:  # not those of other ranks, which have the same id
+                mine = [upload for upload in uploads if f"/{file}?upload=" in upload]
+                if mine:
+                    await self._requests.run("aborting", file, partial(self._engine.abort_uploads, mine), deadline)
+
+        Call(clear).result(f"removing files of {attempt}", stop=Stop(), deadline=deadline)
+
+    def leave(self, attempt: str) -> None:
+        self._attempts.pop(attempt, None)
 
     async def _look_at(self, target: str, naming: Naming, deadline: Deadline) -> None:
         """Raises ``Conflict`` unless it is free."""

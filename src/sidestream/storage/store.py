@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from mmap import mmap
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from .._threads import Deadline, Stop, Threads
-from ..options import Durability
+from ..options import Durability, StorePolicy
 
-__all__ = ["Body", "Leftover", "MappingStore", "Naming", "Part", "Place", "ReadRange", "ShowingPart", "Store"]
+__all__ = [
+    "Body",
+    "Leftover",
+    "MappingStore",
+    "Naming",
+    "Part",
+    "Place",
+    "ReadRange",
+    "SharedStore",
+    "ShowingPart",
+    "Store",
+    "StoreAddress",
+]
 
 Place: TypeAlias = Literal["new", "joined", "replacing"]
 """How a writer meets its attempt: it makes it; another process has made it; it makes it, and the publish exchanges it
@@ -194,3 +206,39 @@ class MappingStore(Protocol):
         """The first ``nbytes`` of a file as memory. Writing to it changes private copies of its pages, never the file.
 
         Raises ``Corrupt`` if the file is shorter, ``FileNotFoundError`` if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """What another process on this machine opens the same store with: secrets included, which are never shown."""
+
+    url: str = field(repr=False)
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    policy: StorePolicy | None = None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("storage options hold credentials: they are not pickled")
+
+
+@runtime_checkable
+class SharedStore(Protocol):
+    """A store whose attempts several processes of one machine may write.
+
+    One of them makes the attempt (``write`` of no files) and publishes it; another one writes files into it
+    (``place="joined"``).
+    """
+
+    @property
+    def address(self) -> StoreAddress | None:
+        """None for what only this process has: memory, or a file system object that cannot be made again."""
+
+    def wrote(self, attempt: str, sizes: Mapping[str, int]) -> None:
+        """Another process has written these files, named as in ``write``, into an attempt of ours: the publish looks
+        for them too."""
+
+    def clear(self, attempt: str, names: Sequence[str], *, deadline: Deadline) -> None:
+        """In the calling thread: remove what a dead process has left of these files of an attempt of ours, which
+        stays. What is not there is passed over."""
+
+    def leave(self, attempt: str) -> None:
+        """The attempt is another process's, which goes on with it: forget it."""

@@ -1,0 +1,279 @@
+"""What a training loop gives up while it is saved: to threads, to a saver process, to stock DCP's thread and process.
+
+    python benchmarks/interference.py [--rounds N] [--directory DIR] [--only NAME ...] [--json FILE]
+
+Each line is a process of its own, which trains (a loop of pure Python, or of torch with one thread) and saves, first
+once from cold, then ``--rounds`` times. Before and after each save it trains alone for a second, and what it does in
+that time is what it would have done. ``kept %``: of that speed, from the call to the acknowledgement (median).
+``stall ms``: the longest step of a save, beyond a usual one (median of the warm saves; ``worst ms``: of all). The line
+``alone`` says what the machine itself does to the loop in a second without a save. ``lost s/GB``: training time lost.
+``first s``, ``warm s``: from the call to the acknowledgement. ``fds``: the trainer's descriptors at their most, above
+those before.
+``child MB``: what the other process has for itself at most, shared memory not counted.
+
+Everybody makes its checkpoint durable (fsync). DCP's process needs ``torch.distributed``: a group of one, over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import describe, headline, still_heap, write_json
+
+SHAPES = {"64x16MB": (64, 4 << 20), "10000x1KiB": (10_000, 256)}
+LOOPS = ("python", "torch")
+KINDS = ("alone", "thread", "process", "dcp thread", "dcp process")
+ALONE_S = 1.0
+Save = Callable[[dict[str, Any], Path], Awaitable[None]]
+
+
+# --- the trainer ------------------------------------------------------------------------------------------------------
+
+
+def python_step() -> None:
+    total = 0
+    for number in range(4000):
+        total += number & 7
+
+
+WEIGHT = torch.randn(192, 192)
+
+
+def torch_step() -> None:
+    x = WEIGHT
+    for _ in range(3):
+        x = torch.relu(x @ WEIGHT) * 0.01
+
+
+class Trainer:
+    """Steps, one after the other, on the event loop; when each of them ended."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step = step
+
+    async def until(self, done: Callable[[], bool]) -> tuple[int, float, float]:
+        """How many steps were done, in how many seconds, and the longest of them."""
+        start = before = time.perf_counter()
+        count, longest = 0, 0.0
+        while not done():
+            self.step()
+            await asyncio.sleep(0)
+            now = time.perf_counter()
+            longest = max(longest, now - before)
+            before = now
+            count += 1
+        return count, before - start, longest
+
+    async def alone(self) -> float:
+        """Steps per second."""
+        end = time.perf_counter() + ALONE_S
+        count, seconds, _ = await self.until(lambda: time.perf_counter() >= end)
+        return count / seconds
+
+
+async def saved(trainer: Trainer, save: Save, state: dict[str, Any], url: Path) -> dict[str, float]:
+    """One save beside the training. The call itself counts as a step that takes as long as it blocks."""
+    before = await trainer.alone()
+    start = time.perf_counter()
+    task = asyncio.ensure_future(save(state, url))
+    steps, seconds, longest = await trainer.until(task.done)
+    seconds = time.perf_counter() - start
+    await task
+    shutil.rmtree(url, ignore_errors=True)
+    rate = (before + await trainer.alone()) / 2
+    return {
+        "seconds": seconds,
+        "kept": steps / seconds / rate,
+        "stall": longest - 1 / rate,
+        "lost": seconds - steps / rate,
+    }
+
+
+# --- who saves --------------------------------------------------------------------------------------------------------
+
+
+async def run_sidestream(saver: str, measure: Callable[[Save], Awaitable[None]], directory: Path) -> None:
+    import sidestream
+
+    async with sidestream.AsyncStager(backing="shared" if saver == "process" else "private") as stager:
+
+        async def save(state: dict[str, Any], url: Path) -> None:
+            await sidestream.save(state, url, stager=stager, saver=saver)  # type: ignore[arg-type]
+
+        await measure(save)
+
+
+async def run_dcp(kind: str, measure: Callable[[Save], Awaitable[None]], directory: Path) -> None:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)
+    checkpointer = AsyncCheckpointerType.PROCESS if kind == "process" else AsyncCheckpointerType.THREAD
+
+    async def save(state: dict[str, Any], url: Path) -> None:
+        await asyncio.sleep(0)
+        future = dcp.async_save(state, checkpoint_id=str(url), async_checkpointer_type=checkpointer)
+        await asyncio.wrap_future(future)  # type: ignore[arg-type]
+
+    await measure(save)
+
+
+async def run_alone(measure: Callable[[Save], Awaitable[None]]) -> None:
+    async def save(state: dict[str, Any], url: Path) -> None:
+        await asyncio.sleep(1.0)
+
+    await measure(save)
+
+
+async def one(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> dict[str, Any]:
+    tensors, elements = SHAPES[shape]
+    state = {f"layer.{number}.weight": torch.full((elements,), float(number)) for number in range(tensors)}
+    trainer = Trainer(python_step if loop == "python" else torch_step)
+    found: dict[str, Any] = {"gb": tensors * elements * 4 / 1e9, "saves": []}
+    still_heap()
+    print("ready", flush=True)
+
+    async def measure(save: Save) -> None:
+        for number in range(1 + rounds):
+            found["saves"].append(await saved(trainer, save, state, directory / f"c{number}"))
+
+    name = kind.rpartition(" ")[2]
+    if kind == "alone":
+        await run_alone(measure)
+    elif kind.startswith("dcp"):
+        await run_dcp(name, measure, directory)
+    else:
+        await run_sidestream(name, measure, directory)
+    return found
+
+
+# --- whoever watches --------------------------------------------------------------------------------------------------
+
+
+def watched(process: subprocess.Popen[str]) -> tuple[str, int, int]:
+    """What it printed last, its descriptors at their most, and the own memory of its children, in bytes."""
+    assert process.stdout is not None
+    ready = process.stdout.readline()
+    if not ready.startswith("ready"):
+        raise SystemExit(f"the trainer said {ready!r}")
+    before, most, memory = descriptors(process.pid), 0, 0
+    while process.poll() is None:
+        most = max(most, descriptors(process.pid) - before)
+        memory = max(memory, sum(own_memory(child) for child in children(process.pid)))
+        time.sleep(0.1)
+    return process.stdout.read(), most, memory
+
+
+def descriptors(pid: int) -> int:
+    with suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    return 0
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def own_memory(pid: int) -> int:
+    with suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("Pss_Anon:"))) << 10
+    return 0
+
+
+def measured(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        asked = json.dumps([kind, shape, loop, rounds, folder])
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--one", asked],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        told, most, memory = watched(process)
+    if process.returncode:
+        raise SystemExit(f"{kind}, {shape}, {loop} ended with {process.returncode}")
+    found = json.loads(told.splitlines()[-1])
+    first, warm = found["saves"][0], found["saves"][1:]
+    return {
+        "kind": kind,
+        "kept": statistics.median(one["kept"] for one in warm),
+        "stall_ms": 1e3 * statistics.median(one["stall"] for one in warm),
+        "worst_ms": 1e3 * max(one["stall"] for one in warm),
+        "lost_s_per_gb": statistics.median(one["lost"] for one in warm) / found["gb"],
+        "first_s": first["seconds"],
+        "first_stall_ms": 1e3 * first["stall"],
+        "warm_s": statistics.median(one["seconds"] for one in warm),
+        "fds": most,
+        "child_mb": memory / 1e6,
+        "saves": found["saves"],
+    }
+
+
+HEAD = (
+    f"{'':12} {'kept %':>7} {'stall ms':>9} {'lost s/GB':>10} {'first s':>8} {'warm s':>7} {'fds':>5} {'child MB':>9}"
+)
+
+
+def line(one: dict[str, Any]) -> str:
+    figures = (100 * one["kept"], one["stall_ms"], one["worst_ms"])
+    rest = (one["lost_s_per_gb"], one["first_s"], one["warm_s"], one["fds"], one["child_mb"])
+    return "{:12} {:6.1f} {:9.1f} {:9.1f} {:10.2f} {:8.2f} {:7.2f} {:5d} {:9.0f}".format(one["kind"], *figures, *rest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, default=Path("."))
+    parser.add_argument("--only", nargs="*", default=[], help="kinds, shapes or loops")
+    parser.add_argument("--json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        torch.set_num_threads(1)
+        kind, shape, loop, rounds, folder = json.loads(options.one)
+        print(json.dumps(asyncio.run(one(kind, shape, loop, rounds, Path(folder)))), flush=True)
+        os._exit(0)  # DCP's process is not waited for
+    run = describe()
+    print(headline(run))
+
+    def wanted(names: Any) -> list[str]:
+        return [name for name in names if name in options.only] or list(names)
+
+    results: dict[str, Any] = {"run": run, "tables": {}}
+    for shape in wanted(SHAPES):
+        for loop in wanted(LOOPS):
+            print(f"\n{shape}, a loop of {loop}\n{HEAD}")
+            table = results["tables"][f"{shape} {loop}"] = []
+            for kind in wanted(KINDS):
+                table.append(measured(kind, shape, loop, options.rounds, options.directory.absolute()))
+                print(line(table[-1]), flush=True)
+    write_json(options.json, results)
+
+
+if __name__ == "__main__":
+    main()

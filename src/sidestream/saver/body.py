@@ -1,0 +1,99 @@
+"""The files of a save as a store takes them, in the trainer and in its saver process alike. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .._threads import Deadline, Stop, politely
+from ..format.digest import digest_of
+from ..format.shard import BlockSums, Sealer, ShardLayout, Window
+from ..options import Digest
+
+__all__ = ["BytesBody", "Image", "ShardBody"]
+
+
+@dataclass(frozen=True, slots=True)
+class BytesBody:
+    """A small file that is in memory as a whole."""
+
+    content: bytes
+    aligned: bool = False
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.content)
+
+    @property
+    def parts(self) -> Sequence[BytesBody]:
+        return (self,)
+
+    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        return memoryview(self.content)
+
+    def release(self) -> None:
+        """It is the caller's."""
+
+
+class Image(Protocol):
+    """Memory that is being filled for one reader, which may write where no payload goes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
+        """Block until ``end`` bytes are there. Raises what made the filling fail; ``Closed`` when ``stop`` is set."""
+
+    def release(self) -> None:
+        """The reader is done with it."""
+
+
+class ShardBody:
+    """A shard as it is staged: each window is framed and checksummed on its way to storage, in a writer's thread."""
+
+    aligned = True
+
+    def __init__(self, layout: ShardLayout, images: Sequence[Image], digest: Digest | None) -> None:
+        self.nbytes = layout.nbytes
+        self.layout = layout
+        self.images = images
+        self.digest = digest
+        self._sealer = Sealer(layout, None if digest is None else digest_of(digest))
+        pairs = zip(layout.windows, images, strict=True)
+        self.parts = tuple(_WindowPart(window, image, self._sealer) for window, image in pairs)
+
+    @property
+    def sums(self) -> BlockSums:
+        """Complete when the last part has been taken."""
+        return self._sealer.sums
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowPart:
+    """A window, whose memory goes back when it has been written."""
+
+    window: Window
+    image: Image
+    sealer: Sealer
+
+    @property
+    def offset(self) -> int:
+        return self.window.start
+
+    @property
+    def nbytes(self) -> int:
+        return self.image.nbytes
+
+    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        return self.take_showing(stop, deadline, None)
+
+    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
+        view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
+        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline, seen=seen)):
+            stop.check()
+        return view[: self.nbytes]
+
+    def release(self) -> None:
+        self.image.release()

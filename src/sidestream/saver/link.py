@@ -1,0 +1,244 @@
+"""The trainer's end of one saver process: a thread that started it, listens to it, and sees it to its end."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import threading
+import time
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Protocol
+
+from ..errors import SaverLost
+from ..events import emit
+from ..options import SaverProcess
+from .faults import unpack_event
+from .process import spawn
+from .wire import Channel, Frame, Kind, pack
+
+__all__ = ["Handed", "Link", "Listener"]
+
+_TICK_S = 1.0
+_START_S = 60.0
+_REAP_S = 5.0
+_ENDED = "the saver process has ended"
+
+
+class Handed(Protocol):
+    """Memory that the process is handed."""
+
+    @property
+    def descriptor(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+
+class Listener(Protocol):
+    """Whoever made a request. Called in the thread of the link; must be quick."""
+
+    def on_frame(self, frame: Frame) -> None: ...
+
+    def on_lost(self, reason: str) -> None:
+        """The process is gone: nothing of this request will be written any more."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be said about it."""
+
+
+class Link:
+    """One process. It is never used again once ``lost`` is set."""
+
+    def __init__(self, options: SaverProcess) -> None:
+        self.up: Future[None] = Future()
+        """Done when it is ready to write; ``SaverLost`` if it never was."""
+        self.lost: str | None = None
+        self.pid: int | None = None
+        self._options = options
+        self._lock = threading.Lock()
+        self._requests: dict[int, Listener] = {}
+        self._numbers = 0
+        self._channel: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._handed: set[int] = set()
+        self._handing = threading.Lock()
+        self._forgotten: deque[int] = deque()
+        self._killed: str | None = None
+        self._users = 0
+        self._used_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="sidestream-saver", daemon=True)
+        self._thread.start()
+
+    # --- any thread ---
+
+    def request(self, listener: Listener) -> int:
+        """A number for ``listener``, who hears of it from now on. Raises ``SaverLost``."""
+        with self._lock:
+            if self.lost is not None:
+                raise SaverLost(self.lost)
+            self._numbers += 1
+            self._requests[self._numbers] = listener
+            return self._numbers
+
+    def send(self, kind: Kind, number: int, body: bytes) -> None:
+        """Blocks while the process does not read. Raises ``SaverLost``, when it is gone."""
+        self._say(kind, number, body, None)
+
+    def hand(self, memory: Handed) -> None:
+        """Make ``memory`` known to the process, once; it is forgotten there when it is gone here."""
+        with self._handing:
+            if memory.number in self._handed:
+                return
+            self._say(Kind.SEGMENT, memory.number, len(memory).to_bytes(8, "little"), memory.descriptor)
+            self._handed.add(memory.number)
+            weakref.finalize(memory, self._forgotten.append, memory.number).atexit = False
+
+    def _say(self, kind: Kind, number: int, body: bytes, descriptor: int | None) -> None:
+        channel = self._channel
+        if channel is not None:
+            try:
+                self._forget(channel)
+                channel.send(kind, number, body, descriptor=descriptor)
+                return
+            except OSError:  # its thread may not have seen it yet, and nobody is to use it once more
+                self.kill(_ENDED)
+                self.ended(_REAP_S)
+        raise SaverLost(self.lost or _ENDED)
+
+    def use(self, users: int) -> None:
+        """So many more (or fewer) owners that want it to stay."""
+        with self._lock:
+            self._users += users
+            self._used_at = time.monotonic()
+
+    def kill(self, reason: str) -> None:
+        """End it now; everybody hears of it. From any thread; does not wait."""
+        self._killed = self._killed or reason
+        with self._lock:  # not after it was reaped: the number may be somebody else's by then
+            if self._process is not None and self._process.returncode is None:
+                with suppress(OSError):
+                    self._process.kill()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Wait until the process is gone and everybody has heard of it; False if that takes longer."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close_after_fork(self) -> None:
+        """In a forked child, which shall not keep the saver from seeing its trainer's end."""
+        if self._channel is not None:
+            with suppress(OSError):
+                os.close(self._channel.socket.detach())
+
+    # --- its thread ---
+
+    def _run(self) -> None:
+        reason = _ENDED
+        try:
+            process, ours = spawn()
+            self.pid = process.pid
+            with self._lock:
+                self._process = process
+            self._channel = Channel(ours)
+            options = self._options
+            self._channel.send(
+                Kind.SETUP,
+                0,
+                pack({
+                    "nice": options.nice,
+                    "io_priority": options.io_priority,
+                    "affinity": None if options.affinity is None else sorted(options.affinity),
+                    "rate_bytes_per_s": options.rate_bytes_per_s,
+                }),
+            )  # fmt: skip
+            reason = self._listen()
+        except Exception as error:  # the edge of the thread
+            reason = (
+                str(error) if isinstance(error, SaverLost) else f"the saver process: {type(error).__name__}: {error}"
+            )
+        finally:
+            self._end(reason)
+
+    def _listen(self) -> str:
+        """Until the process is gone, silent, or not wanted any more; returns why."""
+        assert self._channel is not None
+        poll = select.poll()
+        poll.register(self._channel.socket, select.POLLIN)
+        started = time.monotonic()
+        silent = 0
+        while True:
+            if not poll.poll(_TICK_S * 1000):
+                silent += 1  # counted, not measured: a machine that slept is no reason
+                if silent * _TICK_S >= self._options.silence_s and self.up.done():
+                    return f"the saver process did not answer for {self._options.silence_s:g} s and was killed"
+            else:
+                frames = self._channel.receive()
+                if frames is None:
+                    return self._killed or _ENDED
+                silent = 0
+                for frame in frames:
+                    self._on_frame(frame)
+                del frames
+            if not self.up.done() and time.monotonic() - started > _START_S:
+                return f"the saver process was not up within {_START_S:g} s and was killed"
+            if not self._requests:  # or else a thread may be stuck in sending, and this one has to see that
+                self._forget(self._channel)
+            if self._idle():
+                return "the saver process was not needed any more"
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.kind == Kind.UP:
+            self.up.set_result(None)
+        elif frame.kind == Kind.EVENT:
+            emit(unpack_event(frame.body))
+        elif frame.number:
+            with self._lock:
+                listener = self._requests.get(frame.number)
+            if listener is not None:
+                listener.on_frame(frame)
+                if listener.over:
+                    with self._lock:
+                        self._requests.pop(frame.number, None)
+                        self._used_at = time.monotonic()
+
+    def _forget(self, channel: Channel) -> None:
+        with suppress(IndexError):
+            while True:
+                channel.send(Kind.FORGET, self._forgotten.popleft())
+
+    def _idle(self) -> bool:
+        with self._lock:
+            if self._requests or self._users or not self.up.done():
+                return False
+            if time.monotonic() - self._used_at < self._options.idle_s:
+                return False
+            self.lost = "the saver process was not needed any more"  # with the lock: nobody comes any more
+            return True
+
+    def _end(self, reason: str) -> None:
+        """Nothing of it writes any more when everybody is told."""
+        self.kill(reason)
+        process = self._process
+        code = None
+        if process is not None:
+            with suppress(subprocess.TimeoutExpired):  # in a system call that does not end: it writes nothing new
+                code = process.wait(_REAP_S)
+        if code is not None and reason == _ENDED:
+            reason += f" (signal {-code})" if code < 0 else f" (exit status {code})"
+        with self._lock:
+            self.lost = reason
+            requests, self._requests = list(self._requests.values()), {}
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        if not self.up.done():
+            self.up.set_exception(SaverLost(reason))
+        for listener in requests:
+            listener.on_lost(reason)

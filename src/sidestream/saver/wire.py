@@ -1,0 +1,150 @@
+"""Frames between the trainer and its saver process: typed, length-prefixed, over a socket pair. No pickle.
+
+Plain values travel as JSON with tags for what JSON lacks, memory as a descriptor beside the frame that names it.
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+import json
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+__all__ = ["Channel", "Frame", "Kind", "Unsendable", "pack", "unpack"]
+
+_HEAD = struct.Struct("<BQQ")  # kind, number, bytes of the body
+_READ_BYTES = 256 << 10
+_DESCRIPTORS = 16  # at most that many come with one read
+
+
+class Kind(IntEnum):
+    """What a frame says. ``number`` is that of the request, or of the memory."""
+
+    # from the trainer
+    SETUP = 1
+    SEGMENT = 2  # with a descriptor
+    FORGET = 3
+    WRITE = 4
+    BYTES_FILE = 5
+    SHARD_FILE = 6
+    READY = 7
+    END = 8
+    CANCEL = 9
+    # from the saver
+    UP = 20
+    BEAT = 21
+    UNUSED = 22
+    FILE_DONE = 23
+    DONE = 24
+    FAILED = 25
+    EVENT = 26
+
+
+class Frame(NamedTuple):
+    kind: int
+    number: int
+    body: bytes
+    descriptor: int | None = None
+
+
+class Channel:
+    """One end. Any thread may send; one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._lock = threading.Lock()
+        self._buffer = bytearray()
+        self._descriptors: deque[int] = deque()
+
+    def send(self, kind: Kind, number: int = 0, body: bytes = b"", *, descriptor: int | None = None) -> None:
+        """Blocks while the other end does not read. Raises ``OSError`` when it is gone."""
+        head = _HEAD.pack(kind, number, len(body))
+        with self._lock:
+            if descriptor is not None:
+                sent = socket.send_fds(self.socket, [head], [descriptor])
+                head = head[sent:]
+            elif len(body) < _READ_BYTES:
+                head, body = head + body, b""
+            self.socket.sendall(head)
+            if body:
+                self.socket.sendall(body)
+
+    def receive(self) -> list[Frame] | None:
+        """Block for what comes next; None when the other end is gone. Whoever gets a descriptor owns it."""
+        try:
+            data, extra, _, _ = self.socket.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _DESCRIPTORS))
+        except ConnectionError:
+            return None
+        for level, kind, raw in extra:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                found = array.array("i")
+                found.frombytes(raw[: len(raw) - len(raw) % found.itemsize])
+                self._descriptors.extend(found)
+        if not data:
+            return None
+        self._buffer += data
+        return self._frames()
+
+    def _frames(self) -> list[Frame]:
+        frames: list[Frame] = []
+        at = 0
+        while len(self._buffer) - at >= _HEAD.size:
+            kind, number, nbytes = _HEAD.unpack_from(self._buffer, at)
+            start = at + _HEAD.size
+            if len(self._buffer) - start < nbytes:
+                break
+            at = start + nbytes
+            descriptor = self._descriptors.popleft() if kind == Kind.SEGMENT else None
+            frames.append(Frame(kind, number, bytes(self._buffer[start:at]), descriptor))
+        del self._buffer[:at]
+        return frames
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Unsendable(Exception):
+    """A value that is no plain data. Says where it is and of what type; never what it is."""
+
+
+def pack(value: object) -> bytes:
+    """Plain data as bytes: None, numbers, strings, bytes, lists, tuples and mappings. Raises ``Unsendable``."""
+    return json.dumps(_tagged(value, ""), separators=(",", ":")).encode()
+
+
+def unpack(packed: bytes) -> Any:
+    """What ``pack`` made."""
+    return _plain(json.loads(packed))
+
+
+def _tagged(value: object, where: str) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        return {"b": base64.b64encode(value).decode()}
+    if type(value) in (list, tuple):
+        found = [_tagged(one, f"{where}[{index}]") for index, one in enumerate(value)]  # type: ignore[var-annotated,arg-type]
+        return {"l" if type(value) is list else "t": found}
+    if isinstance(value, Mapping):
+        return {
+            "d": [[_tagged(key, f"{where} (a key)"), _tagged(one, f"{where}[{key!r}]")] for key, one in value.items()]
+        }
+    raise Unsendable(f"{where} is a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((tag, content),) = value.items()
+    if tag == "b":
+        return base64.b64decode(content)
+    if tag == "d":
+        return {_plain(key): _plain(one) for key, one in content}
+    found = [_plain(one) for one in content]
+    return found if tag == "l" else tuple(found)

@@ -1,0 +1,97 @@
+"""A saver process or its trainer is killed or stopped at file operations of either; what is left is judged."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _judge import Oracle
+from _look import attempts_in
+from _rows import Row, Size, spread
+from _saver_trial import environment, happened, savers, wait_until_gone
+from _trials import Told, Trials
+
+SHORT, LONG = 30, 500
+SAVES = [(1, 11), (2, 12)]
+BUDGETS = (1 << 26, 1 << 20)
+KINDS = ("kill", "stop", "kill the trainer", "stop the trainer", "full", "kill the trainer at its own")
+
+
+class Place:
+    """One trial: its run, and what its savers note."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "root"
+        self.run = self.root / "run"
+        self.notes = folder / "notes"
+        self.root.mkdir(parents=True)
+
+    def trial(self, children: Trials, what: str, at: int, when: str, budget_bytes: int) -> Told:
+        own = what == "kill the trainer at its own"
+        env = environment(self.notes, self.root, "nothing" if own else what, 0 if own else at, when)
+        return children.run(
+            at=at if own else 0, when=when, root=str(self.root), run=str(self.run), saves=SAVES, env=env, saver=True,
+            budget_bytes=budget_bytes,
+        )  # fmt: skip
+
+
+def counted(children: Trials, folder: Path, budget_bytes: int) -> tuple[int, int]:
+    """How many operations the saver and the trainer do when nothing happens."""
+    place = Place(folder)
+    told = place.trial(children, "nothing", 0, "before", budget_bytes)
+    assert told.exit == 0, told
+    assert told.acked == {"step-1": 11, "step-2": 12}, told
+    assert wait_until_gone(place.notes) == []
+    return max(savers(place.notes).values()), len(told.get("operations"))
+
+
+def judged(judge: Oracle, place: Place, what: str, told: Told) -> list[Any]:
+    wrong: list[Any] = []
+    ended = told.exit == 0
+    if ended != ("kill the trainer" not in what) and happened(place.notes):
+        wrong.append(f"the trainer ended with {told.exit}")
+    if told.exit not in (0, -signal.SIGKILL):
+        wrong.append(f"the trainer ended with {told.exit}")
+    error = told.error
+    if error is not None and ("untyped" in error or error["error"] not in ("SaverLost", "NoSpace")):
+        wrong.append(f"it failed with {error}")
+    if ended and error is None and len(told.acked) < len(SAVES):
+        wrong.append(f"of {SAVES} these were acknowledged: {told.acked}")
+    if ended and what in ("stop the trainer", "nothing") and error is not None:
+        wrong.append(f"nothing was lost, and it failed with {error}")
+    left = wait_until_gone(place.notes)
+    if left:
+        wrong.append(f"savers that outlive their trainer: {left}")
+    found = judge.look(place.run, further=9, stock=True)
+    wrong += found.violations
+    for name, seed in told.acked.items():
+        if found.seeds.get(name) != seed:
+            wrong.append(f"{name} was acknowledged with seed {seed}, and is {found.seeds.get(name)}")
+    if ended and attempts_in(place.root):
+        wrong.append(f"left behind: {attempts_in(place.root)}")
+    return wrong
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_either_side(
+    what: str, tmp_path: Path, row: Callable[..., Row], size: Size, judge: Oracle, children: Trials
+) -> None:
+    total = spread(size.of(SHORT, LONG), KINDS)[what]
+    counting = row("saver", what)
+    random = size.random("saver", what)
+    counts = {budget: counted(children, tmp_path / f"count-{budget}", budget) for budget in BUDGETS}
+    for number in range(total):
+        budget = BUDGETS[number % 2]
+        operations = counts[budget][1 if what == "kill the trainer at its own" else 0]
+        at = random.randint(operations * number // total + 1, max(operations * (number + 1) // total, 1))
+        place = Place(tmp_path / f"trial-{number}")
+        told = place.trial(children, what, at, random.choice(("before", "after")), budget)
+        counting.trial({"at": at, "budget": budget}, judged(judge, place, what, told))
+        if happened(place.notes):
+            counting.note("happened")
+        shutil.rmtree(tmp_path / f"trial-{number}")
+    counting.end(at_least=total)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fsspec.asyn import get_loop
+
+from sidestream.blocking import run_anywhere
+from sidestream.saver.client import close_all
+
+sys.path.append(str(Path(__file__).parents[1] / "crash"))  # for what happens inside a saver
+
+Until = Callable[[Callable[[], bool]], None]
+
+
+async def _nothing() -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _no_saver_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test starts its own processes, and leaves no descriptor and no process behind."""
+    close_all()
+    run_anywhere(_nothing)  # the loops that this process keeps have descriptors of their own
+    get_loop()
+    before = sorted(os.listdir("/proc/self/fd"))
+    yield
+    close_all()
+    if not getattr(request.module, "CONNECTS", False):  # clients of storage keep their connections
+        assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def until() -> Until:
+    def wait(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, "not within 60 s"
+            time.sleep(0.005)
+
+    return wait
+
+
+@pytest.fixture
+def children() -> Callable[[], list[int]]:
+    """The saver processes of this one."""
+
+    def find() -> list[int]:
+        found = []
+        for task in Path("/proc/self/task").iterdir():
+            try:
+                found += [int(pid) for pid in (task / "children").read_text().split()]
+            except OSError:
+                continue  # the thread has ended
+        return [pid for pid in found if _is_saver(pid)]
+
+    return find
+
+
+def _is_saver(pid: int) -> bool:
+    try:
+        return b"sidestream.saver.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

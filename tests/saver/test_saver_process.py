@@ -1,0 +1,366 @@
+"""The saver process: how it starts, what it is handed, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from _saver_trial import environment, happened, wait_until_gone
+from states import assert_same
+
+import sidestream
+from sidestream import events
+from sidestream.errors import Conflict, DeadlineExceeded, InvalidOption, NoSpace, SaverLost
+from sidestream.options import SaverProcess
+from sidestream.saver.client import close_all, saver_process
+
+Until = Callable[[Callable[[], bool]], None]
+Children = Callable[[], list[int]]
+
+
+def state_of(value: float, tensors: int = 8, elements: int = 1 << 18) -> dict[str, object]:
+    return {f"t{number}": torch.full((elements,), value + number) for number in range(tensors)} | {"value": value}
+
+
+async def back(url: Path) -> object:
+    return await (await sidestream.open_checkpoint(url)).state_dict()
+
+
+def test_what_it_imports_pulls_in_no_torch() -> None:
+    code = "import sys, sidestream.saver.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nor_does_the_process_that_runs(until: Until, children: Children, tmp_path: Path) -> None:
+    sidestream.blocking.save(state_of(1.0), tmp_path / "c", saver="process")
+    (pid,) = children()
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "sidestream" in maps, "the memory that it was handed"
+
+
+@pytest.mark.parametrize("durability", ["fsync", "flush"])
+async def test_the_same_files(durability: str, tmp_path: Path) -> None:
+    """Byte for byte what threads write, but for what is different in every save."""
+    state = state_of(3.0, tensors=3, elements=40_000) | {"nested": {"lr": 0.5, "empty": {}}, "big": torch.arange(9e6)}
+    infos = [
+        await sidestream.save(state, tmp_path / saver, saver=saver, durability=durability)  # type: ignore[arg-type]
+        for saver in ("thread", "process")
+    ]
+    names = [sorted(path.name for path in (tmp_path / saver).glob("*.distcp")) for saver in ("thread", "process")]
+    assert names[0] == names[1]
+    for name in names[0]:
+        assert (tmp_path / "thread" / name).read_bytes() == (tmp_path / "process" / name).read_bytes()
+    assert infos[0].nbytes == infos[1].nbytes
+    assert (await sidestream.verify(tmp_path / "process")).ok
+    assert_same(state, await back(tmp_path / "process"))
+
+
+async def test_digests_come_back(tmp_path: Path) -> None:
+    states = {}
+    for saver in ("thread", "process"):
+        await sidestream.save(state_of(1.0), tmp_path / saver, saver=saver, digest="blake3")  # type: ignore[arg-type]
+        (manifest,) = (tmp_path / saver).glob("manifest-*")
+        states[saver] = [line for line in manifest.read_text().splitlines() if line.startswith('["tensor"')]
+    assert states["thread"] == states["process"] != []
+    assert '"digest":"blake3"' in manifest.read_text()
+    assert (await sidestream.verify(tmp_path / "process")).ok
+
+
+async def test_one_process_and_few_descriptors_for_many_tensors(tmp_path: Path, children: Children) -> None:
+    await sidestream.save({"n": 1}, tmp_path / "first", saver="process")
+    before = len(os.listdir("/proc/self/fd"))
+    async with sidestream.AsyncStager(backing="shared") as stager:
+        state = {f"t{number}": torch.full((16,), float(number)) for number in range(5000)}
+        await sidestream.save(state, tmp_path / "c", saver="process", stager=stager)
+        (pid,) = children()
+        assert len(os.listdir("/proc/self/fd")) - before <= 4
+        assert len(os.listdir(f"/proc/{pid}/fd")) <= 16
+    assert_same(state, await back(tmp_path / "c"))
+
+
+async def test_overlapping_saves_do_not_mix(tmp_path: Path, children: Children) -> None:
+    urls = [tmp_path / f"c{number}" for number in range(12)]
+    saves = [sidestream.async_save(state_of(float(n), 4), url, saver="process") for n, url in enumerate(urls)]
+    taken = sidestream.async_save(state_of(99.0), urls[3], saver="process")
+    results = await asyncio.gather(*saves, taken, return_exceptions=True)
+    wrong = [one for one in results if isinstance(one, BaseException)]
+    assert len(children()) == 1
+    assert len(wrong) == 1, wrong
+    assert isinstance(wrong[0], Conflict)
+    for number, url in enumerate(urls):
+        found = await back(url)
+        assert isinstance(found, dict)
+        if number != 3 or found["value"] != 99.0:
+            assert_same(state_of(float(number), 4), found)
+
+
+async def test_a_state_larger_than_its_memory(tmp_path: Path) -> None:
+    state = state_of(5.0, 24)
+    async with sidestream.AsyncStager(budget_bytes=6 << 20) as stager:
+        await sidestream.save(state, tmp_path / "c", saver="process", stager=stager)
+        assert stager.statistics().reserved_bytes <= 6 << 20
+    await sidestream.save(state, tmp_path / "d", saver="process", snapshot=False)
+    assert_same(state, await back(tmp_path / "c"))
+    assert_same(state, await back(tmp_path / "d"))
+
+
+async def test_memory_that_was_private_is_shared_from_then_on(tmp_path: Path) -> None:
+    async with sidestream.AsyncStager(budget_bytes=64 << 20) as stager:
+        await sidestream.save(state_of(1.0), tmp_path / "thread", stager=stager)
+        await sidestream.save(state_of(2.0), tmp_path / "process", stager=stager, saver="process")
+        await sidestream.save(state_of(3.0), tmp_path / "again", stager=stager)
+    for value, name in ((1.0, "thread"), (2.0, "process"), (3.0, "again")):
+        assert_same(state_of(value), await back(tmp_path / name))
+
+
+async def test_a_killed_one_is_replaced(tmp_path: Path, children: Children, until: Until) -> None:
+    await sidestream.save(state_of(1.0), tmp_path / "a", saver="process")
+    (pid,) = children()
+    os.kill(pid, signal.SIGKILL)
+    await sidestream.save(state_of(2.0), tmp_path / "b", saver="process")
+    assert children() != [pid]
+    assert_same(state_of(2.0), await back(tmp_path / "b"))
+
+
+async def test_a_killed_one_is_told_of_and_the_save_goes_on(tmp_path: Path, children: Children) -> None:
+    heard: list[events.Event] = []
+    slow = SaverProcess(rate_bytes_per_s=20e6)
+    with events.observe(heard.append):
+        pending = sidestream.async_save(state_of(1.0, 64), tmp_path / "a", saver=slow)  # 64 MiB in two windows
+        await pending.staged
+        while not list(tmp_path.glob(".a.*/__0_1.distcp")):
+            await asyncio.sleep(0.005)
+        os.kill(children()[0], signal.SIGKILL)
+        await pending
+    (gone,) = [event for event in heard if isinstance(event, events.SaverGone)]
+    assert gone.again
+    assert "signal 9" in gone.reason
+    assert_same(state_of(1.0, 64), await back(tmp_path / "a"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+async def test_without_retries_it_is_a_typed_error(tmp_path: Path, children: Children) -> None:
+    slow = SaverProcess(rate_bytes_per_s=20e6, retries=0)
+    pending = sidestream.async_save(state_of(1.0, 64), tmp_path / "a", saver=slow)
+    await pending.staged
+    while not list(tmp_path.glob(".a.*/__0_1.distcp")):
+        await asyncio.sleep(0.005)
+    os.kill(children()[0], signal.SIGKILL)
+    with pytest.raises(SaverLost, match="signal 9"):
+        await pending
+    assert pending.outcome == "absent"
+    assert list(tmp_path.iterdir()) == []
+    await sidestream.save(state_of(1.0), tmp_path / "a", saver=SaverProcess(retries=0))
+
+
+async def test_a_stopped_one_is_noticed(tmp_path: Path, children: Children) -> None:
+    saver = SaverProcess(silence_s=2)
+    await sidestream.save(state_of(1.0), tmp_path / "a", saver=saver)
+    (pid,) = children()
+    os.kill(pid, signal.SIGSTOP)
+    await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver)
+    assert pid not in children()
+    assert_same(state_of(2.0), await back(tmp_path / "b"))
+
+
+async def test_memory_that_others_wanted_is_not_there_for_a_second_time(
+    tmp_path: Path, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs in one write while the state passes through a small budget, and is killed then."""
+    for name, value in environment(tmp_path / "notes", tmp_path / "run", "hang", "pwrite").items():
+        monkeypatch.setenv(name, value)
+    async with sidestream.AsyncStager(budget_bytes=6 << 20) as stager:
+        url = tmp_path / "run" / "c"
+        state = state_of(5.0, 24)
+        del state["value"]  # its file would be the one that hangs, and everything behind it
+        pending = sidestream.async_save(state, url, saver="process", stager=stager)
+        await pending.staged
+        assert happened(tmp_path / "notes")
+        os.kill(children()[0], signal.SIGKILL)
+        with pytest.raises(SaverLost, match="in use again"):
+            await pending
+        assert list((tmp_path / "run").iterdir()) == []
+        await sidestream.save(state_of(6.0, 24), url, saver="process", stager=stager)
+    assert_same(state_of(6.0, 24), await back(url))
+
+
+@pytest.mark.parametrize("where", ["pwrite", "fsync"])
+async def test_one_that_hangs_is_ended_at_the_deadline(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(tmp_path / "notes", tmp_path / "run", "hang", where).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeadlineExceeded):
+        await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process", timeout_s=3)
+    assert happened(tmp_path / "notes")
+    assert wait_until_gone(tmp_path / "notes") == []
+    assert list((tmp_path / "run").iterdir()) == []
+    await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process")
+
+
+async def test_a_full_disk_there_is_a_full_disk_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(tmp_path / "notes", tmp_path / "run", "full", "pwrite").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NoSpace, match="free some space") as raised:
+        await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process")
+    assert raised.value.errno == errno.ENOSPC
+    assert str(raised.value.filename).endswith(".distcp")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+async def test_a_cancel_reaches_it(tmp_path: Path, children: Children) -> None:
+    slow = SaverProcess(rate_bytes_per_s=1e6)
+    async with sidestream.AsyncStager(backing="shared") as stager:
+        pending = sidestream.async_save(state_of(1.0, 64), tmp_path / "a", saver=slow, stager=stager)
+        while not list(tmp_path.glob(".a.*/__0_1.distcp")):
+            await asyncio.sleep(0.005)
+        (pid,) = children()
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        await pending.ended()
+        assert list(tmp_path.iterdir()) == []
+        assert children() == [pid], "it was asked, and not killed"
+
+
+async def test_a_stopped_one_does_not_hold_up_a_deadline(tmp_path: Path, children: Children) -> None:
+    saver = SaverProcess(silence_s=3600)
+    await sidestream.save(state_of(1.0), tmp_path / "a", saver=saver)
+    os.kill(children()[0], signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded):
+        await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver, timeout_s=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver)
+
+
+async def test_prewarm_starts_it_and_a_checkpointer_keeps_it(tmp_path: Path, children: Children, until: Until) -> None:
+    saver = SaverProcess(idle_s=0.01)
+    state = state_of(1.0)
+    async with sidestream.Checkpointer(tmp_path, saver=saver) as checkpoints:
+        assert children() == []
+        await checkpoints.prewarm(state)
+        (pid,) = children()
+        for step in (1, 2):
+            await (await checkpoints.save(state, step=step))
+            await asyncio.sleep(1.5)  # as often as it looks whether it is needed
+        assert children() == [pid]
+    until(lambda: children() == [])
+
+
+async def test_it_ends_when_nobody_has_used_it(tmp_path: Path, children: Children, until: Until) -> None:
+    saver = SaverProcess(idle_s=0.01)
+    await sidestream.save(state_of(1.0), tmp_path / "a", saver=saver)
+    until(lambda: children() == [])
+    await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver)
+    assert_same(state_of(2.0), await back(tmp_path / "b"))
+
+
+def test_where_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidOption, match="memory://"):
+        sidestream.blocking.save({"n": 1}, "memory://saver/c", saver="process")
+    sidestream.blocking.save({"n": 1}, "memory://saver/c", saver="auto")
+    with pytest.raises(InvalidOption, match="'thread', 'process', 'auto'"):
+        sidestream.blocking.save({"n": 1}, tmp_path / "c", saver="fork")
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(SaverLost, match="could not be started"):
+        sidestream.blocking.save({"n": 1}, tmp_path / "c", saver=SaverProcess(nice=6))
+    sidestream.blocking.save({"n": 1}, tmp_path / "c", saver="auto")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"nice": 20}, {"affinity": ()}, {"rate_bytes_per_s": 0}, {"io_priority": "high"}, {"silence_s": 0}]
+)
+def test_wrong_options(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidOption):
+        SaverProcess(**wrong)  # type: ignore[arg-type]
+
+
+async def test_its_priorities(tmp_path: Path, children: Children) -> None:
+    one = min(os.sched_getaffinity(0))
+    saver = SaverProcess(nice=7, io_priority="idle", affinity=frozenset({one}))
+    await sidestream.save({"n": 1}, tmp_path / "c", saver=saver)
+    (pid,) = children()
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 7)
+    assert os.sched_getaffinity(pid) == {one}
+
+
+TRAINER = """
+import asyncio, os, sys, torch, sidestream
+async def main():
+    state = {"t": torch.ones(1 << 24)}
+    await sidestream.save({"n": 1}, sys.argv[1] + "/warm", saver=sidestream.SaverProcess(rate_bytes_per_s=1e6))
+    sidestream.async_save(state, sys.argv[1] + "/c", saver=sidestream.SaverProcess(rate_bytes_per_s=1e6))
+    while not any(name.startswith(".c") for name in os.listdir(sys.argv[1])):
+        await asyncio.sleep(0.01)
+    print(sidestream.saver.client.saver_process(sidestream.SaverProcess(rate_bytes_per_s=1e6)).pid, flush=True)
+    await asyncio.sleep(3600)
+import sidestream.saver.client
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_it_ends_with_its_trainer(how: str, tmp_path: Path, until: Until) -> None:
+    with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        pid = int(trainer.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        trainer.send_signal(getattr(signal, how))
+        trainer.wait(60)
+        until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text())
+    assert not (tmp_path / "c").exists()
+
+
+def test_nothing_of_main_runs_in_it(tmp_path: Path) -> None:
+    """No guard is needed, and modules of the program's folder are not imported."""
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent(
+            """
+            import sys
+            print("main runs")
+            import sidestream.blocking
+            sidestream.blocking.save({"n": 1}, sys.argv[1], saver="process")
+            """
+        )
+    )
+    (tmp_path / "selectors.py").write_text('raise SystemExit("a module of the program was imported")')
+    done = subprocess.run(
+        [sys.executable, "-P", str(tmp_path / "program.py"), str(tmp_path / "c")],
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "main runs\n"
+    assert done.stderr == ""
+
+
+def test_a_forked_child_has_its_own(tmp_path: Path, children: Children) -> None:
+    sidestream.blocking.save({"n": 1}, tmp_path / "a", saver="process")
+    (parents,) = children()
+    pid = os.fork()
+    if pid == 0:
+        try:
+
+            async def save() -> None:
+                await sidestream.save({"n": 2}, tmp_path / "b", saver="process")
+
+            asyncio.run(save())
+            own = saver_process(SaverProcess()).pid
+            close_all()
+            os._exit(0 if own != parents else 1)
+        finally:
+            os._exit(70)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    sidestream.blocking.save({"n": 3}, tmp_path / "c", saver="process")
+    assert children() == [parents]

@@ -1,0 +1,85 @@
+"""Object storage, written by a saver process: through both clients, with what happens to it on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+import torch
+from _places import Place
+from _s3_server import S3Server
+from states import assert_same
+
+import sidestream
+from sidestream.errors import SidestreamError
+from sidestream.saver.client import close_all, saver_process
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {f"t{number}": torch.full((3 << 20,), value + number) for number in range(4)}  # 48 MiB: parts
+
+
+@pytest.fixture(autouse=True)
+def _own_process() -> Iterator[None]:
+    close_all()
+    yield
+    close_all()
+
+
+async def back(place: Place, name: str) -> object:
+    return await (await sidestream.open_checkpoint(place.url(name), **place.keywords)).state_dict()
+
+
+async def test_round_trip_and_overlapping_saves(place_on_s3: Place) -> None:
+    place = place_on_s3
+    saves = [
+        sidestream.async_save(state(float(n)), place.url(f"c{n}"), saver="process", **place.keywords) for n in range(2)
+    ]
+    await asyncio.gather(*saves)
+    for number in range(2):
+        assert_same(state(float(number)), await back(place, f"c{number}"))
+        assert (await sidestream.verify(place.url(f"c{number}"), **place.keywords)).ok
+
+
+async def test_killed_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Server) -> None:
+    """The upload that it had begun is not left open, and a new process does it once more."""
+    place = place_on_s3
+    saver = sidestream.SaverProcess(rate_bytes_per_s=10e6)
+    async with sidestream.AsyncStager(backing="shared") as stager:
+        pending = sidestream.async_save(state(1.0), place.url("c"), saver=saver, stager=stager, **place.keywords)
+        while not s3.uploads and not pending.done():
+            await asyncio.sleep(0.005)
+        pid = saver_process(saver).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await pending
+    assert_same(state(1.0), await back(place, "c"))
+    assert s3.uploads == {}
+
+
+async def test_cancelled_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Server) -> None:
+    place = place_on_s3
+    saver = sidestream.SaverProcess(rate_bytes_per_s=5e6)
+    async with sidestream.AsyncStager(backing="shared") as stager:
+        pending = sidestream.async_save(state(1.0), place.url("c"), saver=saver, stager=stager, **place.keywords)
+        while not s3.uploads and not pending.done():
+            await asyncio.sleep(0.005)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        await pending.ended()
+    assert s3.uploads == {}
+    with pytest.raises(SidestreamError):
+        await back(place, "c")
+
+
+async def test_a_file_system_that_can_be_made_again(s3: S3Server) -> None:
+    filesystem = fsspec.filesystem("s3", **s3.options)
+    url = f"{s3.bucket}/handed/c"
+    await sidestream.save(state(2.0), url, saver="process", filesystem=filesystem)
+    checkpoint = await sidestream.open_checkpoint(url, filesystem=filesystem)
+    assert_same(state(2.0), await checkpoint.state_dict())
