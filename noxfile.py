@@ -66,9 +66,11 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=ONE)
 def ranks(session: nox.Session) -> None:
-    """Run tests/ranks: groups of real processes that save and load together, and are killed at it."""
+    """Run tests/ranks: groups of real processes that save and load together, and are killed at it.
+
+    The log says how long the survivors took to know (``-rP``)."""
     _install(session, ".[fast]", groups=("tests",))
-    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", *(session.posargs or ["tests/ranks"]))
+    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", *(session.posargs or ["-rP", "tests/ranks"]))
 
 
 @nox.session(python=ONE)

@@ -158,6 +158,11 @@ def load_whole(rank: int, world: int, directory: Path, saved: list[int]) -> list
         found = await (await sidestream.open_checkpoint(path)).state_dict()
         same(found, whole(1))
         verified = await sidestream.verify(path)
+        copied = directory / f"copy-{path.name}"
+        await sidestream.copy(path, copied)
+        target = whole(100)
+        await sidestream.load(target, copied, process_group="alone")
+        same(target, whole(1))
         return [report.save_id, verified.ok, [damage.message for damage in verified.damaged]]
 
     return [run(load(directory / f"ours-{writers}-1")) for writers in saved]

@@ -36,7 +36,7 @@ __all__ = ["CopyReport", "copy"]
 _LEAST_BYTES = 96 << 20
 _MOST_WINDOW_BYTES = 64 << 20
 _PAGE_BYTES = 4096
-_OURS = re.compile(r"(?:__\d+_\d+|manifest)-([0-9a-f]{32})(?:\.distcp)?")
+_OURS = re.compile(r"(?:__\d+_\d+|manifest)-([0-9a-f]{32})(?:\.distcp|\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
