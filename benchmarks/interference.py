@@ -29,6 +29,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -204,17 +205,20 @@ def own_memory(pid: int) -> int:
 
 
 def measured(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
+    with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as folder:
         asked = json.dumps([kind, shape, loop, rounds, folder])
         process = subprocess.Popen(
             [sys.executable, __file__, "--one", asked],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        told, most, memory = watched(process)
+        with ThreadPoolExecutor(1) as pool:  # DCP's process talks
+            said = pool.submit(process.stderr.read)  # type: ignore[union-attr]
+            told, most, memory = watched(process)
     if process.returncode:
-        raise SystemExit(f"{kind}, {shape}, {loop} ended with {process.returncode}")
+        return {"kind": kind, "failed": (said.result().strip().splitlines() or ["?"])[-1]}
     found = json.loads(told.splitlines()[-1])
     first, warm = found["saves"][0], found["saves"][1:]
     return {
@@ -238,6 +242,8 @@ HEAD = (
 
 
 def line(one: dict[str, Any]) -> str:
+    if "failed" in one:
+        return f"{one['kind']:12} failed: {one['failed'][:100]}"
     figures = (100 * one["kept"], one["stall_ms"], one["worst_ms"])
     rest = (one["lost_s_per_gb"], one["first_s"], one["warm_s"], one["fds"], one["child_mb"])
     return "{:12} {:6.1f} {:9.1f} {:9.1f} {:10.2f} {:8.2f} {:7.2f} {:5d} {:9.0f}".format(one["kind"], *figures, *rest)
