@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
@@ -200,7 +200,7 @@ class RankFailure:
     step: str
     kind: str
     text: str
-    error: SidestreamError | None = None
+    error: SidestreamError | None = field(default=None, compare=False)  # exceptions have no equality
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.step}): {self.kind}: {self.text}"
@@ -219,7 +219,7 @@ class RankFailures(SidestreamError, RuntimeError):
         super().__init__("\n  ".join([f"{len(self.failures)} of the ranks failed:", *shown, *more]))
 
     def __reduce__(self) -> Any:
-        return RankFailures, (self.failures,)
+        return RankFailures, (self.failures,), vars(self)
 
 
 class OutcomeUnknown(SidestreamError, OSError):

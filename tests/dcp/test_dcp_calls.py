@@ -237,11 +237,21 @@ def test_writer_and_reader_travel_to_another_process(tmp_path: Path) -> None:
     assert_same(state, target)
 
 
-@pytest.mark.parametrize("name", [name for name in errors.__all__ if isinstance(getattr(errors, name), type)])
+def error_of(kind: type[SidestreamError]) -> SidestreamError:
+    if issubclass(kind, errors.RankFailures):
+        told = errors.RankFailure(1, "writing", "NoSpace", "what was said", errors.NoSpace(28, "what was said", "/a/b"))
+        return kind([told, errors.RankFailure(0, "planning", "RankDied", "its connection was closed")])
+    return kind(2, "what was said", "/a/b") if issubclass(kind, OSError) else kind("what was said")
+
+
+KINDS = [name for name in errors.__all__ if issubclass(getattr(errors, name), SidestreamError)]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_errors_travel_between_ranks(name: str) -> None:
     """DCP sends the error of a rank to all others as a pickle; one that cannot be read there hangs them."""
     kind = getattr(errors, name)
-    error: SidestreamError = kind(2, "what was said", "/a/b") if issubclass(kind, OSError) else kind("what was said")
+    error = error_of(kind)
     error.add_note("a note")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind
