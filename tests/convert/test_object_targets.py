@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,29 @@ class _Forgetful(dict[str, bytes]):
     def __setitem__(self, key: str, content: bytes) -> None:
         altered = key.endswith(("__0_1.distcp", ".pt"))
         super().__setitem__(key, content[:5000] + bytes([content[5000] ^ 1]) + content[5001:] if altered else content)
+
+
+async def test_a_copy_that_fails_leaves_what_another_one_has_committed(place: Place, saved: Path) -> None:
+    """Both begin when nothing is there; the other one is done before this one fails."""
+    target = f"{place.base}/twice"
+
+    class Late(Exception):
+        pass
+
+    def overtake() -> None:
+        sidestream.blocking.copy(saved, target, **to(place))
+
+    def progress(done: int, total: int) -> None:
+        if done == 0:
+            other = threading.Thread(target=overtake)
+            other.start()
+            other.join()
+        elif done > total // 2:
+            raise Late
+
+    with pytest.raises((Late, errors.Conflict, ExceptionGroup)):
+        await sidestream.copy(saved, target, progress=progress, **to(place))
+    assert (await sidestream.verify(target, **from_(place))).ok
 
 
 async def test_what_arrived_is_compared(tmp_path: Path, saved: Path) -> None:

@@ -190,7 +190,7 @@ class ObjectStore:
 
     async def _look_at(self, target: str, naming: Naming, deadline: Deadline) -> None:
         """Raises ``Conflict`` unless it is free."""
-        self._check_vacant(target, await self._list(target, deadline))
+        self._check_vacant(target, await self._list(target, deadline), naming)
         if naming == "single":
             key = self._key(target)
             try:
@@ -208,11 +208,13 @@ class ObjectStore:
             content = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
             if own.naming == "attempt":
                 call = Call(lambda: self._put(key, content, deadline))
-            else:
-                call = Call(lambda: self._create(name, content, deadline))
-                own.begun.add(name)  # also what a cancel leaves in doubt is ours: it was created, or is not there
-            try:
                 call.result(f"writing {key}", stop=stop, deadline=deadline)
+                return
+            creation = Call(lambda: self._create(name, content, deadline, whole=True))
+            own.begun.add(name)  # also what a cancel leaves in doubt is ours: it was created, or is not there
+            try:
+                if not creation.result(f"writing {key}", stop=stop, deadline=deadline):
+                    own.begun.discard(name)  # another writer's, perhaps, and good: it stays, whatever becomes of us
             except Conflict:
                 own.begun.discard(name)
                 raise
@@ -299,29 +301,35 @@ class ObjectStore:
                     self.url,
                 )
 
-    async def _create(self, name: str, content: bytes | memoryview, deadline: Deadline) -> None:
-        """Raises ``Conflict`` if the name is taken by another content: ours may be there from a request that was
-        carried out though its answer was lost."""
-        key = self._key(name)
-        end = max(1, min(len(content), 4096))
+    async def _create(self, name: str, content: bytes | memoryview, deadline: Deadline, *, whole: bool = False) -> bool:
+        """Whether this created it. False: its content is there already, perhaps from a request that was carried out
+        though its answer was lost. What names its writer at its end is compared by that, all else as a ``whole``.
 
-        async def create() -> None:
+        Raises ``Conflict`` if the name is taken by another content."""
+        key = self._key(name)
+        end = bytes(content[0 if whole else -4096 :])
+
+        async def create() -> bool:
             try:
                 await self._engine.put(key, memoryview(content), create=True)
             except Exception as error:
                 if fate_of(error) != "taken":
                     raise
-                if not await self._holds(key, bytes(content[-end:])):
+                if not await self._holds(key, end, whole=whole):
                     raise Taken(name) from error
+                return False
+            return True
 
         try:
-            await self._requests.run("writing", name, create, deadline)
+            return await self._requests.run("writing", name, create, deadline)
         except Taken as taken:
             raise Conflict(f"{self.url}/{name} exists already: another writer was first") from taken
 
-    async def _holds(self, key: str, end: bytes) -> bool:
+    async def _holds(self, key: str, end: bytes, *, whole: bool) -> bool:
         try:
-            return bool(end) and await self._engine.tail(key, len(end)) == end
+            if whole and await self._engine.size(key) != len(end):
+                return False
+            return (whole and not end) or (bool(end) and await self._engine.tail(key, len(end)) == end)
         except Exception as error:
             if fate_of(error) == "absent":  # 409: somebody else was creating it at that moment, and did not (yet)
                 raise ConnectionError("another request for the same name was in the way") from error
@@ -365,8 +373,10 @@ class ObjectStore:
         await self._engine.forget(self._key(target))
 
     async def _delete_begun(self, own: _Attempt, deadline: Deadline) -> None:
+        """What this attempt wrote under names that others may use too; nothing, where another writer has committed."""
+        committed = own.naming == "given" and _MARKER in (await self._list(own.target, deadline)).files
         try:
-            await self._delete("", sorted(own.begun), deadline)
+            await self._delete("", () if committed else sorted(own.begun), deadline)
         finally:
             keys = {self._key(name) for name in own.begun}
             uploads = await self._uploads(own.directory, deadline) if own.in_parts else {}
@@ -583,9 +593,10 @@ class ObjectStore:
         key = self._key(directory)
         return await self._requests.run("listing", directory, lambda: self._engine.listing(key), deadline)
 
-    def _check_vacant(self, target: str, listing: Listing) -> None:
-        """What attempts have left behind is no obstacle: their names are their own."""
-        others = [*listing.directories, *(name for name in listing.files if _OURS.fullmatch(name) is None)]
+    def _check_vacant(self, target: str, listing: Listing, naming: Naming) -> None:
+        """What attempts have left behind is no obstacle to another one: their names are their own."""
+        taken = [name for name in listing.files if naming != "attempt" or _OURS.fullmatch(name) is None]
+        others = [*listing.directories, *taken]
         if others:
             raise Conflict(
                 f"{self.url}/{target} is not empty: save to a new prefix, or let a Checkpointer make generations of a "
