@@ -169,14 +169,16 @@ async def test_a_copy_that_fails_leaves_what_another_one_has_committed(place: Pl
     class Late(Exception):
         pass
 
+    overtaken: list[threading.Thread] = []
+
     def overtake() -> None:
         sidestream.blocking.copy(saved, target, **to(place))
 
     def progress(done: int, total: int) -> None:
-        if done == 0:
-            other = threading.Thread(target=overtake)
-            other.start()
-            other.join()
+        if 0 < done and not overtaken:  # it has looked, and found nothing
+            overtaken.append(threading.Thread(target=overtake))
+            overtaken[0].start()
+            overtaken[0].join()
         elif done > total // 2:
             raise Late
 
