@@ -175,7 +175,7 @@ async def test_a_copy_that_fails_leaves_what_another_one_has_committed(place: Pl
         sidestream.blocking.copy(saved, target, **to(place))
 
     def progress(done: int, total: int) -> None:
-        if 0 < done and not overtaken:  # it has looked, and found nothing
+        if done > 0 and not overtaken:  # it has looked, and found nothing
             overtaken.append(threading.Thread(target=overtake))
             overtaken[0].start()
             overtaken[0].join()
