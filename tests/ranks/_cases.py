@@ -563,6 +563,21 @@ def cancelled(rank: int, world: int, directory: Path) -> list[Any]:
     return run(save())
 
 
+def storage_then_disk(rank: int, world: int, directory: Path) -> None:
+    """The same state to storage where names carry the save's id, then twice to a disk, where they do not."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    async def save() -> None:
+        for url in ("memory://then/disk", str(directory / "one"), str(directory / "two")):
+            await sidestream.save(large(mesh), url, timeout_s=TIMEOUT_S)
+
+    run(save())
+    for name in ("one", "two"):
+        target = large(mesh, 5)
+        dcp.load(target, checkpoint_id=str(directory / name))
+        same(target, large(mesh))
+
+
 def object_storage(rank: int, world: int, directory: Path, url: str, options: dict[str, Any]) -> list[Any]:
     """To a bucket: twice in one run, then a save that fails, and what is left of it."""
     mesh = init_device_mesh("cpu", (world,))

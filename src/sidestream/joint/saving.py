@@ -199,6 +199,8 @@ class JointSave:
             body = BytesBody(made.part)
             await store.put(f"{order.attempt}/{name}", body, durability=order.durability, deadline=deadline)
         told = {
+            "new": made.new,
+            "stable": made.stable,
             "files": made.files,
             "part": [len(made.part), crc32(made.part)],
             "layout": planned.plan.layout.digest,
@@ -277,7 +279,7 @@ class JointSave:
         marker = Marker(
             order.save_id, len(raw), crc32(raw), order.step, order.generation, order.saved_at, len(last), crc32(last)
         )
-        places = [agreement.fragments[rank][1] for rank in range(len(told))] + [one["values"] for one in told]
+        places = [one["chunks"] for one in told] + [one["values"] for one in told]
         return {
             manifest_name(order.save_id): raw,
             METADATA_NAME: b"".join(shared_metadata(agreement.head, places, marker)),
@@ -299,12 +301,14 @@ def _unless_failed(staged: asyncio.Future[None]) -> asyncio.Future[None]:
 @dataclass(frozen=True, slots=True)
 class _Made:
     """A rank's part of the manifest, its files, and the places of its items as ``.metadata`` has them; those of its
-    tensors only if rank 0 does not have them yet."""
+    tensors only if they are ``new`` to rank 0. ``stable``: they hold for the next save as well."""
 
     part: bytes
     files: dict[str, int]
     chunks: bytes
     values: bytes
+    new: bool
+    stable: bool
 
 
 def _make_part(planned: Planned, sums: Sequence[BlockSums], store: Store, attempt: str) -> _Made:
@@ -323,26 +327,33 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], store: Store, attemp
     )
     # Names on object storage carry the save's id: there the places are new each time.
     stable = all(name == published for name, published in names.items())
-    sent = stable and planned.known_layout == plan.layout.digest
+    new = not stable or planned.known_layout != plan.layout.digest
     return _Made(
         part,
         {names[name]: nbytes for name, nbytes in plan.files.items()},
-        b"" if sent else places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks),
+        places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks) if new else b"",
         places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
+        new,
+        stable,
     )
 
 
 def _take(receipts: Sequence[bytes], planned: Planned) -> list[dict[str, Any]]:
-    """On rank 0, in a worker thread: what all have told; new places are kept for the next save."""
+    """On rank 0, in a worker thread: what all have told, with the places of this very save; new ones are kept for the
+    next if they will hold for it."""
     told = []
     for rank, receipt in enumerate(politely(receipts, 8)):
         head, chunks, values = struct.unpack_from("<3Q", receipt)
         start = struct.calcsize("<3Q")
         one: dict[str, Any] = json.loads(receipt[start : start + head])
-        places = receipt[start + head : start + head + chunks]
-        known = planned.agreement.fragments.get(rank)
-        if chunks or known is None or known[0] != one["layout"]:
-            planned.agreement.fragments[rank] = (one["layout"], places)
         one["values"] = receipt[start + head + chunks : start + head + chunks + values]
+        if one["new"]:
+            one["chunks"] = receipt[start + head : start + head + chunks]
+            if one["stable"]:
+                planned.agreement.fragments[rank] = (one["layout"], one["chunks"])
+        else:
+            layout, one["chunks"] = planned.fragments.get(rank, ("", b""))
+            if layout != one["layout"]:
+                raise SidestreamError(f"rank {rank} relies on places of its tensors that rank 0 does not have")
         told.append(one)
     return told
