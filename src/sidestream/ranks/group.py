@@ -214,11 +214,13 @@ class Hub(Group):
         state = self._state(number)
         if state.stopping and not state.sealed:
             return
-        for rank, link in self._links.items():
-            link.send(Frame(Kind.ANSWER, number, step, answers[rank]))
-        answered = state.answered.get(step)
-        if answered is not None and not answered.done():
-            answered.set_result(answers[0])
+        try:
+            for rank, link in list(self._links.items()):  # one that turns out to be closed is taken out
+                link.send(Frame(Kind.ANSWER, number, step, answers[rank]))
+        finally:
+            answered = state.answered.get(step)
+            if answered is not None and not answered.done():
+                answered.set_result(answers[0])
 
     def _on_frame(self, rank: int, frame: Frame) -> None:
         state = self._state(frame.op)
