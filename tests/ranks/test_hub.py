@@ -10,8 +10,10 @@ from concurrent.futures import Future
 import pytest
 
 from sidestream._threads import Deadline
+from sidestream.errors import RankFailures
 from sidestream.ranks.failure import Stopped
 from sidestream.ranks.group import Hub, Spoke
+from sidestream.ranks.operation import Operation
 from sidestream.ranks.owner import Link, owner
 
 LONG_S = 60.0
@@ -81,3 +83,48 @@ async def test_an_answer_reaches_those_who_live(three: Ranks) -> None:
         with pytest.raises(Stopped):
             await others[0]
         assert [one.kind for one in (await operations[1].failed(Stopped())).failures] == ["RankDied"]
+
+
+@pytest.mark.parametrize("where", ["in_the_seal", "after_the_seal"])
+async def test_a_cancel_before_the_publish_ends_the_save_for_all(three: Ranks, where: str) -> None:
+    operations = [group.begin("save", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    inside: asyncio.Event = asyncio.Event()
+
+    async def decide(_: Sequence[bytes]) -> bytes:
+        if where == "in_the_seal":
+            asyncio.get_running_loop().call_soon(inside.set)
+        assert await operations[0].seal()
+        inside.set()
+        await asyncio.sleep(LONG_S)
+        return b""
+
+    async def rank(operation: Operation) -> RankFailures:
+        try:
+            await operation.aexchange("commit", b"", decide)
+        except (Stopped, asyncio.CancelledError) as error:
+            return await operation.failed(error)
+        raise AssertionError("it was not carried out")
+
+    tasks = [asyncio.ensure_future(rank(operation)) for operation in operations]
+    await inside.wait()
+    tasks[0].cancel()
+    async with asyncio.timeout(LONG_S / 2):
+        for verdict in await asyncio.gather(*tasks):
+            assert [(one.rank, one.kind) for one in verdict.failures] == [(0, "CancelledError")]
+
+
+async def test_a_cancel_of_a_step_that_goes_on_leaves_the_seal(three: Ranks) -> None:
+    """Rank 0 is cancelled while its answer is on the way: everybody, itself included, goes on."""
+    operations = [group.begin("save", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    others = [asyncio.ensure_future(one.aexchange("commit", b"", nothing)) for one in operations[1:]]
+
+    async def decide(_: Sequence[bytes]) -> bytes:
+        assert await operations[0].seal()
+        asyncio.get_running_loop().call_soon(task.cancel)
+        return b"done"
+
+    task = asyncio.ensure_future(operations[0].aexchange("commit", b"", decide))
+    async with asyncio.timeout(LONG_S / 2):
+        assert await asyncio.gather(*others) == [b"done", b"done"]
+        await asyncio.wait([task])
+    assert task.cancelled() and operations[0].went_on

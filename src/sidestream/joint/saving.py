@@ -16,7 +16,7 @@ from .._threads import Deadline, Stop, Threads, io_threads, politely
 from .._torch import TORCH_VERSION
 from ..catalog import read_marker
 from ..commit import BytesBody, Verdict, clean_up, commit_files
-from ..errors import NotDurable, NotShared, RankFailures, SidestreamError
+from ..errors import NotDurable, NotShared, OutcomeUnknown, RankFailures, SidestreamError
 from ..format.checksum import crc32
 from ..format.dcp_shared import places_of_chunks, places_of_values, shared_metadata
 from ..format.manifest import metadata_line, write_root
@@ -151,7 +151,7 @@ class JointSave:
             self.verdict.outcome = "committed"
             operation.close()
             raise error
-        verdict = await operation.failed(error)
+        verdict = await operation.failed(self._reason(error))
         if operation.rank == 0:
             await clean_up(self.order.location.store, self.order.attempt, self.verdict, verdict)
         else:
@@ -161,6 +161,15 @@ class JointSave:
         if self.verdict.outcome == "committed":
             return await self._info_read_back()
         raise verdict from error
+
+    def _reason(self, error: BaseException) -> BaseException:
+        """What the others are told. Of a cancel only that nothing came of this save, so not where that is not known."""
+        if isinstance(error, asyncio.CancelledError) and self.verdict.outcome == "unknown":
+            return OutcomeUnknown(
+                f"rank 0 was cancelled after the commit of {self.url} was sent, and whether it took place could not be "
+                "read back. Nothing was deleted; look whether it is there"
+            )
+        return error
 
     async def _look_back(self, verdict: RankFailures) -> None:
         """Rank 0 has gone while it committed, or does not know what came of it."""
