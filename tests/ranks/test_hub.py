@@ -15,6 +15,7 @@ from sidestream.ranks.failure import Stopped
 from sidestream.ranks.group import Hub, Spoke
 from sidestream.ranks.operation import Operation
 from sidestream.ranks.owner import Link, owner
+from sidestream.ranks.rendezvous import deadline_of
 
 LONG_S = 60.0
 
@@ -127,4 +128,22 @@ async def test_a_cancel_of_a_step_that_goes_on_leaves_the_seal(three: Ranks) -> 
     async with asyncio.timeout(LONG_S / 2):
         assert await asyncio.gather(*others) == [b"done", b"done"]
         await asyncio.wait([task])
-    assert task.cancelled() and operations[0].went_on
+    assert task.cancelled()
+    assert operations[0].went_on
+
+
+@pytest.mark.parametrize(
+    "timeout_s",
+    [float("inf"), float("nan"), 10**400, -1, True, "long"],
+    ids=["inf", "nan", "huge", "negative", "bool", "text"],
+)
+def test_a_timeout_that_will_be_refused_makes_a_deadline(timeout_s: object) -> None:
+    assert deadline_of(timeout_s).timeout_s == 600
+
+
+def test_a_deadline_in_many_days_leaves_the_thread_alive() -> None:
+    hub = Hub(2, "token")
+    operation = hub.begin("save", deadline_of(10_000_000))
+    for _ in range(3):  # it has slept in between
+        in_owner(lambda: None)
+    hub.close(operation)
