@@ -261,11 +261,13 @@ def failing_save(
             state["lethal"] = Lethal() if how == "die" else object()
         started = time.monotonic()
         try:
-            info = await sidestream.save(state, directory / "failing", timeout_s=timeout_s)
+            pending = sidestream.async_save(state, directory / "failing", timeout_s=timeout_s)
+            info = await pending
             told["info"] = [info.save_id, info.nbytes]
         except sidestream.errors.RankFailures as failures:
             told["failures"] = [[one.rank, one.step, one.kind] for one in failures.failures]
             told["text"] = str(failures)
+            told["outcome"] = pending.outcome
         told["seconds"] = time.monotonic() - started
         fault.armed = False
         told["visible"] = (directory / "failing").exists()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
@@ -11,6 +14,7 @@ import pytest
 
 from sidestream._threads import Deadline
 from sidestream.errors import RankFailures
+from sidestream.ranks import has_ended, this_process
 from sidestream.ranks.failure import Stopped
 from sidestream.ranks.group import Hub, Spoke
 from sidestream.ranks.operation import Operation
@@ -147,3 +151,16 @@ def test_a_deadline_in_many_days_leaves_the_thread_alive() -> None:
     for _ in range(3):  # it has slept in between
         in_owner(lambda: None)
     hub.close(operation)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_it_is_certain_that_a_process_has_ended() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        rank = {**this_process(), "pid": process.pid}
+        assert not has_ended(rank)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(rank)  # it has not been reaped
+        process.wait()
+    assert has_ended(rank)
+    assert not has_ended({**rank, "scope": "another machine"})

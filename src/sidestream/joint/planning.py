@@ -21,7 +21,7 @@ from ..format.shared import Shared
 from ..plan.rank_save import EncodedValues, RankPlan, encode_values, lay_out_rank
 from ..plan.table import LocalTable, Row, local_table, parse_rows
 from ..plan.together import Assignment, Told, assign
-from ..ranks import Operation
+from ..ranks import Operation, this_process
 from ..staging import Captured, PlanCache
 
 __all__ = ["Agreement", "Planned", "Planning", "Terms"]
@@ -85,6 +85,8 @@ class Planned:
     agreement: Agreement
     known_layout: str | None
     fragments: Mapping[int, tuple[str, bytes]]
+    first: Mapping[str, Any]
+    """The process that is rank 0."""
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ class Planning:
         if agreement is None:
             agreement = agreements.get(answer["agreement"])
         plan = lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
-        self.planned = Planned(plan, agreement, answer["layout"], heard.fragments)
+        self.planned = Planned(plan, agreement, answer["layout"], heard.fragments, answer["first"])
         operation.step = "write"
         return plan
 
@@ -133,11 +135,13 @@ class Planning:
         detail = not heard.known or len({(one["table"], one["values"]) for one in told}) > 1
         if heard.known:
             heard.fragments = dict(heard.agreements.get(heard.name).fragments)
+        process = this_process()
         first = {table: rank for rank, table in reversed(list(enumerate(heard.tables)))}
         return [
             json.dumps(
                 {
                     "agreement": heard.name,
+                    "first": process,
                     "detail": detail,
                     "rows": detail and first[table] == rank,
                     "layout": heard.fragments[rank][0] if rank in heard.fragments else None,

@@ -15,7 +15,7 @@ from .._tasks import finish
 from .._threads import Deadline, Stop, Threads, io_threads, politely
 from .._torch import TORCH_VERSION
 from ..catalog import read_marker
-from ..commit import BytesBody, Verdict, clean_up, commit_files
+from ..commit import BytesBody, Outcome, Verdict, clean_up, commit_files
 from ..errors import NotDurable, NotShared, OutcomeUnknown, RankFailures, SidestreamError
 from ..format.checksum import crc32
 from ..format.dcp_shared import places_of_chunks, places_of_values, shared_metadata
@@ -26,7 +26,7 @@ from ..format.shard import BlockSums
 from ..format.shared import PartName, Root, part_name, write_part
 from ..pending import SaveInfo
 from ..plan.rank_save import RankPlan
-from ..ranks import Operation, Stopped
+from ..ranks import Operation, Stopped, has_ended
 from ..storage import Store
 from ..writing import ForeignStage, SaveOrder, Writing
 from .planning import Planned, Planning, Terms
@@ -34,6 +34,7 @@ from .planning import Planned, Planning, Terms
 __all__ = ["FailedSave", "JointSave", "planning_of"]
 
 _READ_BACK_S = 10.0
+_LOOK_S = 0.1
 
 
 def planning_of(order: SaveOrder, operation: Operation) -> Planning:
@@ -176,19 +177,32 @@ class JointSave:
         first = verdict.failures[0]
         if first.rank == 0 and first.kind == "OutcomeUnknown":
             self.verdict.outcome = "unknown"
-        if self.operation.step != "commit" or first.rank != 0 or first.kind not in ("RankDied", "DeadlineExceeded"):
+        alone = first.rank == 0 and first.kind in ("RankDied", "DeadlineExceeded") and first.step != "commit"
+        if self.operation.step != "commit" or not alone:
             return
+        planned = self.planning.planned
+        assert planned is not None
+        deadline = Deadline.after(_READ_BACK_S)
+        self.verdict.outcome = "unknown"
+        while True:
+            # In this order: what a process has not done when it has ended, it will not do.
+            ended = self.order.location.store.appears_whole and has_ended(planned.first)
+            self.verdict.outcome = await self._seen(deadline)
+            if self.verdict.outcome == "absent" and not ended:
+                self.verdict.outcome = "unknown"  # it may be about to publish
+            if self.verdict.outcome != "unknown" or not deadline.remaining_s():
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def _seen(self, deadline: Deadline) -> Outcome:
         location = self.order.location
         try:
-            marker = await read_marker(location.store, location.name, Deadline.after(_READ_BACK_S))
-            found = marker is not None and marker.save_id == self.order.save_id
+            marker = await read_marker(location.store, location.name, deadline)
         except FileNotFoundError:
-            found = False
+            return "absent"
         except (SidestreamError, OSError):
-            self.verdict.outcome = "unknown"
-            return
-        certain = location.store.appears_whole and first.kind == "RankDied"
-        self.verdict.outcome = "committed" if found else "absent" if certain else "unknown"
+            return "unknown"
+        return "committed" if marker is not None and marker.save_id == self.order.save_id else "absent"
 
     async def _info_read_back(self) -> SaveInfo:
         location = self.order.location
