@@ -261,11 +261,13 @@ def failing_save(
             state["lethal"] = Lethal() if how == "die" else object()
         started = time.monotonic()
         try:
-            info = await sidestream.save(state, directory / "failing", timeout_s=timeout_s)
+            pending = sidestream.async_save(state, directory / "failing", timeout_s=timeout_s)
+            info = await pending
             told["info"] = [info.save_id, info.nbytes]
         except sidestream.errors.RankFailures as failures:
             told["failures"] = [[one.rank, one.step, one.kind] for one in failures.failures]
             told["text"] = str(failures)
+            told["outcome"] = pending.outcome
         told["seconds"] = time.monotonic() - started
         fault.armed = False
         told["visible"] = (directory / "failing").exists()
@@ -561,6 +563,21 @@ def cancelled(rank: int, world: int, directory: Path) -> list[Any]:
         return told
 
     return run(save())
+
+
+def storage_then_disk(rank: int, world: int, directory: Path) -> None:
+    """The same state to storage where names carry the save's id, then twice to a disk, where they do not."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    async def save() -> None:
+        for url in ("memory://then/disk", str(directory / "one"), str(directory / "two")):
+            await sidestream.save(large(mesh), url, timeout_s=TIMEOUT_S)
+
+    run(save())
+    for name in ("one", "two"):
+        target = large(mesh, 5)
+        dcp.load(target, checkpoint_id=str(directory / name))
+        same(target, large(mesh))
 
 
 def object_storage(rank: int, world: int, directory: Path, url: str, options: dict[str, Any]) -> list[Any]:

@@ -23,3 +23,7 @@ async def test_ranks_save_to_a_bucket(groups: Groups, tmp_path: Path) -> None:
         report = await sidestream.verify(f"{url}/run/step-1", storage_options=server.options)
         assert report.ok, report.damaged
         assert report.save_id == ids[1]
+
+
+def test_what_was_saved_to_storage_first_can_be_read_from_a_disk(groups: Groups, tmp_path: Path) -> None:
+    groups.run("storage_then_disk", 1, tmp_path)

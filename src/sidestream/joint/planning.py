@@ -21,7 +21,7 @@ from ..format.shared import Shared
 from ..plan.rank_save import EncodedValues, RankPlan, encode_values, lay_out_rank
 from ..plan.table import LocalTable, Row, local_table, parse_rows
 from ..plan.together import Assignment, Told, assign
-from ..ranks import Operation
+from ..ranks import Operation, this_process
 from ..staging import Captured, PlanCache
 
 __all__ = ["Agreement", "Planned", "Planning", "Terms"]
@@ -33,7 +33,8 @@ _LISTED = 10
 @dataclass(slots=True)
 class Agreement:
     """What the ranks have agreed on for state dicts that look like these. Rank 0 has everything, the others what
-    concerns themselves. ``fragments``: for each rank the digest of its layout and the places of its tensors."""
+    concerns themselves. ``fragments``: for each rank the digest of its layout and the places of its tensors, of the
+    last save whose files had the same names as the next one's. A save uses those it has found when it was planned."""
 
     id: str
     assignment: Assignment
@@ -77,11 +78,15 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """This rank's plan, what it rests on, and the digest of the layout that rank 0 has the places of."""
+    """This rank's plan, what it rests on, and the digest of the layout that rank 0 has the places of; on rank 0 those
+    places, which other saves that are under way do not change."""
 
     plan: RankPlan
     agreement: Agreement
     known_layout: str | None
+    fragments: Mapping[int, tuple[str, bytes]]
+    first: Mapping[str, Any]
+    """The process that is rank 0."""
 
 
 @dataclass(slots=True)
@@ -115,7 +120,7 @@ class Planning:
         if agreement is None:
             agreement = agreements.get(answer["agreement"])
         plan = lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
-        self.planned = Planned(plan, agreement, answer["layout"])
+        self.planned = Planned(plan, agreement, answer["layout"], heard.fragments, answer["first"])
         operation.step = "write"
         return plan
 
@@ -128,15 +133,18 @@ class Planning:
         heard.tables = [one["table"] for one in told]
         heard.known = all(heard.name in one["knows"] for one in told)
         detail = not heard.known or len({(one["table"], one["values"]) for one in told}) > 1
-        fragments = heard.agreements.get(heard.name).fragments if heard.known else {}
+        if heard.known:
+            heard.fragments = dict(heard.agreements.get(heard.name).fragments)
+        process = this_process()
         first = {table: rank for rank, table in reversed(list(enumerate(heard.tables)))}
         return [
             json.dumps(
                 {
                     "agreement": heard.name,
+                    "first": process,
                     "detail": detail,
                     "rows": detail and first[table] == rank,
-                    "layout": fragments[rank][0] if rank in fragments else None,
+                    "layout": heard.fragments[rank][0] if rank in heard.fragments else None,
                 }
             ).encode()
             for rank, table in enumerate(heard.tables)
@@ -167,6 +175,7 @@ class _Heard:
     tables: list[str] = field(default_factory=list)
     known: bool = False
     made: Agreement | None = None
+    fragments: Mapping[int, tuple[str, bytes]] = field(default_factory=dict)
 
 
 def _agreements(operation: Operation) -> _Agreements:

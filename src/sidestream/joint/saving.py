@@ -15,8 +15,8 @@ from .._tasks import finish
 from .._threads import Deadline, Stop, Threads, io_threads, politely
 from .._torch import TORCH_VERSION
 from ..catalog import read_marker
-from ..commit import BytesBody, Verdict, clean_up, commit_files
-from ..errors import NotDurable, NotShared, RankFailures, SidestreamError
+from ..commit import BytesBody, Outcome, Verdict, clean_up, commit_files
+from ..errors import NotDurable, NotShared, OutcomeUnknown, RankFailures, SidestreamError
 from ..format.checksum import crc32
 from ..format.dcp_shared import places_of_chunks, places_of_values, shared_metadata
 from ..format.manifest import metadata_line, write_root
@@ -26,7 +26,7 @@ from ..format.shard import BlockSums
 from ..format.shared import PartName, Root, part_name, write_part
 from ..pending import SaveInfo
 from ..plan.rank_save import RankPlan
-from ..ranks import Operation, Stopped
+from ..ranks import Operation, Stopped, has_ended
 from ..storage import Store
 from ..writing import ForeignStage, SaveOrder, Writing
 from .planning import Planned, Planning, Terms
@@ -34,6 +34,7 @@ from .planning import Planned, Planning, Terms
 __all__ = ["FailedSave", "JointSave", "planning_of"]
 
 _READ_BACK_S = 10.0
+_LOOK_S = 0.1
 
 
 def planning_of(order: SaveOrder, operation: Operation) -> Planning:
@@ -151,7 +152,7 @@ class JointSave:
             self.verdict.outcome = "committed"
             operation.close()
             raise error
-        verdict = await operation.failed(error)
+        verdict = await operation.failed(self._reason(error))
         if operation.rank == 0:
             await clean_up(self.order.location.store, self.order.attempt, self.verdict, verdict)
         else:
@@ -162,24 +163,46 @@ class JointSave:
             return await self._info_read_back()
         raise verdict from error
 
+    def _reason(self, error: BaseException) -> BaseException:
+        """What the others are told. Of a cancel only that nothing came of this save, so not where that is not known."""
+        if isinstance(error, asyncio.CancelledError) and self.verdict.outcome == "unknown":
+            return OutcomeUnknown(
+                f"rank 0 was cancelled after the commit of {self.url} was sent, and whether it took place could not be "
+                "read back. Nothing was deleted; look whether it is there"
+            )
+        return error
+
     async def _look_back(self, verdict: RankFailures) -> None:
         """Rank 0 has gone while it committed, or does not know what came of it."""
         first = verdict.failures[0]
         if first.rank == 0 and first.kind == "OutcomeUnknown":
             self.verdict.outcome = "unknown"
-        if self.operation.step != "commit" or first.rank != 0 or first.kind not in ("RankDied", "DeadlineExceeded"):
+        alone = first.rank == 0 and first.kind in ("RankDied", "DeadlineExceeded") and first.step != "commit"
+        if self.operation.step != "commit" or not alone:
             return
+        planned = self.planning.planned
+        assert planned is not None
+        deadline = Deadline.after(_READ_BACK_S)
+        self.verdict.outcome = "unknown"
+        while True:
+            # In this order: what a process has not done when it has ended, it will not do.
+            ended = self.order.location.store.appears_whole and has_ended(planned.first)
+            self.verdict.outcome = await self._seen(deadline)
+            if self.verdict.outcome == "absent" and not ended:
+                self.verdict.outcome = "unknown"  # it may be about to publish
+            if self.verdict.outcome != "unknown" or not deadline.remaining_s():
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def _seen(self, deadline: Deadline) -> Outcome:
         location = self.order.location
         try:
-            marker = await read_marker(location.store, location.name, Deadline.after(_READ_BACK_S))
-            found = marker is not None and marker.save_id == self.order.save_id
+            marker = await read_marker(location.store, location.name, deadline)
         except FileNotFoundError:
-            found = False
+            return "absent"
         except (SidestreamError, OSError):
-            self.verdict.outcome = "unknown"
-            return
-        certain = location.store.appears_whole and first.kind == "RankDied"
-        self.verdict.outcome = "committed" if found else "absent" if certain else "unknown"
+            return "unknown"
+        return "committed" if marker is not None and marker.save_id == self.order.save_id else "absent"
 
     async def _info_read_back(self) -> SaveInfo:
         location = self.order.location
@@ -199,6 +222,8 @@ class JointSave:
             body = BytesBody(made.part)
             await store.put(f"{order.attempt}/{name}", body, durability=order.durability, deadline=deadline)
         told = {
+            "new": made.new,
+            "stable": made.stable,
             "files": made.files,
             "part": [len(made.part), crc32(made.part)],
             "layout": planned.plan.layout.digest,
@@ -277,7 +302,7 @@ class JointSave:
         marker = Marker(
             order.save_id, len(raw), crc32(raw), order.step, order.generation, order.saved_at, len(last), crc32(last)
         )
-        places = [agreement.fragments[rank][1] for rank in range(len(told))] + [one["values"] for one in told]
+        places = [one["chunks"] for one in told] + [one["values"] for one in told]
         return {
             manifest_name(order.save_id): raw,
             METADATA_NAME: b"".join(shared_metadata(agreement.head, places, marker)),
@@ -299,12 +324,14 @@ def _unless_failed(staged: asyncio.Future[None]) -> asyncio.Future[None]:
 @dataclass(frozen=True, slots=True)
 class _Made:
     """A rank's part of the manifest, its files, and the places of its items as ``.metadata`` has them; those of its
-    tensors only if rank 0 does not have them yet."""
+    tensors only if they are ``new`` to rank 0. ``stable``: they hold for the next save as well."""
 
     part: bytes
     files: dict[str, int]
     chunks: bytes
     values: bytes
+    new: bool
+    stable: bool
 
 
 def _make_part(planned: Planned, sums: Sequence[BlockSums], store: Store, attempt: str) -> _Made:
@@ -323,26 +350,33 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], store: Store, attemp
     )
     # Names on object storage carry the save's id: there the places are new each time.
     stable = all(name == published for name, published in names.items())
-    sent = stable and planned.known_layout == plan.layout.digest
+    new = not stable or planned.known_layout != plan.layout.digest
     return _Made(
         part,
         {names[name]: nbytes for name, nbytes in plan.files.items()},
-        b"" if sent else places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks),
+        places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks) if new else b"",
         places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
+        new,
+        stable,
     )
 
 
 def _take(receipts: Sequence[bytes], planned: Planned) -> list[dict[str, Any]]:
-    """On rank 0, in a worker thread: what all have told; new places are kept for the next save."""
+    """On rank 0, in a worker thread: what all have told, with the places of this very save; new ones are kept for the
+    next if they will hold for it."""
     told = []
     for rank, receipt in enumerate(politely(receipts, 8)):
         head, chunks, values = struct.unpack_from("<3Q", receipt)
         start = struct.calcsize("<3Q")
         one: dict[str, Any] = json.loads(receipt[start : start + head])
-        places = receipt[start + head : start + head + chunks]
-        known = planned.agreement.fragments.get(rank)
-        if chunks or known is None or known[0] != one["layout"]:
-            planned.agreement.fragments[rank] = (one["layout"], places)
         one["values"] = receipt[start + head + chunks : start + head + chunks + values]
+        if one["new"]:
+            one["chunks"] = receipt[start + head : start + head + chunks]
+            if one["stable"]:
+                planned.agreement.fragments[rank] = (one["layout"], one["chunks"])
+        else:
+            layout, one["chunks"] = planned.fragments.get(rank, ("", b""))
+            if layout != one["layout"]:
+                raise SidestreamError(f"rank {rank} relies on places of its tensors that rank 0 does not have")
         told.append(one)
     return told

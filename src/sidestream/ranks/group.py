@@ -75,9 +75,10 @@ class Group:
     def seal(self, operation: Operation) -> Future[bool]:
         raise NotImplementedError
 
-    def fail(self, operation: Operation, error: BaseException) -> None:
+    def fail(self, operation: Operation, error: BaseException, *, undone: bool) -> None:
+        """``undone``: this rank does nothing more. Otherwise its step goes on, and may still be completed."""
         told = pack(self.rank, operation.step, error)
-        self._owner.post(lambda: self._fail(operation, told))
+        self._owner.post(lambda: self._fail(operation, told, undone))
 
     def leave(self, operation: Operation) -> None:
         self._owner.post(lambda: self._leave(operation))
@@ -102,7 +103,7 @@ class Group:
     ) -> None:
         raise NotImplementedError
 
-    def _fail(self, operation: Operation, told: dict[str, Any]) -> None:
+    def _fail(self, operation: Operation, told: dict[str, Any], undone: bool) -> None:
         raise NotImplementedError
 
     def _leave(self, operation: Operation) -> None:
@@ -214,11 +215,13 @@ class Hub(Group):
         state = self._state(number)
         if state.stopping and not state.sealed:
             return
-        for rank, link in self._links.items():
-            link.send(Frame(Kind.ANSWER, number, step, answers[rank]))
-        answered = state.answered.get(step)
-        if answered is not None and not answered.done():
-            answered.set_result(answers[0])
+        try:
+            for rank, link in list(self._links.items()):  # one that turns out to be closed is taken out
+                link.send(Frame(Kind.ANSWER, number, step, answers[rank]))
+        finally:
+            answered = state.answered.get(step)
+            if answered is not None and not answered.done():
+                answered.set_result(answers[0])
 
     def _on_frame(self, rank: int, frame: Frame) -> None:
         state = self._state(frame.op)
@@ -243,10 +246,10 @@ class Hub(Group):
                 state.left.add(rank)
                 self._note(state, died(rank, state.steps.get(rank, "start")))
 
-    def _fail(self, operation: Operation, told: dict[str, Any]) -> None:
+    def _fail(self, operation: Operation, told: dict[str, Any], undone: bool) -> None:
         state = self._state(operation.number)
         state.left.add(0)
-        if told["kind"] != "CancelledError":  # what rank 0 itself could not do was not done
+        if undone:  # what was sealed is not carried out
             state.sealed = False
         self._failed(state, unpack(told))
 
@@ -392,7 +395,7 @@ class Spoke(Group):
         elif self._lost is None:
             self._unsent.append(frame)
 
-    def _fail(self, operation: Operation, told: dict[str, Any]) -> None:
+    def _fail(self, operation: Operation, told: dict[str, Any], undone: bool) -> None:
         self._send(Frame(Kind.FAIL, operation.number, "", json.dumps(told).encode()))
 
     def _leave(self, operation: Operation) -> None:

@@ -50,7 +50,7 @@ class Traffic(Protocol):
 
     def seal(self, operation: Operation) -> Future[bool]: ...
 
-    def fail(self, operation: Operation, error: BaseException) -> None: ...
+    def fail(self, operation: Operation, error: BaseException, *, undone: bool) -> None: ...
 
     def leave(self, operation: Operation) -> None: ...
 
@@ -150,7 +150,7 @@ class Operation:
                 await asyncio.wait([waiter])
             except asyncio.CancelledError as cancel:
                 if cancelled is None and not self._stopping:
-                    self.group.fail(self, cancel)
+                    self.group.fail(self, cancel, undone=False)
                 cancelled = cancelled or cancel
         if cancelled is not None:
             self.went_on = final and waiter.exception() is None
@@ -160,8 +160,9 @@ class Operation:
     # --- the end ---
 
     async def seal(self) -> bool:
-        """On rank 0: from now on it will be carried out, whoever fails or dies. False if it is too late for that."""
-        return await asyncio.wrap_future(self.group.seal(self))
+        """On rank 0: from now on it will be carried out, whoever fails or dies. False if it is too late for that.
+        A rank 0 that fails or is cancelled takes the seal back with ``failed``."""
+        return await asyncio.shield(asyncio.wrap_future(self.group.seal(self)))  # it is set whether awaited or not
 
     def close(self) -> None:
         """It has ended well for this rank."""
@@ -189,7 +190,7 @@ class Operation:
         if self._stopping:  # what it fails with now is what comes of stopping
             self.group.leave(self)
         else:
-            self.group.fail(self, error)
+            self.group.fail(self, error, undone=True)
 
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, in another thread, when the operation cannot go on; at once if that is known."""

@@ -24,6 +24,7 @@ __all__ = ["Link", "Owner", "keep_from_children", "owner"]
 _log = logging.getLogger("sidestream")
 
 _READ_BYTES = 1 << 20
+_MAX_WAIT_S = 3600.0  # a selector refuses more than 24 days
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
 
 
@@ -71,8 +72,8 @@ class Owner:
 
     def _run(self) -> None:
         while True:
-            timeout = None if not self._due else max(0.0, self._due[0][0] - time.monotonic())
-            ready = self._selector.select(0.0 if self._work else timeout)
+            timeout = _MAX_WAIT_S if not self._due else max(0.0, self._due[0][0] - time.monotonic())
+            ready = self._selector.select(0.0 if self._work else min(timeout, _MAX_WAIT_S))
             for key, events in ready:
                 self._guarded(lambda key=key, events=events: key.data(events))  # type: ignore[misc]
             while self._due and self._due[0][0] <= time.monotonic():

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 from .._threads import Deadline
 from .._torch import group_store
 from ..errors import InvalidOption, SidestreamError
+from ..options import check_timeout
 from .group import Group, Hub, Spoke
 from .operation import Operation
 from .owner import Link, keep_from_children, owner
@@ -35,6 +36,7 @@ GroupChoice: TypeAlias = "Literal['alone'] | Any"
 
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
+_REFUSED_S = 600.0
 
 _groups: weakref.WeakKeyDictionary[Any, Member] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -80,8 +82,13 @@ class Member:
 
 
 def deadline_of(timeout_s: object) -> Deadline:
-    """Of an operation. Also of what is no number of seconds, which is refused later, on behalf of all ranks."""
-    return Deadline.after(timeout_s if isinstance(timeout_s, (int, float)) else 600.0)
+    """Of an operation. Also of what is no time to wait, which is refused later, on behalf of all ranks."""
+    try:
+        check_timeout(timeout_s)
+    except InvalidOption:
+        return Deadline.after(_REFUSED_S)
+    assert isinstance(timeout_s, (int, float))
+    return Deadline.after(timeout_s)
 
 
 def group_of(process_group: GroupChoice) -> Member | None:

@@ -1,0 +1,166 @@
+"""Rank 0's side of the connections, with socket pairs in place of other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from sidestream._threads import Deadline
+from sidestream.errors import RankFailures
+from sidestream.ranks import has_ended, this_process
+from sidestream.ranks.failure import Stopped
+from sidestream.ranks.group import Hub, Spoke
+from sidestream.ranks.operation import Operation
+from sidestream.ranks.owner import Link, owner
+from sidestream.ranks.rendezvous import deadline_of
+
+LONG_S = 60.0
+
+
+class Ranks:
+    """A hub and its spokes in one process; ``ends``: of each spoke, the hub's end of the connection."""
+
+    def __init__(self, world: int) -> None:
+        self.hub = Hub(world, "token")
+        self.spokes = [Spoke(rank, world) for rank in range(1, world)]
+        self.ends: list[socket.socket] = []
+        for rank, spoke in enumerate(self.spokes, 1):
+            one, other = socket.socketpair()
+            self.ends.append(one)
+            in_owner(lambda rank=rank, one=one: self.hub.connected(rank, Link(owner(), one)))  # type: ignore[misc]
+            in_owner(lambda spoke=spoke, other=other: spoke.connected(Link(owner(), other), "token"))  # type: ignore[misc]
+
+    def close(self) -> None:
+        for group in (self.hub, *self.spokes):
+            in_owner(group.shut)
+
+
+def in_owner(work: Callable[[], None]) -> None:
+    """Done when this returns."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+            raise
+
+    owner().post(run)
+    done.result(LONG_S)
+
+
+@pytest.fixture
+def three() -> Iterator[Ranks]:
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()
+
+
+async def nothing(_: Sequence[bytes]) -> bytes:
+    return b"done"
+
+
+async def test_an_answer_reaches_those_who_live(three: Ranks) -> None:
+    """The hub learns that a rank has gone from sending the answer to it."""
+    operations = [group.begin("save", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    others = [asyncio.ensure_future(one.aexchange("commit", b"", nothing)) for one in operations[1:]]
+
+    def answer() -> None:
+        three.ends[0].shutdown(socket.SHUT_WR)
+        three.hub._answer(operations[0].number, "commit", [b"done"] * 3)
+
+    async def decide(_: Sequence[bytes]) -> bytes:
+        assert await operations[0].seal()
+        in_owner(answer)
+        return b"done"
+
+    async with asyncio.timeout(LONG_S):
+        assert await operations[0].aexchange("commit", b"", decide) == b"done"
+        assert await others[1] == b"done"
+        with pytest.raises(Stopped):
+            await others[0]
+        assert [one.kind for one in (await operations[1].failed(Stopped())).failures] == ["RankDied"]
+
+
+@pytest.mark.parametrize("where", ["in_the_seal", "after_the_seal"])
+async def test_a_cancel_before_the_publish_ends_the_save_for_all(three: Ranks, where: str) -> None:
+    operations = [group.begin("save", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    inside: asyncio.Event = asyncio.Event()
+
+    async def decide(_: Sequence[bytes]) -> bytes:
+        if where == "in_the_seal":
+            asyncio.get_running_loop().call_soon(inside.set)
+        assert await operations[0].seal()
+        inside.set()
+        await asyncio.sleep(LONG_S)
+        return b""
+
+    async def rank(operation: Operation) -> RankFailures:
+        try:
+            await operation.aexchange("commit", b"", decide)
+        except (Stopped, asyncio.CancelledError) as error:
+            return await operation.failed(error)
+        raise AssertionError("it was not carried out")
+
+    tasks = [asyncio.ensure_future(rank(operation)) for operation in operations]
+    await inside.wait()
+    tasks[0].cancel()
+    async with asyncio.timeout(LONG_S / 2):
+        for verdict in await asyncio.gather(*tasks):
+            assert [(one.rank, one.kind) for one in verdict.failures] == [(0, "CancelledError")]
+
+
+async def test_a_cancel_of_a_step_that_goes_on_leaves_the_seal(three: Ranks) -> None:
+    """Rank 0 is cancelled while its answer is on the way: everybody, itself included, goes on."""
+    operations = [group.begin("save", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    others = [asyncio.ensure_future(one.aexchange("commit", b"", nothing)) for one in operations[1:]]
+
+    async def decide(_: Sequence[bytes]) -> bytes:
+        assert await operations[0].seal()
+        asyncio.get_running_loop().call_soon(task.cancel)
+        return b"done"
+
+    task = asyncio.ensure_future(operations[0].aexchange("commit", b"", decide))
+    async with asyncio.timeout(LONG_S / 2):
+        assert await asyncio.gather(*others) == [b"done", b"done"]
+        await asyncio.wait([task])
+    assert task.cancelled()
+    assert operations[0].went_on
+
+
+@pytest.mark.parametrize(
+    "timeout_s",
+    [float("inf"), float("nan"), 10**400, -1, True, "long"],
+    ids=["inf", "nan", "huge", "negative", "bool", "text"],
+)
+def test_a_timeout_that_will_be_refused_makes_a_deadline(timeout_s: object) -> None:
+    assert deadline_of(timeout_s).timeout_s == 600
+
+
+def test_a_deadline_in_many_days_leaves_the_thread_alive() -> None:
+    hub = Hub(2, "token")
+    operation = hub.begin("save", deadline_of(10_000_000))
+    for _ in range(3):  # it has slept in between
+        in_owner(lambda: None)
+    hub.close(operation)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_it_is_certain_that_a_process_has_ended() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        rank = {**this_process(), "pid": process.pid}
+        assert not has_ended(rank)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(rank)  # it has not been reaped
+        process.wait()
+    assert has_ended(rank)
+    assert not has_ended({**rank, "scope": "another machine"})
