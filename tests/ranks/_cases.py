@@ -446,6 +446,33 @@ def stages(rank: int, world: int, directory: Path) -> list[Any]:
     return run(both())
 
 
+def shared_names(rank: int, world: int, directory: Path) -> list[Any]:
+    """A local tensor saved by itself too, and a dict that is empty on all ranks but one."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    def state(plus: int) -> dict[str, Any]:
+        tensor = placed(ROWS + plus, mesh, Shard(0))
+        inner = {} if rank else {"x": COLUMNS + plus, "deep": {"y": plus}}
+        return {"w": tensor, "raw": {f"rank{rank}": tensor.to_local()}, "opt": inner}
+
+    async def both() -> list[Any]:
+        path = directory / "shared"
+        await sidestream.save(state(1), path, timeout_s=TIMEOUT_S)
+        target = {**state(5), "raw": {f"rank{rank}": state(5)["w"].to_local()}}
+        await sidestream.load(target, path, timeout_s=TIMEOUT_S)
+        same(target, state(1))
+        found = await (await sidestream.open_checkpoint(path)).state_dict()
+        same(found["w"], ROWS + 1)
+        same(found["opt"], {"x": COLUMNS + 1, "deep": {"y": 1}})
+        assert torch.equal(torch.cat([found["raw"][f"rank{one}"] for one in range(world)]), ROWS + 1)
+        return sorted(found)
+
+    told = run(both())
+    other = {"x": 1} if rank else 1
+    failures = failures_of(sidestream.save({"opt": other}, directory / "bad", timeout_s=TIMEOUT_S))
+    return [told, [[one, kind] for one, kind, _ in failures]]
+
+
 def subgroups(rank: int, world: int, directory: Path) -> None:
     """Actor and critic: two groups save at once, one rank alone besides."""
     halves = [dist.new_group(list(range(0, world, 2))), dist.new_group(list(range(1, world, 2)))]
