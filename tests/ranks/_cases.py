@@ -556,6 +556,29 @@ def a_run(rank: int, world: int, directory: Path) -> list[Any]:
     return run(steps())
 
 
+def own_disks(rank: int, world: int, directory: Path) -> list[Any]:
+    """A run on disks that each rank has for itself: only rank 0's has a step. Then it is shared, and all is well."""
+    mine = directory / f"disk{rank}"
+
+    async def restore(path: Path) -> list[Any]:
+        async with sidestream.Checkpointer(path, timeout_s=TIMEOUT_S) as checkpoints:
+            target = {"w": torch.zeros_like(ROWS)}
+            try:
+                step = await checkpoints.restore(target, fallback="older")
+            except sidestream.errors.RankFailures as failures:
+                return [[one.rank, one.kind] for one in failures.failures]
+            same(target, {"w": ROWS})
+            return [step]
+
+    async def save() -> None:
+        async with sidestream.Checkpointer(mine, process_group="alone", timeout_s=TIMEOUT_S) as checkpoints:
+            await (await checkpoints.save({"w": ROWS}, step=1))
+
+    if rank == 0:
+        run(save())
+    return [run(restore(mine)), run(restore(directory / "disk0"))]
+
+
 def damage(checkpoint: Path) -> None:
     path = checkpoint / "__1_1.distcp"
     raw = bytearray(path.read_bytes())

@@ -64,6 +64,11 @@ def test_a_run(groups: Groups, tmp_path: Path) -> None:
         assert told == [None, 3, 2, 3, True, 2, [2, 3]]
 
 
+def test_a_run_that_is_not_shared(groups: Groups, tmp_path: Path) -> None:
+    for told in groups.run("own_disks", 3, tmp_path).results:
+        assert told == [[[0, "NotShared"]], [1]]
+
+
 def test_a_cancelled_save(groups: Groups, tmp_path: Path) -> None:
     first, *others = groups.run("cancelled", 3, tmp_path).results
     assert first == ["cancelled", "absent"]
