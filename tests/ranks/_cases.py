@@ -448,6 +448,33 @@ def stages(rank: int, world: int, directory: Path) -> list[Any]:
     return run(both())
 
 
+def shared_names(rank: int, world: int, directory: Path) -> list[Any]:
+    """A local tensor saved by itself too, and a dict that is empty on all ranks but one."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    def state(plus: int) -> dict[str, Any]:
+        tensor = placed(ROWS + plus, mesh, Shard(0))
+        inner = {} if rank else {"x": COLUMNS + plus, "deep": {"y": plus}}
+        return {"w": tensor, "raw": {f"rank{rank}": tensor.to_local()}, "opt": inner}
+
+    async def both() -> list[Any]:
+        path = directory / "shared"
+        await sidestream.save(state(1), path, timeout_s=TIMEOUT_S)
+        target = {**state(5), "raw": {f"rank{rank}": state(5)["w"].to_local()}}
+        await sidestream.load(target, path, timeout_s=TIMEOUT_S)
+        same(target, state(1))
+        found = await (await sidestream.open_checkpoint(path)).state_dict()
+        same(found["w"], ROWS + 1)
+        same(found["opt"], {"x": COLUMNS + 1, "deep": {"y": 1}})
+        assert torch.equal(torch.cat([found["raw"][f"rank{one}"] for one in range(world)]), ROWS + 1)
+        return sorted(found)
+
+    told = run(both())
+    other = {"x": 1} if rank else 1
+    failures = failures_of(sidestream.save({"opt": other}, directory / "bad", timeout_s=TIMEOUT_S))
+    return [told, [[one, kind] for one, kind, _ in failures]]
+
+
 def subgroups(rank: int, world: int, directory: Path) -> None:
     """Actor and critic: two groups save at once, one rank alone besides."""
     halves = [dist.new_group(list(range(0, world, 2))), dist.new_group(list(range(1, world, 2)))]
@@ -529,6 +556,29 @@ def a_run(rank: int, world: int, directory: Path) -> list[Any]:
             return [first, info.step, again.generation, restored, leased, older, await checkpoints.steps()]
 
     return run(steps())
+
+
+def own_disks(rank: int, world: int, directory: Path) -> list[Any]:
+    """A run on disks that each rank has for itself: only rank 0's has a step. Then it is shared, and all is well."""
+    mine = directory / f"disk{rank}"
+
+    async def restore(path: Path) -> list[Any]:
+        async with sidestream.Checkpointer(path, timeout_s=TIMEOUT_S) as checkpoints:
+            target = {"w": torch.zeros_like(ROWS)}
+            try:
+                step = await checkpoints.restore(target, fallback="older")
+            except sidestream.errors.RankFailures as failures:
+                return [[one.rank, one.kind] for one in failures.failures]
+            same(target, {"w": ROWS})
+            return [step]
+
+    async def save() -> None:
+        async with sidestream.Checkpointer(mine, process_group="alone", timeout_s=TIMEOUT_S) as checkpoints:
+            await (await checkpoints.save({"w": ROWS}, step=1))
+
+    if rank == 0:
+        run(save())
+    return [run(restore(mine)), run(restore(directory / "disk0"))]
 
 
 def damage(checkpoint: Path) -> None:

@@ -36,6 +36,11 @@ def test_stages_in_one_checkpoint(groups: Groups, tmp_path: Path) -> None:
     assert all(told == results[0] for told in results)
 
 
+def test_names_that_ranks_share_in_part(groups: Groups, tmp_path: Path) -> None:
+    for told in groups.run("shared_names", 3, tmp_path).results:
+        assert told == [["opt", "raw", "w"], [[0, "InvalidOption"]]]
+
+
 def test_groups_save_at_once(groups: Groups, tmp_path: Path) -> None:
     groups.run("subgroups", 4, tmp_path)
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".group")}
@@ -57,6 +62,11 @@ def test_ranks_read_what_they_need(world: int, groups: Groups, tmp_path: Path) -
 def test_a_run(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("a_run", 2, tmp_path).results:
         assert told == [None, 3, 2, 3, True, 2, [2, 3]]
+
+
+def test_a_run_that_is_not_shared(groups: Groups, tmp_path: Path) -> None:
+    for told in groups.run("own_disks", 3, tmp_path).results:
+        assert told == [[[0, "NotShared"]], [1]]
 
 
 def test_a_cancelled_save(groups: Groups, tmp_path: Path) -> None:

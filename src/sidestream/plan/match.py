@@ -139,8 +139,9 @@ def match(
     owned: dict[int, list[Leaf]] = {number: [] for number in roots}
     tensors: dict[str, torch.Tensor] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
+    filled = _filled_by_others(leaves, manifest) if others else frozenset()
     for leaf in politely(leaves):
-        if isinstance(leaf.value, StatefulRoot):
+        if isinstance(leaf.value, StatefulRoot) or leaf.fqn in filled:
             continue
         if leaf.owner is not None:
             owned[leaf.owner].append(leaf)
@@ -179,6 +180,21 @@ def match(
         cast=tuple(findings.cast),
         ignored=tuple(findings.ignored),
         unexpected=tuple(findings.unexpected or ()),
+    )
+
+
+def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> frozenset[str]:
+    """Empty dicts of this rank that have something in them in the checkpoint: other ranks ask for that."""
+    empty = {
+        plain_path(leaf.path): leaf.fqn
+        for leaf in leaves
+        if leaf.owner is None and type(leaf.value) is dict and not leaf.value and leaf.fqn not in manifest.entries
+    }
+    if not empty:
+        return frozenset()
+    paths = [plain_path(entry.path) for entry in politely(manifest.entries.values())]
+    return frozenset(
+        empty[path[:depth]] for path in politely(paths) for depth in range(1, len(path)) if path[:depth] in empty
     )
 
 

@@ -195,7 +195,10 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> Ra
         tensor, dtype = table.sources[item.tensor], rows[item.row].dtype
         whole = tuple(tensor.shape) == sizes
         identity: tuple[object, ...] = (tensor.data_ptr(), tensor.shape, tensor.stride(), start, sizes, dtype)
-        identity = (*identity, tensor.is_conj(), tensor.is_neg()) if tensor.numel() else (number,)
+        # One item is one box of one tensor: a local tensor saved by itself too is no tied tensor, readers refuse that.
+        identity = (*identity, tensor.is_conj(), tensor.is_neg(), rows[item.row].shape, offsets)
+        if not tensor.numel():
+            identity = (number,)
         if identity not in known:
             known[identity] = len(sources)
             sources.append(_Source(item.tensor, start, sizes, whole))

@@ -17,6 +17,7 @@ from .._threads import politely
 from ..errors import InvalidOption, UnsupportedCheckpoint
 from ..format.cover import TooIntricateError, find_overlap, volume
 from ..format.dtypes import itemsize
+from ..format.records import Key
 from ..format.shared import Placed, Shared, SharedRow
 from .table import Box, Row, boxes_of, unpack_boxes
 
@@ -39,9 +40,10 @@ class Told(NamedTuple):
 class Assignment:
     """What one rank is to write.
 
-    ``places[i]``: where row ``i`` of its table stands among the rows of all; None if there. ``pieces`` has, for those
-    of its items (by number) that it does not write as a whole, the first row and the number of rows to write,
-    ``(0, 0)`` for none. ``values``: rows whose value it writes.
+    ``places[i]``: where row ``i`` of its table stands among the rows of all, -1 for an empty dict that has something in
+    it on another rank; None if all stand there where they are. ``pieces`` has, for those of its items (by number) that
+    it does not write as a whole, the first row and the number of rows to write, ``(0, 0)`` for none. ``values``: rows
+    whose value it writes.
     """
 
     places: tuple[int, ...] | None
@@ -137,6 +139,37 @@ def _merge(tables: Sequence[Sequence[Row]]) -> dict[str, tuple[Row, list[tuple[i
                     f"{row.fqn}: {_told(first)} to some ranks, {_told(row)} to others; rename one of them"
                 )
             where.append((table, number))
+    return _without_shells(merged)
+
+
+def _without_shells(
+    merged: dict[str, tuple[Row, list[tuple[int, int]]]],
+) -> dict[str, tuple[Row, list[tuple[int, int]]]]:
+    """``merged`` without the empty dicts that other ranks have something in. Raises ``InvalidOption`` for a leaf that
+    is a container to other ranks, and for a dict that is a list to others."""
+    containers: dict[tuple[Key, ...], tuple[bool, str]] = {}  # whether it is a list, and what is in it
+    for row, _ in politely(merged.values(), _EVERY):
+        for depth in range(len(row.path) - 1, 0, -1):
+            path, is_list = row.path[:depth], type(row.path[depth]) is int
+            known, inner = containers.setdefault(path, (is_list, row.fqn))
+            if known != is_list:
+                raise InvalidOption(
+                    f"{inner} and {row.fqn}: a list to some ranks is a dict to others; rename one of them"
+                )
+            if inner != row.fqn:  # what is around it is known too
+                break
+    shells = []
+    for fqn, (row, _) in politely(merged.items(), _EVERY):
+        if row.path not in containers:
+            continue
+        if row.kind == "empty" and not containers[row.path][0]:
+            shells.append(fqn)
+        else:
+            raise InvalidOption(
+                f"{fqn}: {_told(row)} to some ranks, others have {containers[row.path][1]} in it; rename one of them"
+            )
+    for fqn in shells:
+        del merged[fqn]
     return merged
 
 
@@ -296,7 +329,7 @@ def _assignments(work: _Assigning, merged: Mapping[str, tuple[Row, list[tuple[in
     numbers = {fqn: number for number, fqn in enumerate(merged)}
     places: list[tuple[int, ...] | None] = []
     for rows in work.tables:
-        where = tuple(numbers[row.fqn] for row in rows)
+        where = tuple(numbers.get(row.fqn, -1) for row in rows)
         places.append(None if where == tuple(range(len(where))) else where)
     fqns = list(merged)
     own = [{row.fqn: at for at, row in enumerate(rows)} for rows in work.tables]

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -142,6 +142,9 @@ class Hub(Group):
         self._links: dict[int, Link] = {}
         self._dead: dict[int, str] = {}
         self._states: dict[int, _State] = {}
+        self.is_shut = False
+        self.close_door: Callable[[], None] | None = None
+        """Whoever lets ranks in sets it, in the owner's thread."""
 
     def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None:
         self._owner.post(lambda: self._answer(operation.number, step, answers))
@@ -154,6 +157,9 @@ class Hub(Group):
     # --- the owner's thread ---
 
     def shut(self) -> None:
+        self.is_shut = True
+        if self.close_door is not None:
+            self.close_door()
         for link in list(self._links.values()):
             link.close("the process group was destroyed")
 

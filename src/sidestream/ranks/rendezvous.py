@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
@@ -51,13 +52,17 @@ class Member:
         self._name = name
         self._connecting = False
         self._connected = group.world == 1
+        self._waiting: list[Operation] = []  # begun before the connections were there
         self._lock = threading.Lock()
 
     def begin(self, kind: str, deadline: Deadline) -> Operation:
         """Does not block; the first one brings the connections about."""
         operation = self.group.begin(kind, deadline)
         with self._lock:
-            if not self._connected and not self._connecting:
+            if self._connected:
+                return operation
+            self._waiting.append(operation)
+            if not self._connecting:
                 self._connecting = True
                 threading.Thread(
                     target=self._connect, args=(deadline,), name="sidestream-rendezvous", daemon=True
@@ -66,19 +71,24 @@ class Member:
 
     def _connect(self, deadline: Deadline) -> None:
         """The edge of a thread."""
-        connected = False
+        failure: Exception | None = None
         try:
             if isinstance(self.group, Hub):
                 _listen(self.group, self._store, self._name)
             elif isinstance(self.group, Spoke):
                 _find(self.group, self._store, self._name, deadline)
-            connected = True
         except Exception as error:
-            group, why = self.group, f"{type(error).__name__}: {error}"
-            if isinstance(group, Spoke):
-                owner().post(lambda: group.not_connected(why))
+            failure = error
         with self._lock:
-            self._connecting, self._connected = False, connected
+            self._connecting, self._connected = False, failure is None
+            waiting, self._waiting = self._waiting, []
+        if failure is None:
+            return
+        group, why = self.group, f"{type(failure).__name__}: {failure}"
+        if isinstance(group, Spoke):
+            owner().post(lambda: group.not_connected(why))
+        for operation in waiting if isinstance(group, Hub) else ():
+            operation.report(failure)
 
 
 def deadline_of(timeout_s: object) -> Deadline:
@@ -125,40 +135,64 @@ def _shut(group: Group) -> None:
 # --- rank 0 --------------------------------------------------------------------------------------------------------
 
 
+class _Door:
+    """Where rank 0 lets the others in, once each: it is closed behind the last of them, so that a rank of a later group
+    that reads an old address is refused and looks again. After ``__init__`` all runs in the owner's thread."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._expected = set(range(1, hub.world))
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096)
+        self._listener.setblocking(False)
+        keep_from_children(self._listener)
+        self.port: int = self._listener.getsockname()[1]
+
+    def open(self) -> None:
+        if self._hub.is_shut:
+            self.close()
+            return
+        self._hub.close_door = self.close
+        owner().watch(self._listener, selectors.EVENT_READ, lambda _: self._accept())
+
+    def close(self) -> None:
+        owner().forget(self._listener)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it has gone away again
+            return
+        link = Link(owner(), sock)
+        link.on_frame = lambda frame: self._greeted(link, frame)
+        owner().post_at(time.monotonic() + _CONNECT_S, lambda: _expect_greeting(link))
+
+    def _greeted(self, link: Link, frame: Frame) -> None:
+        rank, token = frame.op, self._hub.token.encode()
+        known = frame.kind is Kind.HELLO and 0 < rank < self._hub.world
+        if not known or not hmac.compare_digest(frame.payload, token):
+            link.close("it is no rank of this group")
+            return
+        link.frames.trust()
+        self._hub.connected(rank, link)
+        link.send(Frame(Kind.HELLO, 0, "", b""))
+        if link.open:
+            self._expected.discard(rank)
+        if not self._expected:
+            self.close()
+
+
 def _listen(hub: Hub, store: Any, name: str) -> None:
-    dual = socket.has_dualstack_ipv6()
-    listener = socket.create_server(
-        ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual, backlog=4096
-    )
-    listener.setblocking(False)
-    keep_from_children(listener)
-    thread = owner()
-    thread.post(lambda: thread.watch(listener, selectors.EVENT_READ, lambda _: _accept(hub, listener)))
-    where = {"token": hub.token, "port": listener.getsockname()[1], "host": _host(), "addresses": list(_addresses())}
-    store.set(name, json.dumps(where))
-
-
-def _accept(hub: Hub, listener: socket.socket) -> None:
+    door = _Door(hub)
+    owner().post(door.open)
+    where = {"token": hub.token, "port": door.port, "host": _host(), "addresses": list(_addresses())}
     try:
-        sock, _ = listener.accept()
-    except OSError:  # it has gone away again
-        return
-    link = Link(owner(), sock)
-    link.on_frame = lambda frame: _greeted(hub, link, frame)
-    owner().post_at(time.monotonic() + _CONNECT_S, lambda: _expect_greeting(link))
-
-
-def _greeted(hub: Hub, link: Link, frame: Frame) -> None:
-    rank = frame.op
-    if (
-        frame.kind is not Kind.HELLO
-        or not 0 < rank < hub.world
-        or not hmac.compare_digest(frame.payload, hub.token.encode())
-    ):
-        link.close("it is no rank of this group")
-        return
-    link.frames.trust()
-    hub.connected(rank, link)
+        store.set(name, json.dumps(where))
+    except BaseException:
+        owner().post(door.close)
+        raise
 
 
 def _expect_greeting(link: Link) -> None:
@@ -210,22 +244,47 @@ def _find(spoke: Spoke, store: Any, name: str, deadline: Deadline) -> None:
     while True:
         if store.check([name]):
             where = json.loads(store.get(name))
-            for address in ["127.0.0.1"] if where["host"] == _host() else where["addresses"]:
+            for address in _addresses_in(where):
                 try:
                     sock = socket.create_connection((address, where["port"]), timeout=_CONNECT_S)
                 except OSError as error:
                     why = f"rank 0 cannot be reached at {address}: {error}"
                     continue
-                token = where["token"]
-                owner().post(lambda sock=sock, token=token: _greet(spoke, sock, token))  # type: ignore[misc]
-                return
+                if _greet(spoke, sock, where["token"]):
+                    return
+                why = f"what listens at {address} is no rank 0 of this group"
         if deadline.remaining_s() == 0.0:
             raise SidestreamError(f"{why} (within timeout_s={deadline.timeout_s:g})")
         time.sleep(_LOOK_S)
 
 
-def _greet(spoke: Spoke, sock: socket.socket, token: str) -> None:
-    link = Link(owner(), sock)
-    link.frames.trust()
-    link.send(Frame(Kind.HELLO, spoke.rank, "", token.encode()))
-    spoke.connected(link, token)
+def _addresses_in(where: dict[str, Any]) -> list[str]:
+    if where["host"] == _host():
+        return ["127.0.0.1"]
+    addresses: list[str] = where["addresses"]
+    if not addresses:
+        raise SidestreamError(
+            "rank 0 knows no address of its machine that others can reach: set MASTER_ADDR on it to a name or an "
+            "address that is not the loopback's"
+        )
+    return addresses
+
+
+def _greet(spoke: Spoke, sock: socket.socket, token: str) -> bool:
+    """Whether rank 0 has let this rank in. It has no deadline: rank 0 may have heard the greeting, and would take a
+    connection that is closed then for a death."""
+    welcome: Future[bool] = Future()
+
+    def welcomed(link: Link) -> None:
+        spoke.connected(link, token)
+        welcome.set_result(True)
+
+    def begin() -> None:
+        link = Link(owner(), sock)
+        link.frames.trust()
+        link.on_frame = lambda _: welcomed(link)
+        link.on_close = lambda _: welcome.set_result(False)
+        link.send(Frame(Kind.HELLO, spoke.rank, "", token.encode()))
+
+    owner().post(begin)
+    return welcome.result()

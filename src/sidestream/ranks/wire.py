@@ -18,7 +18,7 @@ _MAX_GREETING_BYTES = 256  # nobody may say more before it has said who it is
 
 class Kind(IntEnum):
     HELLO = 1
-    """Token and rank: the first frame of a connection."""
+    """Token and rank: the first frame of a connection. Rank 0 answers with an empty one."""
     DATA = 2
     """A rank's part of a step."""
     ANSWER = 3

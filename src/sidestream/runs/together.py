@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._threads import Deadline
-from ..catalog import Step
-from ..errors import CheckpointNotFound, Corrupt, InvalidOption, RankFailures, SidestreamError
+from ..catalog import Step, look_at
+from ..errors import CheckpointNotFound, Corrupt, InvalidOption, NotShared, RankFailures, SidestreamError
 from ..loading import LoadOptions, LoadReport, PassedOver, load_from, together
 from ..options import Overlap
 from ..ranks import Member, Operation
@@ -21,6 +21,7 @@ from .leases import Lease, Leases
 
 __all__ = ["RestoringTogether", "agree_on_step", "call_together"]
 
+_RANKS_SHOWN = 10
 _log = logging.getLogger("sidestream")
 
 
@@ -65,22 +66,29 @@ class RestoringTogether:
     options: LoadOptions
     step: int | None = None
     _passed: list[tuple[Step, SidestreamError]] = field(default_factory=list)
+    _missed: tuple[Step, RankFailures] | None = None
+    """What other ranks than rank 0 did not find in the last round."""
 
     @property
     def passed_over(self) -> dict[str, str]:
         return {step.name: str(error) for step, error in self._passed}
 
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
-        """The report of the load; None if there is no step that the wish admits. Raises ``RankFailures``."""
+        """The report of the load; None if there is no step that the wish admits. Raises ``RankFailures``: by
+        ``NotShared`` of rank 0 if a step that it sees is not there for others."""
+        deadline = Deadline.after(self.options.timeout_s)
         while True:
-            attempt = _Attempt(self, state)
-            operation = self.member.begin("restore", Deadline.after(self.options.timeout_s))
+            attempt = _Attempt(self, state, deadline)
+            operation = self.member.begin("restore", deadline)
+            self._missed = None
             try:
                 report = await together(attempt.run, operation)
             except RankFailures as failures:
                 kinds = {failure.kind for failure in failures.failures}
                 if attempt.step is not None and kinds == {CheckpointNotFound.__name__}:
-                    continue  # it was deleted before it was leased
+                    if all(failure.rank for failure in failures.failures):
+                        self._missed = attempt.step, failures
+                    continue  # it was deleted before it was leased, or rank 0 finds that it was not
                 if attempt.step is None or kinds != {Corrupt.__name__}:
                     raise
                 self._passed.append((attempt.step, failures))
@@ -105,8 +113,10 @@ class RestoringTogether:
 class _Attempt:
     """One step, chosen and leased by rank 0 and loaded by all."""
 
-    def __init__(self, restoring: RestoringTogether, state: Mapping[str, Any]) -> None:
+    def __init__(self, restoring: RestoringTogether, state: Mapping[str, Any], deadline: Deadline) -> None:
         self._restoring = restoring
+        self._missed = restoring._missed
+        self._deadline = deadline
         self._state = state
         self.step: Step | None = None
         self.lease: Lease | None = None
@@ -131,11 +141,22 @@ class _Attempt:
     async def _choose(self, _: Sequence[bytes]) -> bytes:
         """On rank 0."""
         restoring = self._restoring
+        await self._check_shared()
         excluded = [step.name for step, _ in restoring._passed]
-        deadline = Deadline.after(restoring.options.timeout_s)
-        chosen = await choose(restoring.store, restoring.leases, restoring.wish, excluded, deadline)
+        chosen = await choose(restoring.store, restoring.leases, restoring.wish, excluded, self._deadline)
         if chosen is None:
             return b"null"
         step, self.lease = chosen
         told = {"step": step.step, "generation": step.generation, "name": step.name, "leased": self.lease is not None}
         return json.dumps({**told, "damage": None if step.damage is None else str(step.damage)}).encode()
+
+    async def _check_shared(self) -> None:
+        """Raises ``NotShared`` if the step that others did not find in the last round is there for rank 0."""
+        if self._missed is None:
+            return
+        step, failures = self._missed
+        seen = await look_at(self._restoring.store, step, self._deadline)
+        if seen is not None and seen.damage is None:  # not gone, nor going
+            ranks = ", ".join(str(failure.rank) for failure in failures.failures[:_RANKS_SHOWN])
+            text = f"rank 0 sees this step, others do not (rank {ranks}): is the directory on storage that all share?"
+            raise NotShared(2, text, f"{self._restoring.url}/{step.name}")
