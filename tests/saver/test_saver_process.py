@@ -19,10 +19,12 @@ from states import assert_same
 
 import sidestream
 from sidestream import events
-from sidestream._threads import Deadline
-from sidestream.errors import Conflict, DeadlineExceeded, InvalidOption, NoSpace, SaverLost
+from sidestream._threads import Deadline, Stop
+from sidestream.errors import Closed, Conflict, DeadlineExceeded, InvalidOption, NoSpace, SaverLost
 from sidestream.options import SaverProcess
 from sidestream.saver.client import close_all, saver_process
+from sidestream.saver.job import Job, Order
+from sidestream.storage import LocalStore, locate_run
 
 Until = Callable[[Callable[[], bool]], None]
 Children = Callable[[], list[int]]
@@ -248,6 +250,24 @@ async def test_a_cancel_reaches_it(tmp_path: Path, children: Children) -> None:
         await pending.ended()
         assert list(tmp_path.iterdir()) == []
         assert children() == [pid], "it was asked, and not killed"
+
+
+async def test_a_save_that_was_stopped_before_it_was_asked_for_ends_no_other(
+    tmp_path: Path, children: Children
+) -> None:
+    saver = saver_process(SaverProcess())
+    await saver.up(Deadline.after(60))
+    (pid,) = children()
+    store, _ = locate_run(tmp_path)
+    assert isinstance(store, LocalStore)
+    assert store.address is not None
+    order = Order(store.address, "attempt", "a", "a", "fsync", Deadline.after(60))
+    stop, link = Stop(), saver._current()
+    stop.set()
+    with pytest.raises(Closed):
+        Job(order, (), stop).run(store, lambda: link, 0)
+    await sidestream.save(state_of(1.0), tmp_path / "a", saver="process")
+    assert children() == [pid]
 
 
 async def test_a_stopped_one_does_not_hold_up_a_deadline(tmp_path: Path, children: Children) -> None:

@@ -183,13 +183,16 @@ class _Exchange:
         self._lost: str | None = None
         self._done = False
         self._number = 0
+        self._asked = False
 
     def run(self, files: Iterator[_File]) -> None:
         self._number = self._link.request(self)
         try:
             with self._stop.waking(self._halt_now):
                 self._stop.check()
-                self._link.send(Kind.WRITE, self._number, self._order.packed())
+                packed = self._order.packed()
+                self._asked = True
+                self._link.send(Kind.WRITE, self._number, packed)
                 for file in files:
                     self._hand_over(file)
                 self._link.send(Kind.END, self._number, b"")
@@ -220,17 +223,17 @@ class _Exchange:
         try:
             image.wait(image.nbytes, deadline=self._order.deadline, stop=self._halt)
             lease: _Lease = image.lease()
+            memory, array = lease.shared, lease.array
         except Closed as error:
             if file.given_up:
                 raise SaverLost("the memory of what was written was wanted by others") from error
             raise
-        memory = lease.shared
         if memory is None:
             raise InvalidOption('this stager has private memory: make it with AsyncStager(backing="shared")')
         self._link.hand(memory)
         with self._changed:
             self._halt.check()
-            self._in_use[index, window] = (lease.array, lease, image)
+            self._in_use[index, window] = (array, lease, image)
         self._link.send(Kind.READY, self._number, READY.pack(index, window, memory.number, lease.start, image.nbytes))
 
     # --- what comes back; in the thread of the link ---
@@ -286,7 +289,9 @@ class _Exchange:
         """Nothing is written any more when this returns."""
         with self._changed:
             ended = self._done or self._failure is not None or self._lost is not None
-        if not ended:
+        if not self._asked:
+            self._link.withdraw(self._number)  # the process knows nothing of it, and would not answer
+        elif not ended:
             try:
                 self._link.send(Kind.CANCEL, self._number, b"")
             except SaverLost:

@@ -74,7 +74,11 @@ class Link:
         self._users = 0
         self._used_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sidestream-saver", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # as many threads as there may be
+            self.lost = f"the saver process could not be started: {error}"
+            raise SaverLost(self.lost) from error
 
     # --- any thread ---
 
@@ -86,6 +90,12 @@ class Link:
             self._numbers += 1
             self._requests[self._numbers] = listener
             return self._numbers
+
+    def withdraw(self, number: int) -> None:
+        """Of a request that was never sent."""
+        with self._lock:
+            self._requests.pop(number, None)
+            self._used_at = time.monotonic()
 
     def send(self, kind: Kind, number: int, body: bytes) -> None:
         """Blocks while the process does not read. Raises ``SaverLost``, when it is gone."""
