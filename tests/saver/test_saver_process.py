@@ -280,6 +280,19 @@ async def test_a_stopped_one_does_not_hold_up_a_deadline(tmp_path: Path, childre
     await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver)
 
 
+async def test_nor_when_it_takes_nothing_any_more(tmp_path: Path, children: Children) -> None:
+    """More is sent than the socket has room for: neither a cancel nor a deadline reaches the thread that sends."""
+    saver = SaverProcess(silence_s=3600)
+    await sidestream.save(state_of(1.0), tmp_path / "a", saver=saver)
+    (pid,) = children()
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded):
+        await sidestream.save({"blob": b"x" * (32 << 20)}, tmp_path / "b", saver=saver, timeout_s=2)
+    assert pid not in children()
+    await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver)
+    assert_same(state_of(2.0), await back(tmp_path / "b"))
+
+
 async def test_prewarm_starts_it_and_a_checkpointer_keeps_it(tmp_path: Path, children: Children, until: Until) -> None:
     saver = SaverProcess(idle_s=0.01)
     state = state_of(1.0)
