@@ -7,6 +7,7 @@ only when somebody waits for memory, and then a lost process is the end of the s
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -183,16 +184,22 @@ class _Exchange:
         self._lost: str | None = None
         self._done = False
         self._number = 0
+        self._asked = False
+        self._let_go = False
+        self._sending = False
+        self._halted_at: float | None = None
 
     def run(self, files: Iterator[_File]) -> None:
         self._number = self._link.request(self)
         try:
             with self._stop.waking(self._halt_now):
                 self._stop.check()
-                self._link.send(Kind.WRITE, self._number, self._order.packed())
+                packed = self._order.packed()
+                self._asked = True
+                self._send(Kind.WRITE, packed)
                 for file in files:
                     self._hand_over(file)
-                self._link.send(Kind.END, self._number, b"")
+                self._send(Kind.END, b"")
                 self._wait(self._order.deadline)
                 self._raise_end()
         except BaseException as error:
@@ -209,31 +216,47 @@ class _Exchange:
         if isinstance(body, ShardBody):
             said = pack([file.name, body.digest])
             packed = pack_layout(body.layout)
-            self._link.send(Kind.SHARD_FILE, self._number, _text(said) + packed)
+            self._send(Kind.SHARD_FILE, _text(said) + packed)
             for window, image in enumerate(body.images):
                 self._hand_window(file, index, window, image)
         else:
             assert isinstance(body, BytesBody)
-            self._link.send(Kind.BYTES_FILE, self._number, _text(file.name.encode()) + body.content)
+            self._send(Kind.BYTES_FILE, _text(file.name.encode()) + body.content)
 
     def _hand_window(self, file: _File, index: int, window: int, image: Any) -> None:
         try:
             image.wait(image.nbytes, deadline=self._order.deadline, stop=self._halt)
             lease: _Lease = image.lease()
+            memory, array = lease.shared, lease.array
         except Closed as error:
             if file.given_up:
                 raise SaverLost("the memory of what was written was wanted by others") from error
             raise
-        memory = lease.shared
         if memory is None:
             raise InvalidOption('this stager has private memory: make it with AsyncStager(backing="shared")')
-        self._link.hand(memory)
+        self._send(memory)
         with self._changed:
             self._halt.check()
-            self._in_use[index, window] = (lease.array, lease, image)
-        self._link.send(Kind.READY, self._number, READY.pack(index, window, memory.number, lease.start, image.nbytes))
+            self._in_use[index, window] = (array, lease, image)
+        self._send(Kind.READY, READY.pack(index, window, memory.number, lease.start, image.nbytes))
+
+    def _send(self, what: Kind | Handed, body: bytes = b"") -> None:
+        self._sending = True
+        try:
+            if isinstance(what, Kind):
+                self._link.send(what, self._number, body)
+            else:
+                self._link.hand(what)
+        finally:
+            self._sending = False
 
     # --- what comes back; in the thread of the link ---
+
+    @property
+    def stuck(self) -> bool:
+        halted_at = self._halted_at
+        ended_at = self._order.deadline.at if halted_at is None else min(halted_at, self._order.deadline.at)
+        return self._sending and time.monotonic() - ended_at > _ACKNOWLEDGE_S
 
     @property
     def over(self) -> bool:
@@ -255,8 +278,8 @@ class _Exchange:
             self._halt.set()
 
     def _unused(self, file: _File, used: Any) -> None:
-        if used is None or file.done:
-            return
+        if used is None or file.done or self._let_go or self._failure is not None:
+            return  # there will be no second time
         _, lease, image = used
         file.withdraw.append(lease.offer(lambda: file.give_up(image)))
 
@@ -270,6 +293,7 @@ class _Exchange:
     # --- the end ---
 
     def _halt_now(self) -> None:
+        self._halted_at = self._halted_at or time.monotonic()
         self._halt.set()
         with self._changed:
             self._changed.notify_all()
@@ -286,15 +310,19 @@ class _Exchange:
         """Nothing is written any more when this returns."""
         with self._changed:
             ended = self._done or self._failure is not None or self._lost is not None
-        if not ended:
+        if not self._asked:
+            self._link.withdraw(self._number)  # the process knows nothing of it, and would not answer
+        elif not ended:
             try:
-                self._link.send(Kind.CANCEL, self._number, b"")
+                self._send(Kind.CANCEL, b"")
             except SaverLost:
                 pass
             else:
                 self._acknowledged()
-        for file in self._sent:
-            file.let_go()
+        with self._changed:
+            self._let_go = True
+            for file in self._sent:
+                file.let_go()
         if isinstance(error, (Closed, SaverLost)):  # what follows from an end that is known, not the end itself
             self._raise_end()
 

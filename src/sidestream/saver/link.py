@@ -22,7 +22,7 @@ from .wire import Channel, Frame, Kind, pack
 
 __all__ = ["Handed", "Link", "Listener"]
 
-_TICK_S = 1.0
+_TICK_S = 0.25
 _START_S = 60.0
 _REAP_S = 5.0
 _ENDED = "the saver process has ended"
@@ -52,6 +52,10 @@ class Listener(Protocol):
     def over(self) -> bool:
         """Whether nothing more will be said about it."""
 
+    @property
+    def stuck(self) -> bool:
+        """Whether it should have ended, and sits in a call of ``send`` or ``hand`` that does not return."""
+
 
 class Link:
     """One process. It is never used again once ``lost`` is set."""
@@ -74,7 +78,11 @@ class Link:
         self._users = 0
         self._used_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sidestream-saver", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # as many threads as there may be
+            self.lost = f"the saver process could not be started: {error}"
+            raise SaverLost(self.lost) from error
 
     # --- any thread ---
 
@@ -86,6 +94,12 @@ class Link:
             self._numbers += 1
             self._requests[self._numbers] = listener
             return self._numbers
+
+    def withdraw(self, number: int) -> None:
+        """Of a request that was never sent."""
+        with self._lock:
+            self._requests.pop(number, None)
+            self._used_at = time.monotonic()
 
     def send(self, kind: Kind, number: int, body: bytes) -> None:
         """Blocks while the process does not read. Raises ``SaverLost``, when it is gone."""
@@ -176,6 +190,8 @@ class Link:
         while True:
             if not poll.poll(_TICK_S * 1000):
                 silent += 1  # counted, not measured: a machine that slept is no reason
+                if self._has_ended() and not poll.poll(0):  # forked workers of the trainer may keep the socket open
+                    return self._killed or _ENDED
                 if silent * _TICK_S >= self._options.silence_s and self.up.done():
                     return f"the saver process did not answer for {self._options.silence_s:g} s and was killed"
             else:
@@ -186,12 +202,23 @@ class Link:
                 for frame in frames:
                     self._on_frame(frame)
                 del frames
+            if self._is_stuck():
+                return "the saver process did not take what it was sent, and was killed"
             if not self.up.done() and time.monotonic() - started > _START_S:
                 return f"the saver process was not up within {_START_S:g} s and was killed"
             if not self._requests:  # or else a thread may be stuck in sending, and this one has to see that
                 self._forget(self._channel)
             if self._idle():
                 return "the saver process was not needed any more"
+
+    def _has_ended(self) -> bool:
+        with self._lock:
+            return self._process is not None and self._process.poll() is not None
+
+    def _is_stuck(self) -> bool:
+        """Neither a cancel nor a deadline reaches a thread that waits for room in the socket: the end of it does."""
+        with self._lock:
+            return any(listener.stuck for listener in self._requests.values())
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == Kind.UP:

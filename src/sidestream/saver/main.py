@@ -13,7 +13,6 @@ import signal
 import socket
 import threading
 import traceback
-from collections import OrderedDict
 from contextlib import suppress
 from mmap import MAP_POPULATE, MAP_SHARED, mmap
 from typing import Any
@@ -29,7 +28,6 @@ from .work import READY, UNUSED, Rate, Request
 __all__ = ["main"]
 
 _BEAT_S = 1.0
-_STORES = 4
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -67,8 +65,6 @@ class _Saver:
         self._channel = channel
         self._memories: dict[int, mmap] = {}
         self._requests: dict[int, Request] = {}
-        self._stores: OrderedDict[bytes, Store] = OrderedDict()
-        self._lock = threading.Lock()
         self._rate = Rate(None)
         self._outbox: queue.SimpleQueue[tuple[Kind, int, bytes]] = queue.SimpleQueue()
 
@@ -137,7 +133,7 @@ class _Saver:
         asked = unpack(frame.body)
         number = frame.number
         os.umask(asked["umask"])  # of the trainer: it may have changed
-        self._requests[number] = Request(
+        request = self._requests[number] = Request(
             number,
             asked,
             lambda: self._store(asked["address"]),
@@ -146,21 +142,16 @@ class _Saver:
             self._rate,
             self._ended,
         )
+        request.start()  # once it is known: it may end at once
 
     def _ended(self, number: int) -> None:
         self._requests.pop(number, None)
 
-    def _store(self, address: dict[str, Any]) -> Store:
-        """The same for the same address: connections are used again."""
-        key = pack(address)
-        with self._lock:
-            if key not in self._stores:
-                policy = None if address["policy"] is None else StorePolicy(**address["policy"])
-                self._stores[key], _ = locate_run(address["url"], Where(address["storage_options"], None, policy))
-            self._stores.move_to_end(key)
-            while len(self._stores) > _STORES:
-                self._stores.popitem(last=False)
-            return self._stores[key]
+    @staticmethod
+    def _store(address: dict[str, Any]) -> Store:
+        """Of one request. Its client, with the connections, is kept below, for as long as its credentials are valid."""
+        policy = None if address["policy"] is None else StorePolicy(**address["policy"])
+        return locate_run(address["url"], Where(address["storage_options"], None, policy))[0]
 
     def _tell(self, event: Event) -> None:
         packed = pack_event(event)

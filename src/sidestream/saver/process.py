@@ -42,10 +42,10 @@ def spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
     if not available():
         raise SaverLost('there is no saver process on this system (it needs Linux and sys.executable): saver="thread"')
     try:
+        paths = [os.path.abspath(path) for path in sys.path]
         ours, theirs = socket.socketpair()
-    except OSError as error:
+    except OSError as error:  # of the first one: the working directory is gone
         raise SaverLost(f"the saver process could not be started: {error}") from error
-    paths = [os.path.abspath(path) for path in sys.path]
     asked = json.dumps([theirs.fileno(), os.getpid(), str(_PACKAGE), paths])
     try:
         process = subprocess.Popen(

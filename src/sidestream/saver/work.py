@@ -123,7 +123,10 @@ class Request:
         self._stop = Stop()
         self._files: queue.SimpleQueue[tuple[str, Body] | None] = queue.SimpleQueue()
         self._images: list[list[_Image]] = []
-        threading.Thread(target=self._run, name=f"sidestream-saver-{number}", daemon=True).start()
+
+    def start(self) -> None:
+        """Whoever hands it frames knows it by then: ``ended`` may be called at any time from now on."""
+        threading.Thread(target=self._run, name=f"sidestream-saver-{self._number}", daemon=True).start()
 
     # --- the thread that reads frames ---
 
@@ -169,10 +172,10 @@ class Request:
         else:
             self._say(Kind.DONE, b"")
         finally:
+            self._ended(self._number)  # first: what is handed over from now on is sent back at once
             for images in self._images:
                 for image in images:
                     image.release()
-            self._ended(self._number)
 
     def _say(self, kind: Kind, body: bytes) -> None:
         try:

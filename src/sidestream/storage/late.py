@@ -143,7 +143,8 @@ def frozen(value: Any) -> Hashable:
 
 
 def _surroundings() -> tuple[Hashable, ...]:
-    variables = tuple(sorted(one for one in os.environ.items() if one[0].upper().startswith(_VARIABLES)))
+    names = sorted(name for name in list(os.environ) if name.upper().startswith(_VARIABLES))
+    variables = tuple((name, os.environ.get(name)) for name in names)  # another thread may remove some meanwhile
     files = (os.environ.get(variable) or os.path.expanduser(default) for variable, default in _FILES.items())
     return variables, *map(_stamp, files)
 
