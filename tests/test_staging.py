@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
 from concurrent.futures import Future
@@ -271,6 +272,25 @@ def test_arena_replaces_idle_segments_that_are_too_small() -> None:
         lease.release()
     arena.lease(8 << 20, deadline=soon(), stop=Stop()).release()
     assert arena.statistics().reserved_bytes == 8 << 20
+
+
+def test_memory_is_touched_by_the_threads_that_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by none that outlives the call: the memory could be unmapped under it."""
+    start, started = threading.Thread.start, []
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    arena = Arena(64 << 20, segment_bytes=64 << 20)
+    lease = arena.lease(1 << 20, deadline=Deadline.after(60), stop=Stop())
+    assert len(started) == 1
+    assert not started[0].is_alive()
+    lease.release()
 
 
 def test_a_stop_ends_the_wait_for_memory() -> None:

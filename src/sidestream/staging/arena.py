@@ -448,7 +448,13 @@ def _touch(memory: mmap.mmap, nbytes: int) -> None:
         threading.Thread(target=ctypes.memset, args=(base + start, 0, min(share, nbytes - start)), daemon=True)
         for start in range(0, nbytes, share)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # the system grants no more threads: whoever writes there first faults the rest in
+        pass
+    finally:
+        for thread in started:  # also when something is raised: the memory would be unmapped under them
+            thread.join()
