@@ -20,7 +20,9 @@ from safetensors.torch import load_file
 
 import sidestream
 
-COMMAND = [sys.executable, "-c", "from sidestream.cli import main; main()"]
+# A shell in the background ignores Ctrl-C for all that it starts.
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+COMMAND = [sys.executable, "-c", f"{INTERRUPTIBLE}; from sidestream.cli import main; main()"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
 
 

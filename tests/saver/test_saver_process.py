@@ -346,7 +346,8 @@ async def test_its_priorities(tmp_path: Path, children: Children) -> None:
 
 
 TRAINER = """
-import asyncio, os, sys, torch, sidestream
+import asyncio, os, signal, sys, torch, sidestream
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it for its children
 async def main():
     state = {"t": torch.ones(1 << 24)}
     await sidestream.save({"n": 1}, sys.argv[1] + "/warm", saver=sidestream.SaverProcess(rate_bytes_per_s=1e6))
