@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import faulthandler
 import fcntl
 import gc
 import json
@@ -33,6 +34,9 @@ import sidestream
 from sidestream import errors
 from sidestream._threads import Threads, io_threads
 
+HANGS_S = 20
+IO_THREADS = io_threads()._size
+_M_ARENA_MAX = -8
 _FS_IOC_SHUTDOWN = 0x8004587D
 _NO_LOG_FLUSH = struct.pack("I", 2)
 
@@ -220,22 +224,30 @@ class _Child:
                 await checkpoints.prune()
 
     async def tight(self, run: Path) -> None:
-        """Saves of ``state_bytes`` within ``limit_bytes`` more than there are in use, by cgroup or address space."""
+        """Saves of ``state_bytes`` within ``limit_bytes`` more than there are in use, by cgroup or address space. One
+        that hangs is ended with code 1, and its stacks are in ``stacks``."""
         trial = self.trial
+        stacks = Path(trial["stacks"]).open("w")  # noqa: SIM115 - for as long as this process lives
+        faulthandler.dump_traceback_later(HANGS_S, exit=True, file=stacks)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # glibc reserves 64 MiB for each thread otherwise
         state = {"weights": [torch.full((trial["state_bytes"] // 32 // 4,), float(n)) for n in range(32)], "seed": 1}
-        if trial["cgroup"]:
-            join_cgroup(Path(trial["cgroup"]), trial["limit_bytes"])
-        else:
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            resource.setrlimit(resource.RLIMIT_AS, (used + trial["limit_bytes"], resource.RLIM_INFINITY))
-        try:
-            async with sidestream.AsyncStager(budget_bytes=trial["budget_bytes"], timeout_s=60) as stager:
+        async with sidestream.AsyncStager(budget_bytes=trial["budget_bytes"], timeout_s=60) as stager:
+            # The pool's threads have begun before memory is short: see of_python() of test_row_memory.py.
+            everyone = threading.Barrier(IO_THREADS)
+            await asyncio.gather(*(io_threads().run(everyone.wait) for _ in range(IO_THREADS)))
+            await sidestream.save({"one": torch.ones(1 << 16), "seed": 1}, run / "before", stager=stager)
+            if trial["cgroup"]:
+                join_cgroup(Path(trial["cgroup"]), trial["limit_bytes"])
+            else:
+                used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+                resource.setrlimit(resource.RLIMIT_AS, (used + trial["limit_bytes"], resource.RLIM_INFINITY))
+            try:
                 for number in range(2):
                     info = await sidestream.save(state, run / f"tight-{number}", stager=stager)
                     self.tell(acked=Path(info.url).name, seed=1)
-        finally:
-            if not trial["cgroup"]:
-                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            finally:
+                if not trial["cgroup"]:
+                    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     async def limited(self, run: Path) -> None:
         """No file may grow beyond ``limit``."""
