@@ -32,6 +32,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "catalog",
             "loading",
             "reading",
+            "landing",
             "handover",
             "mapping",
             "streams",

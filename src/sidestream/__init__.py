@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .converting.convert import ConvertReport, convert
     from .converting.copying import CopyReport, copy
     from .loading import LoadReport, PassedOver, load
-    from .options import SaverProcess, StorePolicy
+    from .options import PerHost, SaverProcess, StorePolicy
     from .pending import PendingSave, SaveInfo
     from .runs.health import Health
     from .runs.pruning import Pruned
@@ -43,6 +43,7 @@ __all__ = [
     "LoadReport",
     "PassedOver",
     "PendingSave",
+    "PerHost",
     "Pruned",
     "Retention",
     "SaveInfo",
@@ -83,6 +84,7 @@ _HOMES = {
     "LoadReport": "loading",
     "PassedOver": "loading",
     "PendingSave": "pending",
+    "PerHost": "options",
     "Pruned": "runs.pruning",
     "Retention": "runs.retention",
     "SaveInfo": "pending",

@@ -34,12 +34,14 @@ from .options import (
     Fallback,
     Overlap,
     Progress,
+    Reading,
     SaverChoice,
     StorePolicy,
     Trust,
     Verify,
     check_choice,
     check_count,
+    check_reading,
     check_step,
     check_steps,
     check_strict,
@@ -340,6 +342,7 @@ class Checkpointer:
         timeout_s: float | None = None,
         allow: Iterable[type] = (),
         trust: Trust = "data",
+        reading: Reading = "each_rank",
     ) -> int | None:
         """Load the newest committed step, or ``step``, into ``state`` and return its number; None if there is none yet.
 
@@ -361,6 +364,7 @@ class Checkpointer:
             self._timeout_s if timeout_s is None else timeout_s,
             allowed_types(allow),
             trust,
+            check_reading(reading),
         )
         member = self._together()
         restoring: Restoring | RestoringTogether

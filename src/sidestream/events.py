@@ -9,7 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Event", "Observer", "PromiseLost", "Retried", "SaverGone", "SlowPart", "Throttled", "emit", "observe"]
+__all__ = [
+    "Event",
+    "Observer",
+    "PromiseLost",
+    "ReadAlone",
+    "Retried",
+    "SaverGone",
+    "SlowPart",
+    "Throttled",
+    "emit",
+    "observe",
+]
 
 _log = logging.getLogger("sidestream")
 
@@ -66,7 +77,16 @@ class SaverGone:
     again: bool
 
 
-Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone
+@dataclass(frozen=True, slots=True)
+class ReadAlone:
+    """The ranks of this machine were to share what they read of ``url``, and cannot, for ``reason``: each reads what it
+    needs."""
+
+    url: str
+    reason: str
+
+
+Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | ReadAlone
 Observer: TypeAlias = Callable[[Event], object]
 
 _observers: tuple[Observer, ...] = ()

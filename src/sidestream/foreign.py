@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeAlias
@@ -29,10 +29,14 @@ from .storage import ReadRange, Store
 
 __all__ = [
     "Located",
+    "Opened",
     "Seekable",
     "agree",
     "check_item_records",
+    "ends_of",
+    "is_closed",
     "locate_tensor",
+    "open_ends",
     "read_item",
     "read_values",
     "unpack_chunk",
@@ -40,6 +44,9 @@ __all__ = [
 
 Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
 """A tensor whose chunks know where their payload begins, and what else the zips say about it."""
+
+Opened: TypeAlias = dict[Chunk, tuple[Chunk, ForeignPayload]]
+"""Chunks whose zips have been looked into, as they are without and with what those say."""
 
 _END_BYTES = 64 << 10
 _MAX_VALUE_BYTES = 64 << 20
@@ -108,9 +115,17 @@ def _unpickle(content: bytearray) -> Any:
 
 
 async def locate_tensor(
-    store: Store, directory: str, fqn: str, entry: TensorEntry, deadline: Deadline, *, records: Records = "needed"
+    store: Store,
+    directory: str,
+    fqn: str,
+    entry: TensorEntry,
+    deadline: Deadline,
+    *,
+    records: Records = "needed",
+    opened: Opened | None = None,
 ) -> Located:
-    """Open the zip of each chunk that another writer wrote, to see where its payload begins and how it is laid out.
+    """Open the zip of each chunk that another writer wrote, to see where its payload begins and how it is laid out;
+    ``opened`` has those that have been.
 
     Chunks whose payload stands bare in the file are as they are; compressed ones are left out (``unpack_chunk``).
     """
@@ -122,10 +137,11 @@ async def locate_tensor(
             continue
         if chunk.told is not None:
             payloads[chunk] = chunk.told
-        elif chunk.payload_offset is None:
+        elif opened and chunk in opened:
+            located, payloads[located] = opened[chunk]
+        elif is_closed(chunk):
             ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
-            with _about(chunk, fqn):
-                located, payload = await io_threads().run(_open_chunk, entry, chunk, ends, records, deadline=deadline)
+            located, payload = await io_threads().run(open_ends, fqn, entry, chunk, ends, records, deadline=deadline)
             payloads[located] = payload
         chunks.append(located)
     return replace(entry, chunks=tuple(chunks)), payloads
@@ -237,17 +253,33 @@ async def _digest(
     return crc
 
 
-async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) -> BinaryIO:
-    """The zip without its payload: its records stand before it, its directory behind it."""
+def is_closed(chunk: Chunk) -> bool:
+    """Whether its zip has to be opened to see where the payload is."""
+    return not chunk.transform and chunk.told is None and chunk.payload_offset is None
+
+
+def ends_of(chunk: Chunk) -> list[tuple[int, int]]:
+    """Where and how long is what has to be read of its zip: records stand before the payload, the directory behind."""
     if chunk.item_bytes <= 4 * _END_BYTES:
-        raw = bytearray(chunk.item_bytes)
-        await store.read(name, [ReadRange(chunk.item_offset, memoryview(raw))], deadline=deadline)
-        return io.BytesIO(raw)
-    head, tail = bytearray(_END_BYTES), bytearray(_END_BYTES)
-    at = chunk.item_bytes - _END_BYTES
-    ranges = [ReadRange(chunk.item_offset, memoryview(head)), ReadRange(chunk.item_offset + at, memoryview(tail))]
-    await store.read(name, ranges, deadline=deadline)
-    return io.BufferedReader(_Ends(bytes(head), bytes(tail), chunk.item_bytes))
+        return [(chunk.item_offset, chunk.item_bytes)]
+    return [(chunk.item_offset, _END_BYTES), (chunk.item_offset + chunk.item_bytes - _END_BYTES, _END_BYTES)]
+
+
+async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) -> list[bytes]:
+    ends = [(start, bytearray(nbytes)) for start, nbytes in ends_of(chunk)]
+    await store.read(name, [ReadRange(start, memoryview(raw)) for start, raw in ends], deadline=deadline)
+    return [bytes(raw) for _, raw in ends]
+
+
+def open_ends(
+    fqn: str, entry: TensorEntry, chunk: Chunk, ends: Sequence[bytes], records: Records = "needed"
+) -> tuple[Chunk, ForeignPayload]:
+    """What its zip says. Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``."""
+    item: BinaryIO = io.BytesIO(ends[0])
+    if len(ends) > 1:
+        item = io.BufferedReader(_Ends(ends[0], ends[1], chunk.item_bytes))
+    with _about(chunk, fqn):
+        return _open_chunk(entry, chunk, item, records)
 
 
 class Seekable(io.RawIOBase):

@@ -19,8 +19,21 @@ from .foreign import read_values
 from .format.digest import DigestCheck, digest_check
 from .format.records import Entry, Manifest, TensorEntry, ValueEntry
 from .handover import Handover, hand_over, prepare
+from .joint.hosts import HostReads
 from .joint.reading import agree_on, outline, read_needed, stoppable
-from .options import Allowance, Progress, StorePolicy, Trust, Verify, check_choice, check_strict, check_timeout
+from .options import (
+    Allowance,
+    PerHost,
+    Progress,
+    Reading,
+    StorePolicy,
+    Trust,
+    Verify,
+    check_choice,
+    check_reading,
+    check_strict,
+    check_timeout,
+)
 from .plan.ask import Answers
 from .plan.local import Local
 from .plan.match import LoadPlan, match
@@ -89,6 +102,7 @@ async def load(
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
+    reading: Reading = "each_rank",
 ) -> LoadReport:
     """Load the checkpoint at ``url`` into ``state``, in place: ours, or one that stock DCP wrote.
 
@@ -112,6 +126,9 @@ async def load(
 
     Where ``torch.distributed`` is initialized this is a call of all ranks together, as ``save`` is: each reads what its
     own tensors need, and they raise alike, ``RankFailures``. ``process_group="alone"`` loads into this process only.
+    With ``reading="per_host"`` the bytes that several ranks of one machine need are read by one of them, and reach the
+    others through memory that they share, at most ``PerHost.memory_bytes``; where they cannot share any, each reads
+    (``events.ReadAlone``). It makes no difference to a process that loads by itself.
 
     ``storage_options``, ``filesystem`` and ``store_policy`` are as for ``save``; ``http(s)://`` can be read too.
     """
@@ -119,7 +136,8 @@ async def load(
     member = group_of(process_group)
 
     async def run(operation: Operation | None) -> LoadReport:
-        options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed_types(allow), trust)
+        allowed, shared = allowed_types(allow), check_reading(reading)
+        options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed, trust, shared)
         where = Where(storage_options, filesystem, store_policy)
         return await load_from(locate_directory(url, where), state, options, operation)
 
@@ -153,6 +171,7 @@ class LoadOptions:
     timeout_s: float
     allow: Allowed
     trust: Trust = "data"
+    per_host: PerHost | None = None
 
     def __post_init__(self) -> None:
         check_choice("verify", self.verify, Verify)
@@ -196,7 +215,7 @@ async def _match_together(
     location, root = await open_root(location, deadline)
     found = await outline(root, deadline)
     plan = await threads.run(compare, found, deadline=deadline)
-    await agree_on(operation, found, plan, url)
+    await agree_on(operation, found, plan, url, options.per_host)
     manifest = await read_needed(location, root, plan, deadline)
     if manifest is not found:
         plan = await threads.run(compare, manifest, deadline=deadline)
@@ -213,7 +232,10 @@ async def _load(
 ) -> LoadReport:
     threads = io_threads()
     streams = await streams_of(await threads.run(_devices, plan.local, deadline=deadline), deadline)
-    reader = Reader(location.store, location.name, options.verify, deadline, options.progress, streams)
+    shared = None
+    if operation is not None and options.per_host is not None:
+        shared = HostReads(operation, location.store, options.per_host, location.url)
+    reader = Reader(location.store, location.name, options.verify, deadline, options.progress, streams, shared)
     work = _Load(location, manifest, plan, reader, options, operation)
     try:
         return await work.run()
@@ -226,6 +248,9 @@ async def _load(
         if isinstance(error, SidestreamError):
             _tell(error, written)
         raise
+    finally:
+        if shared is not None:
+            shared.close()
 
 
 def _tell(error: SidestreamError, written: tuple[str, ...]) -> SidestreamError:

@@ -16,7 +16,9 @@ __all__ = [
     "Fallback",
     "IoPriority",
     "Overlap",
+    "PerHost",
     "Progress",
+    "Reading",
     "SaverChoice",
     "SaverProcess",
     "StorePolicy",
@@ -25,6 +27,7 @@ __all__ = [
     "WhenFull",
     "check_choice",
     "check_count",
+    "check_reading",
     "check_saver",
     "check_seconds",
     "check_step",
@@ -151,6 +154,35 @@ SaverChoice: TypeAlias = Literal["thread", "process", "auto"] | SaverProcess
 """Who writes. ``"thread"``: threads of this process. ``"process"``: a process of its own, so that the trainer keeps the
 interpreter to itself. ``"auto"``: a process where one can be had, threads elsewhere. ``SaverProcess``: ``"process"``,
 with options."""
+
+
+_MIN_HOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PerHost:
+    """Of the bytes that several ranks of one machine need, each is read by one of them, and the others get it through
+    ``memory_bytes`` of memory that they share: those of all ranks of the machine together."""
+
+    memory_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if type(self.memory_bytes) is not int or self.memory_bytes < _MIN_HOST_BYTES:
+            raise InvalidOption(f"memory_bytes={self.memory_bytes!r} has to be at least {_MIN_HOST_BYTES}")
+
+
+Reading: TypeAlias = Literal["each_rank", "per_host"] | PerHost
+"""Who reads where several ranks load. ``"each_rank"``: each reads what it needs. ``"per_host"``: what several ranks of
+one machine need is read by one of them. ``PerHost``: ``"per_host"``, with options."""
+
+
+def check_reading(reading: object) -> PerHost | None:
+    """How ranks of one machine share what they read; None if they do not."""
+    if isinstance(reading, PerHost):
+        return reading
+    if reading not in ("each_rank", "per_host"):
+        raise InvalidOption(f"reading={reading!r} has to be 'each_rank', 'per_host', or a PerHost(...)")
+    return PerHost() if reading == "per_host" else None
 
 
 def check_saver(saver: object) -> None:

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from .._threads import Deadline, io_threads, politely
 from ..catalog import read_parts
-from ..errors import NotShared, UnexpectedKeys
+from ..errors import InvalidOption, NotShared, UnexpectedKeys
 from ..format.records import Manifest, ValueEntry
 from ..format.shared import Part, Root, join
 from ..format.validate import check_patterns, validate
+from ..options import PerHost
 from ..plan.match import LoadPlan
 from ..plan.ranges import Box, overlap
 from ..ranks import Operation, Stopped
@@ -81,19 +82,24 @@ def _join(root: Root, parts: Mapping[int, Part], rows: set[int]) -> Manifest:
     return manifest
 
 
-async def agree_on(operation: Operation, manifest: Manifest, plan: LoadPlan, url: str) -> None:
+async def agree_on(
+    operation: Operation, manifest: Manifest, plan: LoadPlan, url: str, per_host: PerHost | None
+) -> None:
     """Every rank has found what it needs, in the same checkpoint; and what one does not expect another one asks for.
 
-    Raises ``Stopped``; on rank 0 ``NotShared`` and ``UnexpectedKeys``."""
+    Raises ``Stopped``; on rank 0 ``NotShared``, ``UnexpectedKeys`` and ``InvalidOption``."""
     unexpected, asked = await io_threads().run(_masks, manifest, plan, deadline=operation.deadline)
     part = {"save_id": manifest.save_id, "entries": len(manifest.entries)}
-    mine = json.dumps({**part, "unexpected": _text(unexpected), "asked": _text(asked)}).encode()
+    memory = None if per_host is None else per_host.memory_bytes
+    mine = json.dumps({**part, "host": memory, "unexpected": _text(unexpected), "asked": _text(asked)}).encode()
 
     async def decide(parts: Sequence[bytes]) -> bytes:
         told = [json.loads(one) for one in parts]
         for rank, one in enumerate(told):
             if {name: one[name] for name in part} != part:
                 raise NotShared(2, f"rank {rank} reads another checkpoint at this URL than rank 0", url)
+            if one["host"] != memory:
+                raise InvalidOption(f"ranks that load together have to say the same: reading= differs on rank {rank}")
         _check_unexpected(told, manifest)
         return b""
 

@@ -188,7 +188,7 @@ class Hub(Group):
             operation.stop()
         for rank in self._dead:
             self._note(state, died(rank, "start"))
-        self._owner.post_at(operation.deadline.at, lambda: self._expire(state, operation))
+        self._owner.post_at(operation.deadline.at, lambda: self._expire(state))  # which lets go of what has ended
 
     def _step(
         self,
@@ -321,9 +321,10 @@ class Hub(Group):
             state.own.judge(verdict)
             state.own = None
 
-    def _expire(self, state: _State, operation: Operation) -> None:
+    def _expire(self, state: _State) -> None:
         """At rank 0's deadline: the ranks that it still waits for have failed."""
-        if state.closed or state.sealed or state.stopping:
+        operation = state.own
+        if operation is None or state.closed or state.sealed or state.stopping:
             return
         step, missing = operation.step, set(range(self.world))
         for waited, parts in state.parts.items():
@@ -377,8 +378,8 @@ class Spoke(Group):
         if self._lost is not None:
             self._judge_alone(operation, died(0, _UNKNOWN))
             return
-        late = operation.deadline.at + VERDICT_GRACE_S / 3
-        self._owner.post_at(late, lambda: self._expire(operation))
+        late, number = operation.deadline.at + VERDICT_GRACE_S / 3, operation.number
+        self._owner.post_at(late, lambda: self._expire(number))
 
     def _step(
         self,
@@ -432,9 +433,10 @@ class Spoke(Group):
         for operation in list(self._operations.values()):
             self._judge_alone(operation, died(0, _UNKNOWN))
 
-    def _expire(self, operation: Operation) -> None:
+    def _expire(self, number: int) -> None:
         """Rank 0 should have judged by now."""
-        if operation.number in self._operations:
+        operation = self._operations.get(number)
+        if operation is not None:
             limit = operation.deadline.timeout_s
             text = f"it did not answer within timeout_s={limit:g}"
             self._judge_alone(operation, RankFailure(0, _UNKNOWN, "DeadlineExceeded", text))

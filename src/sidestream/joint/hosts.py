@@ -1,0 +1,291 @@
+"""What several ranks of one machine need of a file is read by one of them, once, and copied by the others.
+
+Each of them tells what it needs, in memory that the others open; all make the same plan of it. Its windows are read in
+turns into a ring of slots that each rank has, and every rank goes through them in the same order. A slot is used again
+when all who need its window have copied it: so what is smallest in that order can always go on, and nothing waits in a
+circle. Who dies meanwhile ends the load for all, by the connections of the ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from .._threads import Deadline, io_threads
+from ..events import ReadAlone, emit
+from ..options import PerHost
+from ..plan.sharing import Piece, Slice, Window, pack, plan_windows, slices, unpack
+from ..ranks import Operation, this_process
+from ..reading import first_error
+from ..storage import ReadRange, Store
+from .neighbours import Mail, Pages, open_pages
+
+__all__ = ["HostReads"]
+
+_READY, _DONE = 1, 2
+_PAGE = 4096
+_MOST_WINDOW_BYTES = 8 << 20
+_SLOTS = 4
+_IN_FLIGHT = 4
+
+Told = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """The slots that each rank has, with so many ranks on the machine."""
+
+    slots: int
+    window_bytes: int
+
+    @classmethod
+    def of(cls, choice: PerHost, ranks: int) -> _Ring:
+        share = choice.memory_bytes // ranks
+        window = max(_PAGE, min(_MOST_WINDOW_BYTES, share // _SLOTS) // _PAGE * _PAGE)
+        return cls(max(1, share // window), window)
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.window_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """``mine``: the numbers of the windows that this rank reads. ``taken``: those that it takes something of, and
+    what. ``rest``: the pieces that no other rank needs anything of."""
+
+    windows: Sequence[Window]
+    mine: Sequence[int]
+    taken: Sequence[tuple[int, Sequence[Slice]]]
+    rest: Sequence[Piece]
+
+
+class HostReads:
+    """The reads of one load, which is ``operation``. ``close`` it when all ranks have come through it, or it failed."""
+
+    def __init__(self, operation: Operation, store: Store, choice: PerHost, url: str) -> None:
+        self._operation = operation
+        self._store = store
+        self._choice = choice
+        self._url = url
+        self._rounds = count(1)
+        self._round: _Round | None = None
+
+    async def read(self, directory: str, pieces: Sequence[Piece], delivered: Callable[[int], None]) -> Sequence[Piece]:
+        """See ``SharedReads``. Raises ``Stopped``, and what the store and the pieces raise."""
+        operation, threads = self._operation, io_threads()
+        pieces, raw = await threads.run(_by_place, pieces, deadline=operation.deadline)
+        current = _Round(pieces, self._choice, operation.deadline)
+        before, self._round = self._round, current
+        name = f"{next(self._rounds)}"
+        part = current.introduce(operation.rank, raw)
+        hosts: list[Told] = json.loads(await operation.aexchange(f"share {name}", json.dumps(part).encode(), _by_host))
+        if before is not None:
+            before.close()  # everybody has come here, and is through it
+        proposal = {"host": hosts[0]["rank"], **await current.propose(hosts, operation.rank)}
+        answer = await operation.aexchange(f"open {name}", json.dumps(proposal).encode(), _all_or_none)
+        agreed = json.loads(answer)
+        if agreed["why"] is not None:
+            if agreed["why"]:
+                emit(ReadAlone(self._url, agreed["why"]))
+            return pieces
+        current.open([one["ring"] for one in agreed["host"]])
+        await current.go(self._store, directory, delivered)
+        return current.rest
+
+    def close(self) -> None:
+        current, self._round = self._round, None
+        if current is not None:
+            current.close()
+
+
+async def _by_host(parts: Sequence[bytes]) -> Sequence[bytes]:
+    """On rank 0: each rank hears of those on its machine, itself included."""
+    told = [json.loads(part) for part in parts]
+    return [json.dumps([one for one in told if _same_machine(one, mine)]).encode() for mine in told]
+
+
+def _same_machine(one: Told, mine: Told) -> bool:
+    return one is mine or (bool(mine["scope"]) and one["scope"] == mine["scope"])
+
+
+async def _all_or_none(parts: Sequence[bytes]) -> Sequence[bytes]:
+    """On rank 0: the ranks of a machine share if all of them can."""
+    told = [json.loads(part) for part in parts]
+    answers = {}
+    for host in {one["host"] for one in told}:
+        ranks = [one for one in told if one["host"] == host]
+        whys = [one["why"] for one in ranks if one["why"] is not None]
+        answers[host] = json.dumps({"why": max(whys, default=None), "host": ranks}).encode()
+    return [answers[one["host"]] for one in told]
+
+
+def _by_place(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], bytes]:
+    ordered = sorted(pieces, key=lambda one: one.span)
+    return ordered, pack([one.span for one in ordered])
+
+
+@dataclass(slots=True)
+class _Copying:
+    """A window that stands in its slot until all of ``users`` have copied it."""
+
+    users: set[int]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _Round:
+    """One ``read``, as far as this rank has to do with it. ``me``: its place among the ranks of the machine."""
+
+    def __init__(self, pieces: Sequence[Piece], choice: PerHost, deadline: Deadline) -> None:
+        self._pieces = pieces
+        self._choice = choice
+        self._deadline = deadline
+        self._me = 0
+        self._needs: Pages | None = None
+        self._mail: Mail | None = None
+        self._own: Pages | None = None
+        self._ring = _Ring(1, _PAGE)
+        self._rings: list[mmap.mmap] = []
+        self._told: Sequence[Told] = ()
+        self._plan: _Plan | None = None
+        self._ready: dict[int, asyncio.Event] = {}
+        self._copying: dict[int, _Copying] = {}
+
+    @property
+    def rest(self) -> Sequence[Piece]:
+        assert self._plan is not None
+        return self._plan.rest
+
+    # --- to come together ---
+
+    def introduce(self, rank: int, raw: bytes) -> dict[str, Any]:
+        """What the others of this machine have to know of this rank."""
+        told: dict[str, Any] = {"rank": rank, **this_process(), "why": None}
+        if not told["scope"]:
+            return {**told, "why": "processes of one machine share memory on Linux only"}
+        try:
+            self._needs = Pages(len(raw))
+            self._needs.memory[:] = raw
+            self._mail = Mail(self._heard)
+        except OSError as error:
+            return {**told, "why": f"this process cannot share memory: {error}"}
+        return {**told, "needs": self._needs.address, "mail": self._mail.address}
+
+    async def propose(self, hosts: Sequence[Told], rank: int) -> dict[str, Any]:
+        """Its part in what they do: a ring to read into, or why not; empty if there is nobody else."""
+        whys = [one["why"] for one in hosts if one["why"] is not None]
+        if whys or len(hosts) == 1:
+            return {"why": max(whys, default="")}
+        self._told = hosts
+        self._me = [one["rank"] for one in hosts].index(rank)
+        self._ring = _Ring.of(self._choice, len(hosts))
+        try:
+            for place, one in enumerate(hosts):
+                if place != self._me:
+                    assert self._mail is not None
+                    self._mail.open(place, one["pid"], one["mail"])
+            needs = [open_pages(one["pid"], one["needs"]) for one in hosts]
+            self._own = Pages(self._ring.nbytes)
+        except OSError as error:
+            return {"why": f"the memory of one process cannot be opened by another one: {error}"}
+        self._plan = await io_threads().run(self._made, needs, deadline=self._deadline)
+        return {"why": None, "ring": self._own.address}
+
+    def _made(self, needs: Sequence[mmap.mmap]) -> _Plan:
+        windows = plan_windows([unpack(bytes(one)) for one in needs], self._ring.window_bytes)
+        taken = slices([one.span for one in self._pieces], windows)
+        shared = {one.piece for _, found in taken for one in found}
+        rest = [piece for number, piece in enumerate(self._pieces) if number not in shared]
+        mine = [number for number, window in enumerate(windows) if window.reader == self._me]
+        return _Plan(windows, mine, taken, rest)
+
+    def open(self, rings: Sequence[Told]) -> None:
+        """Raises ``OSError``."""
+        for place, ring in enumerate(rings):
+            own = place == self._me and self._own is not None
+            memory = self._own.memory if own and self._own else open_pages(self._told[place]["pid"], ring)
+            self._rings.append(memory)
+
+    def close(self) -> None:
+        for pages in (self._needs, self._own):
+            if pages is not None:
+                pages.close()
+        mail, self._mail = self._mail, None
+        if mail is not None:
+            mail.close()
+        self._rings.clear()
+
+    # --- to read ---
+
+    async def go(self, store: Store, directory: str, delivered: Callable[[int], None]) -> None:
+        assert self._plan is not None
+        queue = iter(self._plan.mine)
+        try:
+            async with asyncio.timeout(self._deadline.remaining_s()), asyncio.TaskGroup() as group:
+                for _ in range(min(self._ring.slots, _IN_FLIGHT)):
+                    group.create_task(self._fill(queue, store, directory))
+                group.create_task(self._take(delivered))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        except TimeoutError as error:
+            raise self._deadline.exceeded("waiting for what other ranks of this machine read") from error
+
+    async def _fill(self, queue: Iterator[int], store: Store, directory: str) -> None:
+        """Read the windows that are this rank's."""
+        assert self._plan is not None
+        for number in queue:
+            window = self._plan.windows[number]
+            self._copying[number] = _Copying(set(window.users))
+            if window.turn >= self._ring.slots:
+                earlier = self._plan.mine[window.turn - self._ring.slots]
+                await self._copying[earlier].over.wait()
+                del self._copying[earlier]
+            into = memoryview(self._rings[self._me])
+            position = self._start(window)
+            reads = []
+            for start, end in window.bounds:
+                reads.append(ReadRange(start, into[position : position + end - start]))
+                position += end - start
+            await store.read(f"{directory}/{window.file}", reads, deadline=self._deadline)
+            for user in window.users:
+                self._tell(user, _READY, number)
+
+    async def _take(self, delivered: Callable[[int], None]) -> None:
+        """Copy what this rank needs of every window, in their order."""
+        assert self._plan is not None
+        for number, taken in self._plan.taken:
+            window = self._plan.windows[number]
+            await self._ready.setdefault(number, asyncio.Event()).wait()
+            del self._ready[number]
+            content = memoryview(self._rings[window.reader])[self._start(window) :]
+            await io_threads().run(_copy, self._pieces, taken, content, deadline=self._deadline)
+            self._tell(window.reader, _DONE, number)
+            delivered(sum(one.nbytes for one in taken))
+
+    def _start(self, window: Window) -> int:
+        return window.turn % self._ring.slots * self._ring.window_bytes
+
+    def _tell(self, place: int, kind: int, number: int) -> None:
+        if place == self._me:
+            self._heard(kind, self._me, number)
+        elif self._mail is not None:
+            self._mail.send(place, kind, self._me, number)
+
+    def _heard(self, kind: int, sender: int, number: int) -> None:
+        if kind == _READY:
+            self._ready.setdefault(number, asyncio.Event()).set()
+        elif number in self._copying:
+            copying = self._copying[number]
+            copying.users.discard(sender)
+            if not copying.users:
+                copying.over.set()
+
+
+def _copy(pieces: Sequence[Piece], taken: Sequence[Slice], content: memoryview) -> None:
+    for one in taken:
+        pieces[one.piece].take(one.at, content[one.position : one.position + one.nbytes])
