@@ -89,6 +89,18 @@ def is_open(name: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{name}")
 
 
+def what_is_left() -> list[str]:
+    """Once the threads that were told of the failure have gone on."""
+    end = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end:
+        gc.collect()
+        found = [f"{shared_bytes()} bytes", *descriptors()]
+        if found == ["0 bytes"]:
+            break
+        time.sleep(0.05)
+    return found
+
+
 def load_kind(
     rank: int, world: int, directory: Path, kind: str, layouts: list[str], memory_bytes: int = MEMORY_BYTES
 ) -> dict[str, dict[str, int]]:
@@ -135,8 +147,7 @@ def fail_while_sharing(rank: int, world: int, directory: Path, how: str, who: in
 
     options: dict[str, Any] = {"reading": "per_host", "timeout_s": 3.0 if how == "hang" else TIMEOUT_S}
     failures = failures_of(sidestream.load(target, directory / "ours", progress=progress, **options))
-    gc.collect()
-    told = {"failures": [[one, kind] for one, kind, _ in failures], "shared": shared_bytes(), "open": descriptors()}
+    told = {"failures": [[one, kind] for one, kind, _ in failures], "left": what_is_left()}
     flag.touch()
     if how != "die":
         run(sidestream.load(target, directory / "ours", reading="per_host", timeout_s=TIMEOUT_S))

@@ -18,6 +18,7 @@ WORLD = 4
 ROW_BYTES = 512 * 4
 ALL = (32 << 20) + 64 * ROW_BYTES + 700 * ROW_BYTES // 2 + 20 * 33 * 7 * 4
 DESCRIPTION = 0.6e6  # of metadata for each rank, about: markers, manifests, ends of zips
+NOTHING = ["0 bytes"]
 KINDS = ["ours", "ranks", "stock", "file.pt", "safetensors"]
 
 
@@ -55,21 +56,21 @@ def test_a_rank_is_killed_while_others_wait_for_it(who: int, groups: Groups, wri
     assert ended.codes[who] == -signal.SIGKILL, ended.said
     for rank in {0, 1, 2} - {who}:
         assert ended.codes[rank] == 0, ended.said[rank]
-        assert ended.results[rank] == {"failures": [[who, "RankDied"]], "shared": 0, "open": []}
+        assert ended.results[rank] == {"failures": [[who, "RankDied"]], "left": NOTHING}
 
 
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_rank_that_fails_while_others_wait_for_it(who: int, groups: Groups, written: Path) -> None:
     (written / "told").unlink(missing_ok=True)
     for told in groups.run("fail_while_sharing", 3, written, how="raise", who=who).results:
-        assert told == {"failures": [[who, "OSError"]], "shared": 0, "open": []}
+        assert told == {"failures": [[who, "OSError"]], "left": NOTHING}
 
 
 def test_a_rank_that_does_nothing_any_more(groups: Groups, written: Path) -> None:
     (written / "told").unlink(missing_ok=True)
     for told in groups.run("fail_while_sharing", 3, written, how="hang", who=1).results:
         assert {kind for _, kind in told["failures"]} == {"DeadlineExceeded"}
-        assert (told["shared"], told["open"]) == (0, [])
+        assert told["left"] == NOTHING
 
 
 @pytest.mark.parametrize("kind", ["ours", "file.pt"])
