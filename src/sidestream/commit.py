@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from .format.manifest import metadata_line, write_manifest
 from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, manifest_name
 from .format.records import Manifest
 from .options import Durability
-from .saver.body import BytesBody
+from .saver.body import BytesBody, PiecesBody
 from .storage import Store
 
 __all__ = ["BytesBody", "Outcome", "Verdict", "clean_up", "commit", "commit_files"]
@@ -59,7 +59,7 @@ async def commit(
     pickled = await io_threads().run(
         lambda: b"".join(politely(dcp_metadata(manifest.entries, marker))), deadline=deadline
     )
-    files = {manifest_name(manifest.save_id): raw, METADATA_NAME: pickled}
+    files = {manifest_name(manifest.save_id): [raw], METADATA_NAME: [pickled]}
     await commit_files(store, attempt, target, files, verdict, durability=durability, deadline=deadline)
 
 
@@ -67,15 +67,17 @@ async def commit_files(
     store: Store,
     attempt: str,
     target: str,
-    files: Mapping[str, bytes],
+    files: Mapping[str, Sequence[bytes]],
     verdict: Verdict,
     *,
     durability: Durability,
     deadline: Deadline,
 ) -> None:
-    """``commit`` of ``files`` that are made already; the last one is ``.metadata``, and its end no other save's."""
-    for name, content in files.items():
-        await store.put(f"{attempt}/{name}", BytesBody(content), durability=durability, deadline=deadline)
+    """``commit`` of ``files`` that are made already, in pieces; the last one is ``.metadata``, and its end no other
+    save's."""
+    for name, pieces in files.items():
+        body = BytesBody(pieces[0]) if len(pieces) == 1 else PiecesBody(pieces)
+        await store.put(f"{attempt}/{name}", body, durability=durability, deadline=deadline)
     verdict.outcome = "unknown"
     try:
         await store.publish(attempt, target, durability=durability, deadline=deadline)
@@ -87,7 +89,7 @@ async def commit_files(
         verdict.outcome = "committed"
         raise
     except (Exception, asyncio.CancelledError) as error:
-        outcome = await _after_failure(store, target, files[METADATA_NAME][-TAIL_BYTES:], error, verdict)
+        outcome = await _after_failure(store, target, _tail_of(files[METADATA_NAME]), error, verdict)
         if isinstance(error, asyncio.CancelledError) or outcome == "absent":
             raise
         if outcome == "committed":
@@ -98,6 +100,15 @@ async def commit_files(
             f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing was "
             f"deleted; look for {target}, and remove {attempt} if it is still there"
         ) from error
+
+
+def _tail_of(pieces: Sequence[bytes]) -> bytes:
+    tail = b""
+    for piece in reversed(pieces):
+        if len(tail) >= TAIL_BYTES:
+            break
+        tail = piece[-TAIL_BYTES:] + tail
+    return tail[-TAIL_BYTES:]
 
 
 async def _after_failure(store: Store, target: str, tail: bytes, error: BaseException, verdict: Verdict) -> Outcome:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import _cases
+import _ends
 import _hosts
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ def run(number: int, case: str, world: int, directory: str, options: dict[str, A
 
 
 def find(case: str) -> Any:
-    return next(getattr(module, case) for module in (_cases, _hosts) if hasattr(module, case))
+    return next(getattr(module, case) for module in (_cases, _hosts, _ends) if hasattr(module, case))
 
 
 def read_json(path: Path) -> Any:

@@ -255,7 +255,7 @@ class _Copy:
         if crc32(raw) != found.marker_crc:
             raise Corrupt(f"{location.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME)
         self._tell(2 * nbytes)
-        files = {METADATA_NAME: bytes(raw)}
+        files = {METADATA_NAME: [bytes(raw)]}
         await commit_files(
             into.store, into.attempt, into.target, files, verdict, durability=self.durability, deadline=self.deadline
         )

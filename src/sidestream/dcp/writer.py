@@ -224,7 +224,7 @@ class StorageWriter(DcpStorageWriter):
                 store,
                 order.attempt,
                 order.target,
-                files,
+                {name: [content] for name, content in files.items()},
                 save.verdict,
                 durability=self._durability,
                 deadline=deadline,

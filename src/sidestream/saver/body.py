@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from ..format.digest import digest_of
 from ..format.shard import BlockSums, Sealer, ShardLayout, Window
 from ..options import Digest
 
-__all__ = ["BytesBody", "Image", "ShardBody"]
+__all__ = ["BytesBody", "Image", "PiecesBody", "ShardBody"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,21 @@ class BytesBody:
 
     def release(self) -> None:
         """It is the caller's."""
+
+
+class PiecesBody:
+    """A file that is in memory in pieces, one after the other: they are not joined first."""
+
+    aligned = False
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        parts: list[BytesBody] = []
+        self.nbytes = 0
+        for piece in pieces:
+            if piece:
+                parts.append(BytesBody(piece, offset=self.nbytes))
+                self.nbytes += len(piece)
+        self.parts: Sequence[BytesBody] = tuple(parts)
 
 
 class Image(Protocol):

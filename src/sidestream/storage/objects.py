@@ -231,9 +231,9 @@ class ObjectStore:
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
         stop = Stop()
         taken = [part.take(stop, deadline) for part in body.parts]
-        whole = taken[0].obj if len(taken) == 1 else None
-        # A manifest of many tensors has tens of megabytes: what is in one piece already is not copied on the loop.
-        content = whole if isinstance(whole, bytes) and len(whole) == taken[0].nbytes else b"".join(taken)
+        content = _in_one(taken)
+        if content is None:  # a manifest of many tensors has tens of megabytes: it is not copied on the loop
+            content = await io_threads().run(_joined, taken, deadline=deadline)
         directory, _, file = name.rpartition("/")
         attempt = self._attempts.get(directory)
         if self._engine.creation == "none":
@@ -612,6 +612,16 @@ class ObjectStore:
                     "report success, and the marker of the later one stays",
                 )
             )
+
+
+def _in_one(taken: Sequence[memoryview]) -> bytes | None:
+    """What is one object in memory already."""
+    whole = taken[0].obj if len(taken) == 1 else None
+    return whole if isinstance(whole, bytes) and len(whole) == taken[0].nbytes else None
+
+
+def _joined(taken: Sequence[memoryview]) -> bytes:
+    return b"".join(taken)
 
 
 def _save_id(attempt: str) -> str:

@@ -1,0 +1,93 @@
+"""Disks that are full for one rank, ranks that are told to end, and the other ways to stage."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from _cases import TIMEOUT_S, large, run, same
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
+
+import sidestream
+
+
+def full_disk(rank: int, world: int, directory: Path, who: int, limit_bytes: int) -> dict[str, Any]:
+    """The system lets one rank write no file that is longer than so much, for one save."""
+    mesh = init_device_mesh("cpu", (world,))
+    told: dict[str, Any] = {}
+
+    async def save() -> None:
+        await sidestream.save(large(mesh), directory / "before", timeout_s=TIMEOUT_S)
+        if rank == who:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
+        pending = sidestream.async_save(large(mesh, 1), directory / "failing", timeout_s=TIMEOUT_S)
+        try:
+            await pending
+        except sidestream.errors.RankFailures as failures:
+            told["failures"] = [[one.rank, one.text] for one in failures.failures]
+        told["outcome"] = pending.outcome
+        told["visible"] = (directory / "failing").exists()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        await sidestream.save(large(mesh, 2), directory / "after", timeout_s=TIMEOUT_S)
+        target = large(mesh, 9)
+        await sidestream.load(target, directory / "after", timeout_s=TIMEOUT_S)
+        same(target, large(mesh, 2))
+
+    run(save())
+    return told
+
+
+def preempted(rank: int, world: int, directory: Path) -> list[Any]:
+    """All ranks are told to end, one after the other, with a save in flight and one more to come."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    async def train() -> list[Any]:
+        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
+            checkpoints.on_preemption(save=lambda: (large(mesh, 7), 7), then="stay", grace_s=TIMEOUT_S)
+            pending = await checkpoints.save(large(mesh, 1), step=1)
+            for one in range(world):
+                if one == rank:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                while rank >= one and checkpoints.preempted is None:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)
+            await pending
+        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
+            target = large(mesh, 9)
+            step = await checkpoints.restore(target)
+            same(target, large(mesh, 7))
+            return [checkpoints.preempted, step, await checkpoints.steps()]
+
+    return list(run(train()))
+
+
+def other_stagers(rank: int, world: int, directory: Path) -> list[str]:
+    """Through windows, by stagers of torch, and by one of ours that is snapshotting."""
+    mesh = init_device_mesh("cpu", (world,))
+    plain = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False)
+    ways: dict[str, Any] = {
+        "windows": lambda: {"snapshot": False},
+        "torch blocking": lambda: {"stager": BlockingAsyncStager()},
+        "torch default": lambda: {"stager": DefaultStager(plain)},
+        "snapshot": lambda: {"stager": sidestream.AsyncStager(mode="snapshot")},
+        "process": lambda: {"saver": "process"},
+    }
+
+    async def save(name: str, options: dict[str, Any]) -> None:
+        for number in range(2):
+            path = directory / f"{name}-{number}"
+            await sidestream.save(large(mesh, number), path, timeout_s=TIMEOUT_S, **options)
+            target = large(mesh, 9)
+            await sidestream.load(target, path, timeout_s=TIMEOUT_S)
+            same(target, large(mesh, number))
+
+    for name, options in ways.items():
+        run(save(name, options()))
+        dist.barrier()
+    return list(ways)

@@ -1,0 +1,32 @@
+"""A full disk on one rank, ranks that are told to end, and other ways to stage over ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Groups
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("limit_bytes", [1, 64 << 10])
+def test_a_disk_that_is_full_for_one_rank(limit_bytes: int, who: int, groups: Groups, tmp_path: Path) -> None:
+    for told in groups.run("full_disk", 3, tmp_path, who=who, limit_bytes=limit_bytes).results:
+        ((rank, text),) = told["failures"]
+        assert rank == who
+        assert os.strerror(27) in text or "too large" in text, text
+        assert (told["outcome"], told["visible"]) == ("absent", False)
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".group")) == ["after", "before"]
+
+
+def test_ranks_that_are_told_to_end(groups: Groups, tmp_path: Path) -> None:
+    for told in groups.run("preempted", 3, tmp_path).results:
+        assert told == [None, 7, [1, 7]]
+
+
+def test_other_ways_to_stage(groups: Groups, tmp_path: Path) -> None:
+    groups.run("other_stagers", 2, tmp_path)
