@@ -51,11 +51,9 @@ def preempted(rank: int, world: int, directory: Path) -> list[Any]:
         async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
             checkpoints.on_preemption(save=lambda: (large(mesh, 7), 7), then="stay", grace_s=TIMEOUT_S)
             pending = await checkpoints.save(large(mesh, 1), step=1)
-            for one in range(world):
-                if one == rank:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                while rank >= one and checkpoints.preempted is None:
-                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05 * rank)  # as a scheduler does, not all at once
+            os.kill(os.getpid(), signal.SIGTERM)
+            while checkpoints.preempted is None:
                 await asyncio.sleep(0.01)
             await pending
         async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
@@ -70,7 +68,7 @@ def preempted(rank: int, world: int, directory: Path) -> list[Any]:
 def other_stagers(rank: int, world: int, directory: Path) -> list[str]:
     """Through windows, by stagers of torch, and by one of ours that is snapshotting."""
     mesh = init_device_mesh("cpu", (world,))
-    plain = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False)
+    plain = StagingOptions(False, False, False, False)
     ways: dict[str, Any] = {
         "windows": lambda: {"snapshot": False},
         "torch blocking": lambda: {"stager": BlockingAsyncStager()},
