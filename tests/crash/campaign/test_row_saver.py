@@ -87,7 +87,8 @@ def test_either_side(
     for number in range(total):
         budget = BUDGETS[number % 2]
         operations = counts[budget][1 if what == "kill the trainer at its own" else 0]
-        at = random.randint(operations * number // total + 1, max(operations * (number + 1) // total, 1))
+        first = operations * number // total + 1
+        at = random.randint(first, max(operations * (number + 1) // total, first))
         place = Place(tmp_path / f"trial-{number}")
         told = place.trial(children, what, at, random.choice(("before", "after")), budget)
         counting.trial({"at": at, "budget": budget}, judged(judge, place, what, told))
