@@ -227,13 +227,16 @@ async def test_one_that_hangs_is_ended_at_the_deadline(
     await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process")
 
 
-async def test_a_full_disk_there_is_a_full_disk_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment(tmp_path / "notes", tmp_path / "run", "full", "pwrite").items():
+@pytest.mark.parametrize(("where", "whose"), [("lstat", ".partial"), ("pwrite", ".distcp")])
+async def test_a_full_disk_there_is_a_full_disk_here(
+    where: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(tmp_path / "notes", tmp_path / "run", "full", where).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(NoSpace, match="free some space") as raised:
         await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process")
     assert raised.value.errno == errno.ENOSPC
-    assert str(raised.value.filename).endswith(".distcp")
+    assert str(raised.value.filename).endswith(whose)
     assert list((tmp_path / "run").iterdir()) == []
 
 

@@ -56,10 +56,9 @@ def entry_line(fqn: str, entry: Entry) -> bytes:
 
 def line_around_checksums(fqn: str, entry: TensorEntry) -> tuple[bytes, bytes]:
     """The line of a tensor whose only chunk has no checksums: up to where they go, and from there on."""
-    line, name = entry_line(fqn, entry), _line([fqn, _path(entry)])
-    at = len(line) - len(name) - len('"]]]')  # the name and the path come last
-    assert line.startswith(b'""]]],', at - 1)
-    return line[:at], line[at:]
+    content, end = _line(_entry(entry)), b'"]]]]\n'
+    assert content.endswith(b'"' + end)
+    return content[: -len(end)], b'"]]],' + _line([fqn, _path(entry)])[1:]
 
 
 def _path(entry: Entry) -> list[object]:
