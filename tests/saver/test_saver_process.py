@@ -227,9 +227,9 @@ async def test_one_that_hangs_is_ended_at_the_deadline(
     await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process")
 
 
-@pytest.mark.parametrize(("where", "whose"), [("lstat", ".partial"), ("pwrite", ".distcp")])
+@pytest.mark.parametrize(("where", "whose"), [(1, ".partial"), ("pwrite", ".distcp")])
 async def test_a_full_disk_there_is_a_full_disk_here(
-    where: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: int | str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment(tmp_path / "notes", tmp_path / "run", "full", where).items():
         monkeypatch.setenv(name, value)
