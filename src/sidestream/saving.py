@@ -18,7 +18,7 @@ from .format.records import Manifest, Node
 from .format.shard import BlockSums
 from .joint.saving import FailedSave, JointSave, planning_of
 from .options import Digest, Durability, SaverChoice, StorePolicy, check_choice, check_timeout
-from .pending import PendingSave, SaveInfo, SaveWork
+from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .plan.metadata import encode_metadata
 from .plan.save import SavePlan, plan_save
 from .plan.values import copy_value
@@ -218,6 +218,10 @@ class SaveJob:
     @property
     def url(self) -> str:
         return self.order.location.url
+
+    @property
+    def progress(self) -> SaveProgress:
+        return self.source.progress()
 
     def abandon(self) -> None:
         self.source.abandon()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from ..commit import Verdict
 from ..errors import Skipped
-from ..pending import SaveInfo, SaveWork
+from ..pending import SaveInfo, SaveProgress, SaveWork
 from .leases import Lease
 
 __all__ = ["LeasedSave", "QueuedSave", "SkippedSave", "Slots"]
@@ -47,6 +47,10 @@ class LeasedSave:
     @property
     def url(self) -> str:
         return self._job.url
+
+    @property
+    def progress(self) -> SaveProgress:
+        return self._job.progress
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         try:
@@ -92,6 +96,10 @@ class QueuedSave:
     @property
     def verdict(self) -> Verdict:
         return self._verdict if self._begun is None else self._begun.verdict
+
+    @property
+    def progress(self) -> SaveProgress:
+        return SaveProgress() if self._begun is None else self._begun.progress
 
     def give_way(self) -> None:
         """A newer save has come. Has no effect once this one has its slot."""
