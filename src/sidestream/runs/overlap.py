@@ -69,6 +69,7 @@ class SkippedSave:
     def __init__(self, url: str, why: str) -> None:
         self.url = url
         self.verdict = Verdict()
+        self.progress = SaveProgress()
         self._why = why
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
