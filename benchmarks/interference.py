@@ -3,16 +3,20 @@
     python benchmarks/interference.py [--rounds N] [--directory DIR] [--only NAME ...] [--json FILE]
 
 Each line is a process of its own, which trains (a loop of pure Python, or of torch with one thread) and saves, first
-once from cold, then ``--rounds`` times. (It may open as many descriptors as the system allows: DCP's process needs some
-for each tensor.) Before and after each save it trains alone for a second, and what it does in
-that time is what it would have done. The line ``copy`` saves nothing: one thread copies the bytes into memory that has been
-touched, which is the least that any save beside a training needs. ``kept %``: of that speed, from the call to the acknowledgement (median).
-``stall ms``: the longest step of a save, beyond a usual one (median of the warm saves; ``worst ms``: of all). The line
-``alone`` says what the machine itself does to the loop in a second without a save. ``lost s/GB``: training time lost.
-``cpu s``: processor time that a save takes in the trainer's process, outside the thread of the loop (of which ``stall``
-tells); median. ``first s``, ``warm s``: from the call to the acknowledgement. ``fds``: the trainer's descriptors at their most, above
-those before.
+once from cold, then ``--rounds`` times. Before and after each save it trains alone for a second, and what it does in
+that time is what it would have done. The columns:
+
+``kept %``: of that speed, from the call to the acknowledgement (median of the warm saves, as below).
+``stall ms``: the longest step of a save, beyond a usual one; ``worst ms``: of all.
+``lost s/GB``: training time lost.
+``cpu s``: processor time in the trainer's process, outside the thread of the loop (of that, ``stall`` tells).
+``first s``, ``warm s``: from the call to the acknowledgement.
+``fds``: the trainer's descriptors at their most, above those before.
 ``child MB``: what the other process has for itself at most, shared memory not counted.
+
+The line ``alone`` says what the machine itself does to the loop in a second without a save. ``copy`` saves nothing: one
+thread copies the bytes into memory that has been touched, the least that any save beside a training needs. The limit
+of descriptors is raised to what the system allows: DCP's process needs some for each tensor.
 
 Everybody makes its checkpoint durable (fsync). DCP's process needs ``torch.distributed``: a group of one, over gloo.
 """

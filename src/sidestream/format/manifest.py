@@ -114,7 +114,10 @@ def _metadata(line: Any) -> Node:
 
 
 def _line(content: object) -> bytes:
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    return _encode(content).encode() + b"\n"
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # made once: a third of the time of a line
 
 
 def _entry(entry: Entry) -> tuple[object, ...]:
