@@ -4,12 +4,19 @@
 
 Each line is a process of its own, which trains (a loop of pure Python, or of torch with one thread) and saves, first
 once from cold, then ``--rounds`` times. Before and after each save it trains alone for a second, and what it does in
-that time is what it would have done. ``kept %``: of that speed, from the call to the acknowledgement (median).
-``stall ms``: the longest step of a save, beyond a usual one (median of the warm saves; ``worst ms``: of all). The line
-``alone`` says what the machine itself does to the loop in a second without a save. ``lost s/GB``: training time lost.
-``first s``, ``warm s``: from the call to the acknowledgement. ``fds``: the trainer's descriptors at their most, above
-those before.
+that time is what it would have done. The columns:
+
+``kept %``: of that speed, from the call to the acknowledgement (median of the warm saves, as below).
+``stall ms``: the longest step of a save, beyond a usual one; ``worst ms``: of all.
+``lost s/GB``: training time lost.
+``cpu s``: processor time in the trainer's process, outside the thread of the loop (of that, ``stall`` tells).
+``first s``, ``warm s``: from the call to the acknowledgement.
+``fds``: the trainer's descriptors at their most, above those before.
 ``child MB``: what the other process has for itself at most, shared memory not counted.
+
+The line ``alone`` says what the machine itself does to the loop in a second without a save. ``copy`` saves nothing: one
+thread copies the bytes into memory that has been touched, the least that any save beside a training needs. The limit
+of descriptors is raised to what the system allows: DCP's process needs some for each tensor.
 
 Everybody makes its checkpoint durable (fsync). DCP's process needs ``torch.distributed``: a group of one, over gloo.
 """
@@ -18,9 +25,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import json
 import logging
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -39,7 +48,7 @@ from _common import describe, headline, still_heap, write_json
 
 SHAPES = {"64x16MB": (64, 4 << 20), "10000x1KiB": (10_000, 256)}
 LOOPS = ("python", "torch")
-KINDS = ("alone", "thread", "process", "dcp thread", "dcp process")
+KINDS = ("alone", "copy", "thread", "process", "dcp thread", "dcp process")
 ALONE_S = 1.0
 Save = Callable[[dict[str, Any], Path], Awaitable[None]]
 
@@ -91,10 +100,11 @@ class Trainer:
 async def saved(trainer: Trainer, save: Save, state: dict[str, Any], url: Path) -> dict[str, float]:
     """One save beside the training. The call itself counts as a step that takes as long as it blocks."""
     before = await trainer.alone()
-    start = time.perf_counter()
+    start, others = time.perf_counter(), time.process_time() - time.thread_time()
     task = asyncio.ensure_future(save(state, url))
     steps, seconds, longest = await trainer.until(task.done)
     seconds = time.perf_counter() - start
+    others = time.process_time() - time.thread_time() - others
     await task
     shutil.rmtree(url, ignore_errors=True)
     rate = (before + await trainer.alone()) / 2
@@ -103,6 +113,7 @@ async def saved(trainer: Trainer, save: Save, state: dict[str, Any], url: Path) 
         "kept": steps / seconds / rate,
         "stall": longest - 1 / rate,
         "lost": seconds - steps / rate,
+        "cpu": others,
     }
 
 
@@ -143,6 +154,22 @@ async def run_alone(measure: Callable[[Save], Awaitable[None]]) -> None:
     await measure(save)
 
 
+async def run_copy(measure: Callable[[Save], Awaitable[None]], nbytes: int) -> None:
+    target = (ctypes.c_char * nbytes)()
+    address = ctypes.addressof(target)
+
+    def copy(state: dict[str, Any]) -> None:
+        done = 0
+        for tensor in state.values():
+            ctypes.memmove(address + done, tensor.data_ptr(), tensor.nbytes)
+            done += tensor.nbytes
+
+    async def save(state: dict[str, Any], url: Path) -> None:
+        await asyncio.to_thread(copy, state)
+
+    await measure(save)
+
+
 async def one(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> dict[str, Any]:
     tensors, elements = SHAPES[shape]
     state = {f"layer.{number}.weight": torch.full((elements,), float(number)) for number in range(tensors)}
@@ -158,6 +185,8 @@ async def one(kind: str, shape: str, loop: str, rounds: int, directory: Path) ->
     name = kind.rpartition(" ")[2]
     if kind == "alone":
         await run_alone(measure)
+    elif kind == "copy":
+        await run_copy(measure, tensors * elements * 4)
     elif kind.startswith("dcp"):
         await run_dcp(name, measure, directory)
     else:
@@ -226,6 +255,7 @@ def measured(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> 
         "kept": statistics.median(one["kept"] for one in warm),
         "stall_ms": 1e3 * statistics.median(one["stall"] for one in warm),
         "worst_ms": 1e3 * max(one["stall"] for one in warm),
+        "cpu_s": statistics.median(one["cpu"] for one in warm),
         "lost_s_per_gb": statistics.median(one["lost"] for one in warm) / found["gb"],
         "first_s": first["seconds"],
         "first_stall_ms": 1e3 * first["stall"],
@@ -236,8 +266,8 @@ def measured(kind: str, shape: str, loop: str, rounds: int, directory: Path) -> 
     }
 
 
-HEAD = (
-    f"{'':12} {'kept %':>7} {'stall ms':>9} {'lost s/GB':>10} {'first s':>8} {'warm s':>7} {'fds':>5} {'child MB':>9}"
+HEAD = "{:12} {:>6} {:>9} {:>9} {:>10} {:>7} {:>8} {:>7} {:>5} {:>9}".format(
+    "", "kept %", "stall ms", "worst ms", "lost s/GB", "cpu s", "first s", "warm s", "fds", "child MB"
 )
 
 
@@ -245,8 +275,9 @@ def line(one: dict[str, Any]) -> str:
     if "failed" in one:
         return f"{one['kind']:12} failed: {one['failed'][:100]}"
     figures = (100 * one["kept"], one["stall_ms"], one["worst_ms"])
-    rest = (one["lost_s_per_gb"], one["first_s"], one["warm_s"], one["fds"], one["child_mb"])
-    return "{:12} {:6.1f} {:9.1f} {:9.1f} {:10.2f} {:8.2f} {:7.2f} {:5d} {:9.0f}".format(one["kind"], *figures, *rest)
+    rest = (one["lost_s_per_gb"], one["cpu_s"], one["first_s"], one["warm_s"], one["fds"], one["child_mb"])
+    form = "{:12} {:6.1f} {:9.1f} {:9.1f} {:10.2f} {:7.2f} {:8.2f} {:7.2f} {:5d} {:9.0f}"
+    return form.format(one["kind"], *figures, *rest)
 
 
 def main() -> None:
@@ -261,6 +292,8 @@ def main() -> None:
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         torch.set_num_threads(1)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         kind, shape, loop, rounds, folder = json.loads(options.one)
         print(json.dumps(asyncio.run(one(kind, shape, loop, rounds, Path(folder)))), flush=True)
         os._exit(0)  # DCP's process is not waited for

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .converting.copying import CopyReport, copy
     from .loading import LoadReport, PassedOver, load
     from .options import PerHost, SaverProcess, StorePolicy
-    from .pending import PendingSave, SaveInfo
+    from .pending import PendingSave, SaveInfo, SaveProgress
     from .runs.health import Health
     from .runs.pruning import Pruned
     from .runs.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
@@ -47,6 +47,7 @@ __all__ = [
     "Pruned",
     "Retention",
     "SaveInfo",
+    "SaveProgress",
     "SavedStep",
     "SaverProcess",
     "StagedState",
@@ -88,6 +89,7 @@ _HOMES = {
     "Pruned": "runs.pruning",
     "Retention": "runs.retention",
     "SaveInfo": "pending",
+    "SaveProgress": "pending",
     "SavedStep": "runs.retention",
     "StagedState": "staging.tree",
     "StagingFuture": "staging.future",

@@ -209,6 +209,11 @@ class PendingSave(_Waiting[_pending.SaveInfo]):
         """As ``sidestream.PendingSave.outcome``."""
         return self._pending.outcome
 
+    @property
+    def progress(self) -> _pending.SaveProgress:
+        """As ``sidestream.PendingSave.progress``."""
+        return self._pending.progress
+
     def done(self) -> bool:
         """Whether the save has ended, one way or the other."""
         return self._pending.done()

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ._tasks import finish
-from ._threads import Deadline, io_threads, politely
+from ._threads import Deadline, io_threads
 from ._torch import TORCH_VERSION
 from .errors import Conflict, NotDurable, OutcomeUnknown, SidestreamError
 from .format.checksum import crc32
-from .format.dcp_write import dcp_metadata
-from .format.manifest import metadata_line, write_manifest
+from .format.described import Described, describe
+from .format.manifest import metadata_line
 from .format.marker import METADATA_NAME, TAIL_BYTES, Marker, manifest_name
 from .format.records import Manifest
 from .options import Durability
@@ -44,23 +44,26 @@ async def commit(
     durability: Durability,
     deadline: Deadline,
     saved_at: int = 0,
+    described: Described | None = None,
 ) -> None:
     """Write manifest and marker into ``attempt``, whose data files are complete, and publish it as ``target``.
+    ``described``: the entries, where they are rendered already; those of ``manifest`` are not looked at then.
 
     When this returns the checkpoint is visible and, with ``durability="fsync"``, durable. Once the publish has been
     sent, an error or a cancel leads to a read-back, shielded, so that ``verdict`` tells the truth whatever is raised:
     the cancel; ``Conflict`` (absent); ``NotDurable`` (committed, but a sync failed or timed out); ``OutcomeUnknown``.
     """
-    raw = await io_threads().run(lambda: b"".join(politely(write_manifest(manifest, TORCH_VERSION))), deadline=deadline)
-    last = metadata_line(manifest)
-    marker = Marker(
-        manifest.save_id, len(raw), crc32(raw), manifest.step, manifest.generation, saved_at, len(last), crc32(last)
-    )
-    pickled = await io_threads().run(
-        lambda: b"".join(politely(dcp_metadata(manifest.entries, marker))), deadline=deadline
-    )
-    files = {manifest_name(manifest.save_id): [raw], METADATA_NAME: [pickled]}
-    await commit_files(store, attempt, target, files, verdict, durability=durability, deadline=deadline)
+
+    def files() -> dict[str, list[bytes]]:
+        said = describe(manifest.entries) if described is None else described
+        raw, last = said.manifest(manifest, TORCH_VERSION), metadata_line(manifest)
+        marker = Marker(
+            manifest.save_id, len(raw), crc32(raw), manifest.step, manifest.generation, saved_at, len(last), crc32(last)
+        )
+        return {manifest_name(manifest.save_id): [raw], METADATA_NAME: [said.metadata(marker)]}
+
+    made = await io_threads().run(files, deadline=deadline)
+    await commit_files(store, attempt, target, made, verdict, durability=durability, deadline=deadline)
 
 
 async def commit_files(

@@ -13,7 +13,7 @@ from .commit import Outcome, Verdict
 from .errors import Aborted, Skipped
 from .options import Durability
 
-__all__ = ["PendingSave", "SaveInfo", "SaveWork"]
+__all__ = ["PendingSave", "SaveInfo", "SaveProgress", "SaveWork"]
 
 _log = logging.getLogger("sidestream")
 
@@ -35,6 +35,17 @@ class SaveInfo:
     seconds: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class SaveProgress:
+    """How far a save is, in bytes of its shards: ``total_bytes`` (0 until it is planned), how many of them are in
+    staging memory or have been, and how many need no memory any more: they were given to storage (the last sync and
+    the commit come after that). What a lost saver process had written counts again from 0."""
+
+    total_bytes: int = 0
+    staged_bytes: int = 0
+    written_bytes: int = 0
+
+
 class SaveWork(Protocol):
     """The work behind a ``PendingSave``; ``verdict`` tells the truth whenever ``run`` has ended."""
 
@@ -43,6 +54,9 @@ class SaveWork(Protocol):
 
     @property
     def url(self) -> str: ...
+
+    @property
+    def progress(self) -> SaveProgress: ...
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         """Do it all, and resolve ``staged`` when the sources may change again."""
@@ -81,6 +95,11 @@ class PendingSave:
         """None while the save goes on; then ``"committed"``, ``"absent"``, or ``"unknown"`` if the commit was sent and
         could not be read back."""
         return self._work.verdict.outcome if self._task.done() else None
+
+    @property
+    def progress(self) -> SaveProgress:
+        """How far it is; may be asked at any time, from any thread."""
+        return self._work.progress
 
     @property
     def unheard(self) -> BaseException | None:

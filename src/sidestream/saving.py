@@ -11,21 +11,21 @@ from types import MappingProxyType
 from typing import Any
 
 from ._tasks import finish, running_loop
-from ._threads import Deadline, io_threads, politely
+from ._threads import Deadline, io_threads
 from .commit import Verdict, clean_up, commit
 from .errors import InvalidOption
-from .format.records import Entry, Manifest, Node
+from .format.records import Manifest, Node
 from .format.shard import BlockSums
 from .joint.saving import FailedSave, JointSave, planning_of
 from .options import Digest, Durability, SaverChoice, StorePolicy, check_choice, check_timeout
-from .pending import PendingSave, SaveInfo, SaveWork
+from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .plan.metadata import encode_metadata
 from .plan.save import SavePlan, plan_save
 from .plan.values import copy_value
 from .ranks import GroupChoice, Member, Operation, deadline_of, group_of
 from .saver.client import Saver, choose_saver
 from .staging import AsyncStager, capture
-from .storage import Location, Store, Where, locate_directory
+from .storage import Location, Where, locate_directory
 from .writing import ForeignStage, SaveOrder, Stager, Writing
 
 __all__ = ["SaveJob", "async_save", "save", "start_save", "start_together"]
@@ -219,6 +219,10 @@ class SaveJob:
     def url(self) -> str:
         return self.order.location.url
 
+    @property
+    def progress(self) -> SaveProgress:
+        return self.source.progress()
+
     def abandon(self) -> None:
         self.source.abandon()
 
@@ -249,9 +253,10 @@ class SaveJob:
     async def _commit(self, plan: SavePlan, sums: list[BlockSums]) -> None:
         order = self.order
         store, attempt = order.location.store, order.attempt
-        entries = await io_threads().run(_entries, plan, sums, store, attempt, deadline=order.deadline)
-        files = {store.published_name(attempt, name): nbytes for name, nbytes in plan.files.items()}
-        manifest = Manifest(order.save_id, entries, files, order.step, order.generation, order.digest, order.metadata)
+        names = {name: store.published_name(attempt, name) for name in plan.files}
+        described = await io_threads().run(plan.describe, sums, names, deadline=order.deadline)
+        files = {names[name]: nbytes for name, nbytes in plan.files.items()}
+        manifest = Manifest(order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata)
         await commit(
             store,
             attempt,
@@ -261,13 +266,9 @@ class SaveJob:
             durability=order.durability,
             deadline=order.deadline,
             saved_at=order.saved_at,
+            described=described,
         )
         self._mark("committed")
 
     def _mark(self, phase: str) -> None:
         self.seconds.setdefault(phase, time.monotonic() - self.started)
-
-
-def _entries(plan: SavePlan, sums: list[BlockSums], store: Store, attempt: str) -> dict[str, Entry]:
-    names = {name: store.published_name(attempt, name) for name in plan.files}
-    return dict(politely(plan.entries(sums, names)))

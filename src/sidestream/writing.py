@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from .format.digest import digest_of
 from .format.records import Node
 from .format.shard import BlockSums, ShardLayout
 from .options import Digest, Durability
+from .pending import SaveProgress
 from .plan.save import plan_save
 from .plan.values import copy_value
 from .ranks import Operation
@@ -119,6 +120,7 @@ class Writing:
         planned = partial(lay_out, stager.plans, stager.budget_bytes)
         self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline)
         self._sums: list[BlockSums] = []
+        self._written: list[set[int]] = []  # of each shard
         if order.digest is not None:
             digest_of(order.digest)  # or raise that it is not installed
         self._threads = Threads("sidestream-write", _WRITE_THREADS)
@@ -151,6 +153,18 @@ class Writing:
         await asyncio.wait([copied], timeout=max(self._order.deadline.remaining_s(), _GRACE_S))
         if self._own is not None:
             await self._own.aclose()
+
+    def progress(self) -> SaveProgress:
+        """From any thread."""
+        laid = self._staging.laid
+        if not laid.done() or laid.cancelled() or laid.exception() is not None:
+            return SaveProgress()
+        shards: Sequence[ShardLayout] = laid.result().shards
+        written = 0
+        for layout, numbers in zip(shards, list(self._written), strict=False):
+            written += sum(layout.windows[number].end - layout.windows[number].start for number in list(numbers))
+        total = sum(layout.nbytes for layout in shards)
+        return SaveProgress(total, sum(image.staged_bytes for image in self._staging.images), written)
 
     def interrupt(self) -> None:
         """From any thread: stop, so that ``ended()`` raises. Whoever awaits that sees to the rest."""
@@ -194,6 +208,7 @@ class Writing:
         for index, layout in enumerate(plan.shards):
             body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._order.digest)
             self._sums.append(body.sums)
+            self._written.append(body.written)
             yield plan.shard_file(index), body
 
     def _plan(self) -> FilePlan:
@@ -233,6 +248,11 @@ class ForeignStage:
         self._lay_out = lay_out
         self._stager: Any = stager
         self._result = stager.stage(state_dict)
+        self._writing: Writing | None = None
+
+    def progress(self) -> SaveProgress:
+        """Of our own stage."""
+        return SaveProgress() if self._writing is None else self._writing.progress()
 
     async def launch(self) -> Writing:
         """Our own stage of what the other one made, once it has."""
@@ -246,7 +266,8 @@ class ForeignStage:
                 raise deadline.exceeded("the stager that was passed in") from error
         elif getattr(self._stager, "should_synchronize_after_execute", False):
             await io_threads().run(self._stager.synchronize_staging, deadline=deadline)
-        return Writing(self._order, capture(result, copy_value), None, self._lay_out)
+        self._writing = Writing(self._order, capture(result, copy_value), None, self._lay_out)
+        return self._writing
 
     def abandon(self) -> None:
         self._result = None

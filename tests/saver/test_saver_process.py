@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -50,6 +52,50 @@ def test_nor_does_the_process_that_runs(until: Until, children: Children, tmp_pa
     maps = Path(f"/proc/{pid}/maps").read_text()
     assert "libtorch" not in maps
     assert "sidestream" in maps, "the memory that it was handed"
+
+
+def test_another_thread_starts_it(tmp_path: Path, children: Children) -> None:
+    """Not that of the loop, nor one that the loop waits for: a process is a child of the thread that made it."""
+
+    async def save() -> int:
+        await sidestream.save(state_of(1.0), tmp_path / "c", saver="process")
+        return threading.get_native_id()
+
+    loop = asyncio.run(save())
+    (pid,) = children()
+    parents = [
+        int(task.name)
+        for task in Path("/proc/self/task").iterdir()
+        if str(pid) in (task / "children").read_text().split()
+    ]
+    assert parents != [loop]
+    assert [thread.name for thread in threading.enumerate() if thread.native_id in parents] == ["sidestream-saver"]
+
+
+def test_how_much_memory_it_has_for_itself(tmp_path: Path, children: Children) -> None:
+    sidestream.blocking.save(state_of(1.0, 32), tmp_path / "c", saver="process")
+    (pid,) = children()
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert int(status["RssAnon"].split()[0]) < 60_000, "kB; what it was handed is RssShmem"
+
+
+@pytest.mark.parametrize("saver", ["thread", "process"])
+async def test_progress(saver: Literal["thread", "process"], tmp_path: Path) -> None:
+    """In bytes, the same for both; it never goes back, and ends with everything."""
+    seen: list[sidestream.SaveProgress] = []
+    async with sidestream.AsyncStager(budget_bytes=6 << 20) as stager:  # several windows, one after the other
+        pending = sidestream.async_save(state_of(1.0, 24), tmp_path / "c", saver=saver, stager=stager)
+        while not pending.done():
+            seen.append(pending.progress)
+            await asyncio.sleep(0)
+        info = await pending
+    last = pending.progress
+    assert last.total_bytes == last.staged_bytes == last.written_bytes
+    assert last.total_bytes == info.nbytes - (tmp_path / "c" / "__0_0.distcp").stat().st_size
+    assert {one.total_bytes for one in seen} <= {0, last.total_bytes}
+    for name in ("staged_bytes", "written_bytes"):
+        course = [getattr(one, name) for one in seen]
+        assert course == sorted(course)
 
 
 @pytest.mark.parametrize("durability", ["fsync", "flush"])
@@ -160,6 +206,7 @@ async def test_a_killed_one_is_told_of_and_the_save_goes_on(
     (gone,) = [event for event in heard if isinstance(event, events.SaverGone)]
     assert gone.again
     assert "signal 9" in gone.reason
+    assert pending.progress.written_bytes == pending.progress.total_bytes
     assert_same(state_of(1.0, 64), await back(url))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["a"]
 
@@ -227,13 +274,16 @@ async def test_one_that_hangs_is_ended_at_the_deadline(
     await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process")
 
 
-async def test_a_full_disk_there_is_a_full_disk_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment(tmp_path / "notes", tmp_path / "run", "full", "pwrite").items():
+@pytest.mark.parametrize(("where", "whose"), [(1, ".partial"), ("pwrite", ".distcp")])
+async def test_a_full_disk_there_is_a_full_disk_here(
+    where: int | str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(tmp_path / "notes", tmp_path / "run", "full", where).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(NoSpace, match="free some space") as raised:
         await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process")
     assert raised.value.errno == errno.ENOSPC
-    assert str(raised.value.filename).endswith(".distcp")
+    assert str(raised.value.filename).endswith(whose)
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -366,7 +416,8 @@ def test_it_ends_with_its_trainer(how: str, tmp_path: Path, until: Until) -> Non
     with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
-        assert Path(f"/proc/{pid}").exists()
+        for process in (pid, trainer.pid):  # what was never there is not left there
+            assert "/dev/shm/" not in Path(f"/proc/{process}/maps").read_text()
         trainer.send_signal(getattr(signal, how))
         trainer.wait(60)
         until(lambda: not alive(pid))

@@ -14,7 +14,20 @@ from . import pickles as p
 from .marker import Marker, marker_attribute
 from .records import DictKey, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
 
-__all__ = ["NAMES", "chunk_list", "dcp_metadata", "index_of", "info_of", "path_item", "prelude", "tensor_of"]
+__all__ = [
+    "NAMES",
+    "chunk_list",
+    "dcp_metadata",
+    "index_of",
+    "info_of",
+    "metadata_end",
+    "metadata_head",
+    "path_item",
+    "places_of",
+    "prelude",
+    "tensor_of",
+]
+
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -43,6 +56,14 @@ class NAMES:
 
 def dcp_metadata(entries: Mapping[str, Entry], marker: Marker) -> Iterator[bytes]:
     """The file, in many small pieces."""
+    yield from metadata_head(entries)
+    for fqn, entry in entries.items():
+        yield places_of(fqn, entry)
+    yield from metadata_end(marker)
+
+
+def metadata_head(entries: Mapping[str, Entry]) -> Iterator[bytes]:
+    """Up to the places: what the entries are and what they are called."""
     # Only those in use: a version of torch that lacks one of the others reads the file too.
     names = sorted({entry.dtype for entry in entries.values() if isinstance(entry, TensorEntry)})
     dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
@@ -60,13 +81,23 @@ def dcp_metadata(entries: Mapping[str, Entry], marker: Marker) -> Iterator[bytes
         if not isinstance(entry, EmptyEntry):
             yield p.text(fqn) + p.tuple_of(*map(path_item, entry.path))
     yield b"u" + p.text("storage_data") + b"}("
-    for fqn, entry in entries.items():
-        if isinstance(entry, TensorEntry):
-            name = p.text(fqn)
-            for number, chunk in enumerate(entry.chunks):
-                yield index_of(name, chunk.offsets, number) + info_of(chunk.file, chunk.item_offset, chunk.item_bytes)
-        elif isinstance(entry, ValueEntry):
-            yield index_of(p.text(fqn), None, None) + info_of(entry.file, entry.item_offset, entry.item_bytes)
+
+
+def places_of(fqn: str, entry: Entry) -> bytes:
+    """Where an entry's bytes are."""
+    if isinstance(entry, TensorEntry):
+        name = p.text(fqn)
+        return b"".join(
+            index_of(name, chunk.offsets, number) + info_of(chunk.file, chunk.item_offset, chunk.item_bytes)
+            for number, chunk in enumerate(entry.chunks)
+        )
+    if isinstance(entry, ValueEntry):
+        return index_of(p.text(fqn), None, None) + info_of(entry.file, entry.item_offset, entry.item_bytes)
+    return b""
+
+
+def metadata_end(marker: Marker) -> Iterator[bytes]:
+    """What comes after the places."""
     yield b"u" + p.text("storage_meta") + p.NONE + p.text("version") + p.text("1.0.0")
     yield marker_attribute(marker)
 

@@ -24,7 +24,7 @@ from ..format.marker import METADATA_NAME, Marker, manifest_name
 from ..format.records import Manifest
 from ..format.shard import BlockSums
 from ..format.shared import PartName, Root, part_name, write_part
-from ..pending import SaveInfo
+from ..pending import SaveInfo, SaveProgress
 from ..plan.rank_save import RankPlan
 from ..ranks import Operation, Stopped, has_ended
 from ..storage import Store
@@ -69,6 +69,7 @@ class FailedSave:
     url: str
     error: BaseException
     verdict: Verdict = field(default_factory=Verdict)
+    progress: SaveProgress = field(default_factory=SaveProgress)
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         raise await self.operation.failed(self.error) from self.error
@@ -92,6 +93,10 @@ class JointSave:
     @property
     def url(self) -> str:
         return self.order.location.url
+
+    @property
+    def progress(self) -> SaveProgress:
+        return self.source.progress()
 
     def abandon(self) -> None:
         self.operation.report(asyncio.CancelledError())

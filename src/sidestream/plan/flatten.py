@@ -14,7 +14,7 @@ from .._torch import Stateful
 from ..errors import InvalidOption, KeyCollision, UnsafeObject
 from ..format.records import DictKey, Key
 
-__all__ = ["Ask", "Leaf", "StatefulRoot", "is_mapping", "is_stateful", "leaves_of"]
+__all__ = ["Ask", "Leaf", "StatefulRoot", "is_mapping", "is_stateful", "is_value", "leaves_of"]
 
 _MAX_DEPTH = 64
 
@@ -90,7 +90,7 @@ class _Walk:
             value = own
         if is_mapping(value) and value:
             yield from self.mapping(value, fqn, path, owner)
-        elif isinstance(value, list) and not _is_value(value):
+        elif isinstance(value, list) and not is_value(value):
             for index, item in enumerate(value):
                 yield from self.item(item, f"{fqn}.{index}", (*path, index), value, index, owner)
         else:
@@ -136,12 +136,12 @@ def is_mapping(value: Any) -> bool:
     return kind is dict or kind is OrderedDict or (kind not in _PLAIN and isinstance(value, Mapping))
 
 
-def _is_value(items: list[Any]) -> bool:
+def is_value(items: list[Any]) -> bool:
     """A list is one value unless something in it has to be descended into."""
     return not any(
         isinstance(item, torch.Tensor)
         or is_mapping(item)
-        or (isinstance(item, list) and not _is_value(item))
+        or (isinstance(item, list) and not is_value(item))
         or is_stateful(item)
         for item in items
     )

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from ..commit import Verdict
 from ..errors import Skipped
-from ..pending import SaveInfo, SaveWork
+from ..pending import SaveInfo, SaveProgress, SaveWork
 from .leases import Lease
 
 __all__ = ["LeasedSave", "QueuedSave", "SkippedSave", "Slots"]
@@ -48,6 +48,10 @@ class LeasedSave:
     def url(self) -> str:
         return self._job.url
 
+    @property
+    def progress(self) -> SaveProgress:
+        return self._job.progress
+
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         try:
             return await self._job.run(staged)
@@ -65,6 +69,7 @@ class SkippedSave:
     def __init__(self, url: str, why: str) -> None:
         self.url = url
         self.verdict = Verdict()
+        self.progress = SaveProgress()
         self._why = why
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
@@ -92,6 +97,10 @@ class QueuedSave:
     @property
     def verdict(self) -> Verdict:
         return self._verdict if self._begun is None else self._begun.verdict
+
+    @property
+    def progress(self) -> SaveProgress:
+        return SaveProgress() if self._begun is None else self._begun.progress
 
     def give_way(self) -> None:
         """A newer save has come. Has no effect once this one has its slot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from .._threads import Deadline, Stop, politely
@@ -75,9 +76,14 @@ class ShardBody:
         self.layout = layout
         self.images = images
         self.digest = digest
+        self.written: set[int] = set()
+        """Windows that need their memory no more, by number."""
         self._sealer = Sealer(layout, None if digest is None else digest_of(digest))
-        pairs = zip(layout.windows, images, strict=True)
-        self.parts = tuple(_WindowPart(window, image, self._sealer) for window, image in pairs)
+        pairs = enumerate(zip(layout.windows, images, strict=True))
+        self.parts = tuple(
+            _WindowPart(window, image, self._sealer, partial(self.written.add, number))
+            for number, (window, image) in pairs
+        )
 
     @property
     def sums(self) -> BlockSums:
@@ -92,6 +98,7 @@ class _WindowPart:
     window: Window
     image: Image
     sealer: Sealer
+    released: Callable[[], None]
 
     @property
     def offset(self) -> int:
@@ -111,4 +118,5 @@ class _WindowPart:
         return view[: self.nbytes]
 
     def release(self) -> None:
+        self.released()
         self.image.release()

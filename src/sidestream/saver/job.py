@@ -82,6 +82,15 @@ class _File:
     sums: bytes | None = None
     done: bool = False
 
+    def wrote(self, *windows: int) -> None:
+        if isinstance(self.body, ShardBody):
+            self.body.written.update(windows)
+
+    def begin_again(self) -> None:
+        """Unless its receipt has come."""
+        if isinstance(self.body, ShardBody) and not self.done:
+            self.body.written.clear()
+
     def give_up(self, image: Any) -> None:
         """The memory of one window, which is on storage already, as far as the process has said."""
         self.given_up = True
@@ -90,6 +99,7 @@ class _File:
     def finish(self, sums: bytes) -> None:
         """The receipt has come."""
         self.sums, self.done = sums, True
+        self.wrote(*range(self.windows))
         self.let_go()
         if isinstance(self.body, BytesBody):
             self.body = None
@@ -132,6 +142,8 @@ class Job:
                 emit(SaverGone(self._order.url, None if current is None else current.pid, str(lost), again))
                 if not again:
                     raise self._not_again(lost, lives) from lost
+                for file in self._files:
+                    file.begin_again()
                 left = [file.name for file in self._files if not file.done]
                 if left:
                     store.clear(self._order.attempt, left, deadline=self._order.deadline)
@@ -266,7 +278,7 @@ class _Exchange:
         with self._changed:
             if frame.kind == Kind.UNUSED:
                 index, window = UNUSED.unpack(frame.body)
-                self._unused(self._sent[index], self._in_use.pop((index, window), None))
+                self._unused(self._sent[index], window, self._in_use.pop((index, window), None))
             elif frame.kind == Kind.FILE_DONE:
                 self._sent[SUMS.unpack_from(frame.body)[0]].finish(frame.body)
             elif frame.kind == Kind.DONE:
@@ -277,9 +289,10 @@ class _Exchange:
         if frame.kind == Kind.FAILED:
             self._halt.set()
 
-    def _unused(self, file: _File, used: Any) -> None:
+    def _unused(self, file: _File, window: int, used: Any) -> None:
         if used is None or file.done or self._let_go or self._failure is not None:
             return  # there will be no second time
+        file.wrote(window)
         _, lease, image = used
         file.withdraw.append(lease.offer(lambda: file.give_up(image)))
 

@@ -33,6 +33,8 @@ __all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "Pinner
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which no module names
+_POPULATED_BYTES = 16 << 20  # meanwhile nobody else in the process can map memory: some 6 ms
 _GROWTH_BYTES = 256 << 20  # touched in one go, before the first copy into it
 _numbers = itertools.count(1)
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
@@ -440,12 +442,13 @@ def _map_memfd(nbytes: int) -> _Memory:
 
 
 def _touch(memory: mmap.mmap, nbytes: int) -> None:
-    """Fault all pages in, in a few threads; ``memset`` through ctypes holds no GIL."""
+    """Fault all pages in, in a few threads, without the GIL."""
     anchor = ctypes.c_char.from_buffer(memory)
     base = ctypes.addressof(anchor)
     share = -(-nbytes // min(4, os.cpu_count() or 1))
+    share = -(-share // PAGE_BYTES) * PAGE_BYTES
     threads = [
-        threading.Thread(target=ctypes.memset, args=(base + start, 0, min(share, nbytes - start)), daemon=True)
+        threading.Thread(target=_touch_range, args=(base + start, min(share, nbytes - start)), daemon=True)
         for start in range(0, nbytes, share)
     ]
     started = []
@@ -458,3 +461,20 @@ def _touch(memory: mmap.mmap, nbytes: int) -> None:
     finally:
         for thread in started:  # also when something is raised: the memory would be unmapped under them
             thread.join()
+
+
+def _touch_range(address: int, nbytes: int) -> None:
+    """The kernel's own way takes half of the time (a fifth with huge pages), where it has one: Linux 5.14."""
+    done = 0
+    if sys.platform == "linux":
+        while done < nbytes and _madvise(address + done, min(nbytes - done, _POPULATED_BYTES), _POPULATE_WRITE) == 0:
+            done += min(nbytes - done, _POPULATED_BYTES)
+    if done < nbytes:
+        ctypes.memset(address + done, 0, nbytes - done)
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    """Unlike that of ``mmap`` it lets go of the GIL."""
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return int(function(address, nbytes, advice))

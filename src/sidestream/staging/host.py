@@ -90,7 +90,11 @@ class HostEngine:
         Raises ``UnsupportedTensor`` if the memory of the source is gone, ``Closed`` when ``stop`` is set.
         """
         start = raw_start(copy)
-        if start is not None:
+        if start is not None and copy.nbytes <= _HOLD_GIL_BYTES:  # as below, for tensors that come in thousands
+            storage = copy.source.untyped_storage()
+            check_extent(storage, start + copy.nbytes)
+            _memmove_holding_gil(address, storage.data_ptr() + start, copy.nbytes)
+        elif start is not None:
             storage = copy.source.untyped_storage()
             for done, size in _chunks(copy.nbytes):
                 stop.check()

@@ -117,6 +117,11 @@ class StagedImage:
             "release() staged state dicts, or raise budget_bytes="
         )
 
+    @property
+    def staged_bytes(self) -> int:
+        """How much of it is in memory, as far as is known."""
+        return max(self._filled, 0)
+
     def lease(self) -> Lease:
         """The memory itself, for whoever takes it over when the stage has ended."""
         if self._lease is None:

@@ -419,7 +419,12 @@ def _check_joined(attempt: Path) -> None:
 
 
 def _is_directory(path: Path) -> bool:
-    return stat.S_ISDIR(path.lstat().st_mode)
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise from_os_error(error, "looking at", str(path)) from error
 
 
 def _is_vacant(target: Path) -> bool:

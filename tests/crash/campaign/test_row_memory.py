@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from _judge import Oracle
+from _memory_group import memory_group
 from _mounts import mounted
-from _rows import Row, Size, cannot
+from _rows import Row, Size
 from _seeded import make_state
 from _trials import Told, Trials
 
@@ -64,24 +64,6 @@ async def fill(disk: Path, stager: sidestream.AsyncStager, judge: Oracle, counts
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def cgroup() -> Iterator[Path]:
-    """A memory group of our own."""
-    for parent in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
-        group = parent / f"sidestream-{os.getpid()}"
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        try:
-            if (group / "memory.max").exists() or (group / "memory.limit_in_bytes").exists():
-                yield group
-                return
-        finally:
-            group.rmdir()
-    cannot("there is no memory cgroup to make groups in")
-
-
 def of_python(told: Told, stacks: str) -> str:
     """What the interpreter and the C library themselves do where memory is short; "" if it was something else.
 
@@ -115,7 +97,7 @@ def judged(told: Told, generous: bool, stacks: str) -> list[str]:
 def test_a_memory_group(tmp_path: Path, children: Trials, row: Callable[..., Row], size: Size) -> None:
     """As much memory as the budget allows and what Python needs besides: never more is taken, or the kernel kills."""
     counts, random = row("memory limits"), size.random("cgroup")
-    with cgroup() as group:
+    with memory_group() as group:
         for number in range(size.of(*LIMITS) // 2):
             run, budget = tmp_path / str(number), random.choice([4, 8, 16]) * MIB
             told, stacks = tight(children, run, 48 * MIB, budget, budget + 40 * MIB, group)

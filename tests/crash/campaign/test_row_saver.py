@@ -11,13 +11,21 @@ from typing import Any
 import pytest
 from _judge import Oracle
 from _look import attempts_in
+from _memory_group import killed_in, limit, memory_group
 from _rows import Row, Size, spread
 from _saver_trial import environment, happened, savers, wait_until_gone
+from _seeded import make_state
 from _trials import Told, Trials
+
+import sidestream
+from sidestream import errors, events
+from sidestream._threads import Deadline
+from sidestream.saver.client import saver_process
 
 SHORT, LONG = 30, 500
 SAVES = [(1, 11), (2, 12)]
 BUDGETS = (1 << 26, 1 << 20)
+MEMORY = (4, 40)
 KINDS = ("kill", "stop", "kill the trainer", "stop the trainer", "full", "kill the trainer at its own")
 
 
@@ -87,7 +95,8 @@ def test_either_side(
     for number in range(total):
         budget = BUDGETS[number % 2]
         operations = counts[budget][1 if what == "kill the trainer at its own" else 0]
-        at = random.randint(operations * number // total + 1, max(operations * (number + 1) // total, 1))
+        first = operations * number // total + 1
+        at = random.randint(first, max(operations * (number + 1) // total, first))
         place = Place(tmp_path / f"trial-{number}")
         told = place.trial(children, what, at, random.choice(("before", "after")), budget)
         counting.trial({"at": at, "budget": budget}, judged(judge, place, what, told))
@@ -95,3 +104,44 @@ def test_either_side(
             counting.note("happened")
         shutil.rmtree(tmp_path / f"trial-{number}")
     counting.end(at_least=total)
+
+
+async def test_a_saver_in_a_memory_group(tmp_path: Path, row: Callable[..., Row], size: Size, judge: Oracle) -> None:
+    """The kernel ends it in the middle of a save, for want of memory; the one that takes its place has more."""
+    counting = row("savers out of memory")
+    for number in range(size.of(*MEMORY)):
+        options = sidestream.SaverProcess(retries=number % 2, nice=number % 2)
+        wrong = await short_of_memory(tmp_path / str(number), options, judge)
+        counting.trial({"retries": options.retries}, wrong)
+        saver_process(options).close()
+        shutil.rmtree(tmp_path / str(number))
+    counting.end(at_least=1)
+
+
+async def short_of_memory(run: Path, options: sidestream.SaverProcess, judge: Oracle) -> list[Any]:
+    heard: list[events.Event] = []
+    wrong: list[Any] = []
+    saver = saver_process(options)
+    await saver.up(Deadline.after(60))
+    assert saver.pid is not None
+    with memory_group() as group, events.observe(heard.append):
+        limit(group, saver.pid, 8 << 20)
+        large = make_state(1) | {"ballast": b"x" * (64 << 20)}  # what is no tensor goes through its own memory
+        try:
+            await sidestream.save(large, run / "large", saver=options)
+        except errors.SaverLost:
+            if options.retries:
+                wrong.append("it was not tried again")
+        else:
+            if not options.retries:
+                wrong.append("it was tried again")
+        if killed_in(group) != 1:
+            wrong.append(f"{killed_in(group)} processes ended for want of memory")
+    if [event.again for event in heard if isinstance(event, events.SaverGone)] != [bool(options.retries)]:
+        wrong.append(f"heard of {heard}")
+    if (run / "large").exists() != bool(options.retries) or attempts_in(run):
+        wrong.append("what is there is not what was told")
+    async with sidestream.Checkpointer(run / "steps", saver=options) as checkpoints:
+        await (await checkpoints.save(make_state(2), step=1))
+    found = judge.look(run / "steps")
+    return wrong + found.violations + ([] if found.seeds == {"step-1": 2} else [f"found {found.seeds}"])

@@ -1,0 +1,127 @@
+"""A plan that is known is used for what looks the same, and for nothing else; what is said about a checkpoint is the
+same either way."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from states import assert_same
+
+import sidestream
+from sidestream.format.described import describe
+from sidestream.format.manifest import parse_manifest, write_manifest
+from sidestream.format.records import Manifest
+from sidestream.format.shard import BlockSums
+from sidestream.options import Digest
+from sidestream.plan.outline import outline_of
+from sidestream.plan.save import plan_save
+from sidestream.staging import PlanCache, capture
+
+ONE = torch.arange(6, dtype=torch.float32)
+TWO = torch.arange(6, dtype=torch.float32) + 10
+
+# Side by side what is easily taken for the same.
+STATES: dict[str, dict[Any, Any]] = {
+    "flat": {"a": ONE, "b": TWO},
+    "swapped": {"b": ONE, "a": TWO},
+    "one key": {1: ONE, "b": TWO},
+    "true key": {True: ONE, "b": TWO},
+    "text key": {"1": ONE, "b": TWO},
+    "none key": {None: ONE, "b": TWO},
+    "zero": {0.0: ONE, "b": TWO},
+    "minus zero": {-0.0: ONE, "b": TWO},
+    "nested": {"a": {"b": ONE, "c": TWO}},
+    "nested otherwise": {"a": {"b": ONE}, "c": TWO},
+    "list": {"a": [ONE, TWO]},
+    "dict like a list": {"a": {0: ONE, 1: TWO}},
+    "list in a list": {"a": [[ONE], TWO]},
+    "tuple": {"a": (ONE, TWO)},
+    "named by numbers": {"a": OrderedDict([("0", ONE), ("1", TWO)])},
+    "value first": {"v": 1, "a": ONE, "b": TWO},
+    "value last": {"a": ONE, "b": TWO, "v": 1},
+    "another value": {"a": ONE, "b": TWO, "v": "text"},
+    "empty dict": {"a": ONE, "b": TWO, "v": {}},
+    "empty list": {"a": ONE, "b": TWO, "v": []},
+    "list of values": {"a": ONE, "b": TWO, "v": [1, [2, None]]},
+    "values only": {"v": [1, 2], "w": {"x": 0.5}},
+    "tied": {"a": ONE, "b": ONE, "v": {"x": 2}},
+    "set": {"a": ONE, "v": {1, 2}},
+    "empty tensor": {"a": ONE[:0], "b": TWO},
+    "strided": {"a": ONE[::2], "b": TWO},
+    "part": {"a": ONE[:3], "b": TWO},
+}
+
+
+@pytest.mark.parametrize("digest", [None, "blake3"])
+async def test_one_stager_for_states_that_look_alike(digest: Digest | None, tmp_path: Path) -> None:
+    """Each is saved twice, the second time by the plan of the first, between all the others."""
+    async with sidestream.AsyncStager() as stager:
+        made = 0
+        for turn in range(2):
+            for number, (name, state) in enumerate(STATES.items()):
+                url = tmp_path / f"{number}-{turn}"
+                await sidestream.save(state, url, stager=stager, digest=digest)
+                found = await (await sidestream.open_checkpoint(url)).state_dict()
+                assert_same(state, found)
+                assert list(map(repr, found)) == list(map(repr, state)), name
+                assert (await sidestream.verify(url)).ok, name
+            for state in list(STATES.values())[-2:]:  # the last few are known
+                before = stager.plans.made
+                await sidestream.save(state, tmp_path / f"again-{turn}-{made}", stager=stager)
+                assert stager.plans.made == before
+                made += 1
+
+
+def test_no_two_of_them_have_one_outline() -> None:
+    keys = {name: outline_of(capture(state).root).key for name, state in STATES.items()}
+    same = {(a, b) for a in keys for b in keys if a < b and keys[a] == keys[b]}
+    # These differ in what the fingerprint of the tensors tells, or in a value.
+    assert same == {
+        ("another value", "value last"), ("another value", "empty list"), ("another value", "list of values"),
+        ("empty list", "value last"), ("empty list", "list of values"), ("list of values", "value last"),
+        ("empty tensor", "flat"), ("empty tensor", "part"), ("empty tensor", "strided"), ("flat", "part"),
+        ("flat", "strided"), ("part", "strided"),
+    }  # fmt: skip
+
+
+async def test_values_change_and_the_plan_stays(tmp_path: Path) -> None:
+    """Also when they take more bytes than before, and the places of all later values move."""
+    tensors = {f"t{number}": torch.full((3,), float(number)) for number in range(5)}
+    async with sidestream.AsyncStager() as stager:
+        for turn, step in enumerate((1, 255, 70_000, 1 << 40, 3)):
+            state = {"first": step, **tensors, "between": ["x" * (step % 1000), None], "last": {"lr": 1.0 / step}}
+            state["t3"] = tensors["t3"].add_(1)  # in place
+            url = tmp_path / str(turn)
+            await sidestream.save(state, url, stager=stager)
+            assert_same(state, await (await sidestream.open_checkpoint(url)).state_dict())
+            assert (await sidestream.verify(url)).ok
+        assert stager.plans.made == 1
+
+
+@pytest.mark.parametrize("name", list(STATES))
+async def test_the_text_is_that_of_the_entries(name: str, tmp_path: Path) -> None:
+    """Line by line: what the template was filled to is what would be written of what is read back."""
+    await sidestream.save(STATES[name], tmp_path / "c", metadata={"note": 1})
+    (path,) = (tmp_path / "c").glob("manifest-*")
+    raw = path.read_bytes()
+    manifest = parse_manifest(raw)
+    assert isinstance(manifest, Manifest)
+    written = b"".join(write_manifest(manifest, torch.__version__))
+    assert raw.splitlines()[1:] == written.splitlines()[1:]
+    assert describe(manifest.entries).manifest(manifest, torch.__version__) == written
+
+
+def test_other_names_of_files_have_a_template_of_their_own() -> None:
+    """On object storage they have the id of the save in them."""
+    plan = plan_save(PlanCache(), 1 << 30, capture(STATES["value first"]))
+    sums = [BlockSums([b"crcs"] * len(shard.items), []) for shard in plan.shards]
+    texts = []
+    for save_id in ("one", "two", "one"):
+        described = plan.describe(sums, {name: f"{name}-{save_id}" for name in plan.files})
+        texts.append((described.lines, described.places))
+    assert texts[0] == texts[2] != texts[1]
+    assert [part.replace(b"-one", b"-two") for part in texts[0]] == list(texts[1])
