@@ -42,6 +42,9 @@ FLOORS: tuple[frozenset[str], ...] = (
             "checkpoint",
             "verifying",
             "saver",
+            "job",
+            "loaded",
+            "planners",
         }
     ),
     frozenset({"checkpointer", "runs", "weights", "blocking", "signing", "converting"}),

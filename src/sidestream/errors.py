@@ -37,6 +37,7 @@ __all__ = [
     "NotDurable",
     "NotShared",
     "OutcomeUnknown",
+    "PlannerFailed",
     "RankFailure",
     "RankFailures",
     "SaverLost",
@@ -224,6 +225,11 @@ class RankFailures(SidestreamError, RuntimeError):
 
 class OutcomeUnknown(SidestreamError, OSError):
     """The commit was sent and its result could not be read back. Nothing was deleted; look again before retrying."""
+
+
+class PlannerFailed(SidestreamError, RuntimeError):
+    """A ``SavePlanner`` or ``LoadPlanner`` of the caller raised, as the cause says. Of a save nothing became visible;
+    of a load ``written`` tells what was changed."""
 
 
 class StatefulRefused(SidestreamError, RuntimeError):

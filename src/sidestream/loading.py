@@ -16,15 +16,16 @@ from ._torch import dtype_from_name
 from .catalog import open_manifest, open_root
 from .errors import Corrupt, Mismatch, SidestreamError
 from .foreign import read_values
-from .format.digest import DigestCheck, digest_check
+from .format.digest import digest_check
 from .format.records import Entry, Manifest, TensorEntry, ValueEntry
 from .handover import Handover, hand_over, prepare
 from .joint.reading import agree_on, outline, read_needed, stoppable
-from .options import Allowance, Progress, StorePolicy, Trust, Verify, check_choice, check_strict, check_timeout
+from .loaded import LoadOptions, LoadReport, PassedOver
+from .options import Allowance, Progress, StorePolicy, Trust, Verify, check_strict
 from .plan.ask import Answers
 from .plan.local import Local
 from .plan.match import LoadPlan, match
-from .plan.objects import Allowed, allowed_types
+from .plan.objects import allowed_types
 from .ranks import GroupChoice, Operation, deadline_of, group_of
 from .reading import Reader, Wanted, whole
 from .storage import Location, Where, locate_directory
@@ -33,45 +34,6 @@ from .streams import streams_of
 __all__ = ["LoadOptions", "LoadReport", "PassedOver", "load", "load_from", "new_tensors", "together"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A damaged step that ``restore`` did not take, and what is wrong with it."""
-
-    step: int
-    generation: int
-    error: SidestreamError
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a load did.
-
-    ``loaded``: FQNs in order, and ``nbytes`` read for them. ``not_asked_for``: keys of the checkpoint outside the
-    target. ``unverified``: of these some bytes had no checksum (only in files of other writers). ``digest``: with
-    ``verify="always"``, whether the digests that the checkpoint carries were compared too; None if it has none. What
-    ``strict=`` let pass: ``missing`` keys of the target were left as they are, tensors that were ``cast`` from another
-    dtype, and ``ignored`` keys of the checkpoint inside the target's own.
-
-    Of a ``restore``: the damaged steps that were ``passed_over`` for this one, newest first, and whether the step was
-    ``leased`` while it was read; where this process may not write, it was not, and could have been deleted meanwhile.
-    """
-
-    url: str
-    save_id: str
-    step: int | None
-    generation: int
-    nbytes: int
-    loaded: tuple[str, ...]
-    not_asked_for: tuple[str, ...]
-    unverified: tuple[str, ...]
-    missing: tuple[str, ...]
-    cast: tuple[str, ...]
-    ignored: tuple[str, ...]
-    digest: DigestCheck | None = None
-    passed_over: tuple[PassedOver, ...] = ()
-    leased: bool = False
 
 
 async def load(
@@ -89,6 +51,7 @@ async def load(
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
+    planner: Any = None,
 ) -> LoadReport:
     """Load the checkpoint at ``url`` into ``state``, in place: ours, or one that stock DCP wrote.
 
@@ -113,13 +76,19 @@ async def load(
     Where ``torch.distributed`` is initialized this is a call of all ranks together, as ``save`` is: each reads what its
     own tensors need, and they raise alike, ``RankFailures``. ``process_group="alone"`` loads into this process only.
 
+    ``planner``, a ``LoadPlanner`` of torch, decides what is read, and into what: names, missing keys and dtypes are its
+    affair then (``docs/ranks.md``). It is asked in threads, one call after the other; ``PlannerFailed`` is what it
+    raises.
+
     ``storage_options``, ``filesystem`` and ``store_policy`` are as for ``save``; ``http(s)://`` can be read too.
     """
     running_loop("load")
     member = group_of(process_group)
 
     async def run(operation: Operation | None) -> LoadReport:
-        options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed_types(allow), trust)
+        options = LoadOptions(
+            verify, check_strict(strict), atomic, progress, timeout_s, allowed_types(allow), trust, planner
+        )
         where = Where(storage_options, filesystem, store_policy)
         return await load_from(locate_directory(url, where), state, options, operation)
 
@@ -142,29 +111,15 @@ async def together(work: Callable[[Operation], Awaitable[T]], operation: Operati
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """The keywords of ``load``."""
-
-    verify: Verify
-    strict: frozenset[str]
-    atomic: bool
-    progress: Progress | None
-    timeout_s: float
-    allow: Allowed
-    trust: Trust = "data"
-
-    def __post_init__(self) -> None:
-        check_choice("verify", self.verify, Verify)
-        check_choice("trust", self.trust, Trust)
-        check_timeout(self.timeout_s)
-
-
 async def load_from(
     location: Location, state: Mapping[str, Any], options: LoadOptions, operation: Operation | None = None
 ) -> LoadReport:
     """``load`` from a resolved location. ``operation`` is there where several ranks load."""
     deadline = Deadline.after(options.timeout_s)
+    if options.planner is not None:
+        from .planners.loading import load_planned  # and with it DCP, which whoever has a planner has imported
+
+        return await load_planned(location, state, options, operation, deadline)
     if operation is None:
         location, manifest = await open_manifest(location, deadline)
         answers = await _ask(state)

@@ -33,7 +33,7 @@ from .saver.client import Saver
 from .staging import AsyncStager, Captured, PlanCache, Staging, capture
 from .storage import Location
 
-__all__ = ["ForeignStage", "SaveOrder", "Stager", "Writing"]
+__all__ = ["ForeignStage", "SaveOrder", "Stager", "Writing", "first_copy", "resolve_staged"]
 
 _WRITE_THREADS = 4
 _GRACE_S = 5.0
@@ -130,9 +130,13 @@ class Writing:
         self._done.add_done_callback(lambda _: self._threads.close())
         stager.settle(self._staging)
 
+    async def launch(self) -> Writing:
+        """It is launched."""
+        return self
+
     def pass_on(self, staged: asyncio.Future[None]) -> None:
         """Resolve ``staged`` when the sources may change, one way or the other."""
-        asyncio.wrap_future(self._staging.free).add_done_callback(partial(_pass_on, staged))
+        asyncio.wrap_future(self._staging.free).add_done_callback(partial(resolve_staged, staged))
 
     async def ended(self) -> tuple[Any, list[BlockSums]]:
         """Wait until all data is on storage: what ``lay_out`` made, and the checksums of each shard's blocks."""
@@ -208,7 +212,8 @@ class Writing:
         return plan
 
 
-def _pass_on(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
+def resolve_staged(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
+    """``staged`` becomes what ``free``, which has ended, says. Nothing reads a source of a stage that gave way."""
     error = None if free.cancelled() else free.exception()
     if staged.done():
         return
@@ -219,20 +224,24 @@ def _pass_on(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
         staged.exception()  # the save itself raises it too
 
 
+def first_copy(state: Mapping[str, Any], stager: Stager) -> Any:
+    """What another stager makes of the state dicts in ``state``. Raises ``InvalidOption``."""
+    if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
+        raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
+    if not isinstance(state, Mapping):
+        raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
+    return stager.stage({key: item.state_dict() if isinstance(item, Stateful) else item for key, item in state.items()})
+
+
 class ForeignStage:
     """Another stager makes the first copy, as it does under DCP: on this thread, from state dicts. It may use its
     memory again for the next stage, so ours is a second copy, and the sources are free when that one has ended."""
 
     def __init__(self, order: SaveOrder, state: Mapping[str, Any], stager: Stager, lay_out: LayOut = plan_save) -> None:
-        if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
-            raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
-        if not isinstance(state, Mapping):
-            raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
-        state_dict = {key: item.state_dict() if isinstance(item, Stateful) else item for key, item in state.items()}
         self._order = order
         self._lay_out = lay_out
         self._stager: Any = stager
-        self._result = stager.stage(state_dict)
+        self._result = first_copy(state, stager)
 
     async def launch(self) -> Writing:
         """Our own stage of what the other one made, once it has."""

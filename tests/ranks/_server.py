@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import _cases
+import _planned
 import torch
 import torch.distributed as dist
 
@@ -59,6 +60,10 @@ def run(number: int, case: str, world: int, directory: str, options: dict[str, A
     }
 
 
+def _case(name: str) -> Any:
+    return getattr(_cases, name, None) or getattr(_planned, name)
+
+
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -76,7 +81,7 @@ def fork(rank: int, case: str, world: int, directory: str, desk: Path, options: 
         faulthandler.dump_traceback_later(_RANK_S, exit=True)
         store = dist.FileStore(str(desk / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        result = getattr(_cases, case)(rank, world, Path(directory), **options)
+        result = _case(case)(rank, world, Path(directory), **options)
         (desk / f"{rank}.part").write_text(json.dumps(result))
         (desk / f"{rank}.part").rename(desk / f"{rank}.json")
         code = 0

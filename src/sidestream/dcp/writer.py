@@ -25,13 +25,14 @@ from ..blocking import run_anywhere
 from ..catalog import attempt_name
 from ..commit import Verdict, clean_up, commit_files
 from ..errors import InvalidOption, SidestreamError
+from ..format.records import Manifest
 from ..options import Durability, SaverChoice, StorePolicy, check_choice, check_saver, check_timeout
+from ..planners.committing import as_stock, check_files, complete, files_of_commit
+from ..planners.outgoing import Outgoing
 from ..saver.client import choose_saver
 from ..storage import Body, Location, Place, Store
 from ..storage.io_loop import in_io_thread
-from .committing import as_stock, check_files, complete, files_of_commit
-from .outgoing import Outgoing
-from .receipts import Order, forget_order, order_received
+from .orders import Order, forget_order, order_received
 from .session import Address, Sessions, is_located
 
 __all__ = ["StorageWriter"]
@@ -219,7 +220,8 @@ class StorageWriter(DcpStorageWriter):
         assert order is not None
         try:
             sizes = check_files(results, await _found(store, order, deadline), save.location.url)
-            files = await io_threads().run(files_of_commit, metadata, sizes, order.save_id, deadline=deadline)
+            about = Manifest(order.save_id, {}, sizes)
+            files = await io_threads().run(files_of_commit, metadata, about, deadline=deadline)
             await commit_files(
                 store,
                 order.attempt,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from .._threads import Deadline, io_threads, politely
 from ..catalog import read_parts
-from ..errors import NotShared, UnexpectedKeys
+from ..errors import InvalidOption, NotShared, UnexpectedKeys
 from ..format.records import Manifest, ValueEntry
 from ..format.shared import Part, Root, join
 from ..format.validate import check_patterns, validate
@@ -92,6 +92,8 @@ async def agree_on(operation: Operation, manifest: Manifest, plan: LoadPlan, url
     async def decide(parts: Sequence[bytes]) -> bytes:
         told = [json.loads(one) for one in parts]
         for rank, one in enumerate(told):
+            if one.get("planner"):
+                raise InvalidOption(f"ranks that load together all give planner=, or none: rank {rank} gives one")
             if {name: one[name] for name in part} != part:
                 raise NotShared(2, f"rank {rank} reads another checkpoint at this URL than rank 0", url)
         _check_unexpected(told, manifest)

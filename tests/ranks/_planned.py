@@ -1,0 +1,204 @@
+"""Planners as users write them, and what each rank of a group does with them in a test."""
+
+from __future__ import annotations
+
+import io
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from _cases import COLUMNS, ROWS, TIMEOUT_S, failures_of, placed, run, same
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import sidestream
+
+SAVE_STEPS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
+LOAD_STEPS = [
+    "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "load_bytes", "resolve_tensor",
+    "commit_tensor",
+]  # fmt: skip
+
+
+class Renaming(DefaultSavePlanner):
+    """Every name begins with ``renamed.``"""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner({"renamed": dict(state_dict)}, storage_meta, is_coordinator)
+
+
+class Dropping(DefaultSavePlanner):
+    """Leaves out what is called ``columns``."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[item for item in plan.items if "columns" not in item.index.fqn])
+        return self.plan
+
+
+class Halving(DefaultSavePlanner):
+    """Saves floats with half of their bits, and does not say so in its plan."""
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data = super().resolve_data(write_item)
+        return data.half() if isinstance(data, torch.Tensor) and data.is_floating_point() else data
+
+
+class RenamingBack(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner({"renamed": state_dict}, metadata, is_coordinator)
+
+
+class Doubling(DefaultLoadPlanner):
+    """Reads into memory of its own, and puts twice as much in place."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return torch.empty_like(super().resolve_tensor(read_item))
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        super().resolve_tensor(read_item).copy_(tensor * 2)
+
+
+def failing(base: type, step: str, where: bool = True) -> Any:
+    """A planner that raises in ``step``."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise KeyError(f"nothing in {step}")
+
+    # ``set_up_planner`` is looked at for the names of its parameters.
+    return type("Failing", (base,), {step: fail} if where else {})()
+
+
+class Gated(DefaultSavePlanner):
+    """Waits in ``create_local_plan`` until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def create_local_plan(self) -> SavePlan:
+        self.began.set()
+        assert self.go_on.wait(60)
+        return super().create_local_plan()
+
+
+def state_of(mesh: DeviceMesh, plus: float = 0.0) -> dict[str, Any]:
+    return {
+        "rows": placed(ROWS + plus, mesh, Shard(0)),
+        "deep": {"columns": placed(COLUMNS + int(plus), mesh, Shard(1)), "plain": torch.arange(5) + int(plus)},
+        "same": placed(ROWS * 2 + plus, mesh, Replicate()),
+        "step": 7 + int(plus),
+    }
+
+
+def planned(rank: int, world: int, directory: Path) -> list[Any]:
+    """Each kind of planner saves; stock's and our loads read it."""
+    mesh = init_device_mesh("cpu", (world,))
+    want = state_of(mesh)
+    told = []
+
+    async def save(name: str, planner: Any, **options: Any) -> None:
+        info = await sidestream.save(want, directory / name, planner=planner, timeout_s=TIMEOUT_S, **options)
+        told.append([info.save_id, info.nbytes])
+
+    def load_all(name: str, expected: dict[str, Any], blank: Any) -> None:
+        for load in (stock, ours, with_planner):
+            target = blank()
+            load(target, directory / name)
+            same(target, expected)
+
+    def stock(target: Any, path: Path) -> None:
+        dcp.load(target, checkpoint_id=path)
+
+    def ours(target: Any, path: Path) -> None:
+        run(sidestream.load(target, path, timeout_s=TIMEOUT_S))
+
+    def with_planner(target: Any, path: Path) -> None:
+        report = run(sidestream.load(target, path, planner=DefaultLoadPlanner(), timeout_s=TIMEOUT_S))
+        assert report.loaded
+        assert not report.unverified
+
+    async def save_all() -> None:
+        async with sidestream.AsyncStager(budget_bytes=1 << 26) as stager:
+            await save("default", DefaultSavePlanner(), stager=stager)
+        await save("again", DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+        await save("renamed", Renaming())
+        await save("dropped", Dropping())
+        await save("halved", Halving())
+        cached = DefaultSavePlanner(enable_plan_caching=True)
+        for number in range(3):
+            await save(f"cached{number}", cached)
+
+    run(save_all())
+    for name in ("default", "again", "cached0", "cached1", "cached2"):
+        load_all(name, want, lambda: state_of(mesh, 100))
+    load_all("renamed", {"renamed": want}, lambda: {"renamed": state_of(mesh, 100)})
+    target = state_of(mesh, 100)
+    run(sidestream.load(target, directory / "renamed", planner=RenamingBack(), timeout_s=TIMEOUT_S))
+    same(target, want)
+    few = {**want, "deep": {"plain": want["deep"]["plain"]}}
+    load_all("dropped", few, lambda: {**state_of(mesh, 100), "deep": {"plain": torch.zeros(5, dtype=torch.int64)}})
+    half = {"rows": placed(ROWS.half(), mesh, Shard(0)), "same": placed((ROWS * 2).half(), mesh, Replicate())}
+    load_all("halved", half, lambda: {name: one * 0 for name, one in half.items()})
+    target = state_of(mesh, 100)
+    run(sidestream.load(target, directory / "default", planner=Doubling(), timeout_s=TIMEOUT_S))
+    same(target["rows"], placed(ROWS * 2, mesh, Shard(0)))
+    return told
+
+
+def planners_fail(rank: int, world: int, directory: Path) -> dict[str, Any]:
+    """On rank 1, step by step; what is done on rank 0 alone fails there."""
+    mesh = init_device_mesh("cpu", (world,))
+    want = state_of(mesh)
+    run(sidestream.save(want, directory / "good", timeout_s=TIMEOUT_S))
+    told = {}
+    for step in SAVE_STEPS:
+        here = rank == (0 if step == "create_global_plan" else 1)
+        planner = failing(DefaultSavePlanner, step, here)
+        told[f"save {step}"] = failures_of(
+            sidestream.save(want, directory / "bad", planner=planner, timeout_s=TIMEOUT_S)
+        )
+        assert not (directory / "bad").exists()
+    for step in LOAD_STEPS:
+        here = rank == (0 if step == "create_global_plan" else 1)
+        planner = failing(DefaultLoadPlanner, step, here)
+        work = sidestream.load(state_of(mesh, 9), directory / "good", planner=planner, timeout_s=TIMEOUT_S)
+        told[f"load {step}"] = failures_of(work)
+    one = {"planner": DefaultSavePlanner()} if rank else {}
+    told["save one"] = failures_of(sidestream.save(want, directory / "bad", timeout_s=TIMEOUT_S, **one))
+    other = {} if rank else {"planner": DefaultSavePlanner()}
+    told["save other"] = failures_of(sidestream.save(want, directory / "bad", timeout_s=TIMEOUT_S, **other))
+    for name, here in (("load one", rank == 1), ("load other", rank == 0)):
+        mine = {"planner": DefaultLoadPlanner()} if here else {}
+        told[name] = failures_of(sidestream.load(state_of(mesh), directory / "good", timeout_s=TIMEOUT_S, **mine))
+    run(sidestream.save(want, directory / "after", planner=DefaultSavePlanner(), timeout_s=TIMEOUT_S))
+    target = state_of(mesh, 9)
+    run(sidestream.load(target, directory / "after", timeout_s=TIMEOUT_S))
+    same(target, want)
+    return told
+
+
+def a_planned_run(rank: int, world: int, directory: Path) -> list[Any]:
+    """A ``Checkpointer`` whose saves and restores are planned."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    async def go() -> list[Any]:
+        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpointer:
+            for step in range(2):
+                pending = await checkpointer.save(
+                    state_of(mesh, step), step=step, metadata={"loss": step}, planner=Renaming()
+                )
+                await pending
+            target = state_of(mesh, 9)
+            step = await checkpointer.restore(target, planner=RenamingBack())
+            same(target, state_of(mesh, 1))
+            return [step, await checkpointer.metadata(), await checkpointer.steps()]
+
+    told: list[Any] = run(go())
+    return told
