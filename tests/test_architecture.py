@@ -42,6 +42,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "checkpoint",
             "verifying",
             "saver",
+            "apart",
             "job",
             "loaded",
             "planners",

@@ -79,7 +79,7 @@ class SaveJob:
             await finish(writing.release)
         return SaveInfo(
             self.url,
-            order.save_id,
+            order.told_id,
             order.step,
             order.generation,
             nbytes,

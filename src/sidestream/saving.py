@@ -13,7 +13,7 @@ from .errors import InvalidOption
 from .format.records import Node
 from .job import SaveJob
 from .joint.saving import FailedSave, JointSave, planning_of
-from .options import Digest, Durability, SaverChoice, StorePolicy, check_choice, check_timeout
+from .options import Apart, Digest, Durability, SaverChoice, StorePolicy, check_choice, check_timeout
 from .pending import PendingSave, SaveInfo, SaveWork
 from .plan.metadata import encode_metadata
 from .plan.save import plan_save
@@ -45,6 +45,7 @@ async def save(
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
+    apart: Apart | None = None,
 ) -> SaveInfo:
     """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
 
@@ -69,6 +70,9 @@ async def save(
     ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
     a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
 
+    ``apart`` saves the part of one rank in place, without a word to the others and without a process group: it returns
+    when this part is durable, and readers refuse the whole (``Incomplete``) until all parts are there.
+
     Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
     anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
     ``ArenaExhausted``, ``SaverLost``, ``PlannerFailed``, ``DeadlineExceeded``: then nothing is visible, what was
@@ -91,6 +95,7 @@ async def save(
         store_policy=store_policy,
         process_group=process_group,
         planner=planner,
+        apart=apart,
     )
     try:
         return await pending
@@ -116,6 +121,7 @@ def async_save(
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
+    apart: Apart | None = None,
 ) -> PendingSave:
     """Start what ``save`` does and return at once. Needs a running event loop.
 
@@ -124,7 +130,9 @@ def async_save(
     that cannot be found, and what is wrong with a tensor or value of ``state``, before anything has been written.
     """
     running_loop("async_save")
-    member = group_of(process_group)
+    if apart is not None and not isinstance(apart, Apart):
+        raise InvalidOption(f"apart={apart!r} has to be a sidestream.Apart(rank=, world_size=, save_id=)")
+    member = None if apart is not None else group_of(process_group)
 
     def start(operation: Operation | None) -> SaveJob | JointSave:
         if not snapshot and stager is not None:
@@ -145,6 +153,7 @@ def async_save(
             member=member,
             saver=choose_saver(saver, location.store),
             planner=planner,
+            apart=apart,
         )
 
     if member is None or member.group.world == 1:
@@ -176,6 +185,7 @@ def start_save(
     operation: Operation | None = None,
     member: Member | None = None,
     planner: Any = None,
+    apart: Apart | None = None,
 ) -> SaveJob | JointSave:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
     ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
@@ -190,13 +200,14 @@ def start_save(
         check_choice("digest", digest, Digest)
     deadline = Deadline.after(timeout_s)
     own = stager is None or isinstance(stager, AsyncStager)
-    captured = capture(state, copy_value) if own and planner is None else None
+    planned = planner is not None or apart is not None
+    captured = capture(state, copy_value) if own and not planned else None
     if operation is None and member is not None and captured is not None and captured.sharded:
         operation = member.begin("save", deadline)
     order = SaveOrder(
-        location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation, *saver
+        location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation, *saver, apart
     )
-    if planner is not None:
+    if planned:
         from .planners.saving import start_planned  # and with it DCP, which whoever has a planner has imported
 
         return start_planned(order, state, planner, stager)

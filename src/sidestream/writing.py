@@ -24,7 +24,7 @@ from .errors import Closed, InvalidOption, Skipped
 from .format.digest import digest_of
 from .format.records import Node
 from .format.shard import BlockSums, ShardLayout
-from .options import Digest, Durability
+from .options import Apart, Digest, Durability
 from .plan.save import plan_save
 from .plan.values import copy_value
 from .ranks import Operation
@@ -66,6 +66,8 @@ class SaveOrder:
     """The process that writes; None: threads of this one."""
     fall_back: bool = False
     """Whether threads write where no process can be started."""
+    apart: Apart | None = None
+    """Of one that this process saves as a part, in the target itself."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -73,6 +75,11 @@ class SaveOrder:
     def save_id(self) -> str:
         """Several ranks have one id, which is known once they have planned."""
         return self.own_id if self.operation is None else self.operation.save_id
+
+    @property
+    def told_id(self) -> str:
+        """What its caller calls it."""
+        return self.save_id if self.apart is None else self.apart.save_id
 
     @property
     def attempt(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _cases import COLUMNS, ROWS, TIMEOUT_S, failures_of, placed, run, same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import sidestream
+from sidestream.dcp import StorageReader, StorageWriter
 
 SAVE_STEPS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
 LOAD_STEPS = [
@@ -202,3 +204,44 @@ def a_planned_run(rank: int, world: int, directory: Path) -> list[Any]:
 
     told: list[Any] = run(go())
     return told
+
+
+def shards_of(mesh: DeviceMesh, plus: float = 0.0) -> dict[str, Any]:
+    """No value that belongs to a rank alone."""
+    return {**state_of(mesh, plus), "columns": placed(COLUMNS + int(plus), mesh, Shard(1))}
+
+
+def parts(rank: int, world: int, directory: Path) -> None:
+    """Sharded tensors, by our call, by DCP's without collectives, and read by stock on as many ranks."""
+    mesh = init_device_mesh("cpu", (world,))
+    apart = sidestream.Apart(rank=rank, world_size=world, save_id="parts 1")
+    run(sidestream.save(shards_of(mesh), directory / "ours", apart=apart, timeout_s=TIMEOUT_S))
+    dcp.save(shards_of(mesh), storage_writer=StorageWriter(directory / "inside", apart=apart), use_collectives=False)
+    refused = StorageWriter(directory / "refused")
+    try:
+        dcp.save(shards_of(mesh), storage_writer=refused, use_collectives=False)
+    except sidestream.errors.InvalidOption:
+        pass
+    else:
+        raise AssertionError("it was not refused")
+    dist.barrier()
+    for name in ("ours", "inside"):
+        for load in ("stock", "ours", "reader"):
+            target = shards_of(mesh, 100)
+            if load == "stock":
+                dcp.load(target, checkpoint_id=directory / name)
+            elif load == "ours":
+                run(sidestream.load(target, directory / name, timeout_s=TIMEOUT_S))
+            else:
+                dcp.load(target, storage_reader=StorageReader(directory / name))
+            same(target, shards_of(mesh))
+        assert run(sidestream.verify(directory / name)).ok
+
+
+def parts_read_by_others(rank: int, world: int, directory: Path) -> None:
+    """On another number of ranks."""
+    mesh = init_device_mesh("cpu", (world,))
+    for name in ("ours", "inside"):
+        target = shards_of(mesh, 100)
+        run(sidestream.load(target, directory / name, timeout_s=TIMEOUT_S))
+        same(target, shards_of(mesh))

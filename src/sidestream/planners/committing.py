@@ -12,15 +12,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._threads import politely
 from .._torch import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
 from ..errors import InvalidOption, NotShared, UnsafeObject
+from ..format.apart import PartMarker, part_attribute, part_manifest_name, part_metadata_name
 from ..format.checksum import crc32
 from ..format.manifest import metadata_line, write_manifest
 from ..format.marker import METADATA_NAME, Marker, manifest_name, marker_attribute
 from ..format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
 from ..format.validate import validate
+from ..options import Apart
 from ..plan.values import encode_value
 from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
-__all__ = ["as_stock", "check_files", "complete", "files_of_commit"]
+__all__ = ["as_stock", "check_files", "complete", "files_of_commit", "files_of_part"]
 
 _VERSION = "1.0.0"
 _END = b"ub."  # SETITEMS into the state of the Metadata, BUILD, STOP
@@ -73,20 +75,38 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> d
 
     Raises ``InvalidOption``, ``UnsafeObject`` and what ``validate`` does.
     """
-    receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
-    stock = as_stock(metadata)
-    if any(isinstance(receipt, PackedReceipt) for receipt in receipts.values()):
-        return {METADATA_NAME: pickle.dumps(stock)}
-    manifest = _manifest(metadata, receipts, about)
-    validate(manifest)
-    raw = b"".join(politely(write_manifest(manifest, TORCH_VERSION)))
-    # Protocol 3 has no frames, whose lengths would have to be mended: the marker is one more attribute at the end.
-    pickled = pickle.dumps(stock, protocol=3)
-    assert pickled.endswith(_END)
-    last = metadata_line(manifest)
+    if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
+        return {METADATA_NAME: pickle.dumps(as_stock(metadata))}
+    raw, last = _manifest_of(metadata, about, partly=False)
     place = len(raw), crc32(raw), about.step, about.generation, saved_at, len(last), crc32(last)
-    marked = pickled[: -len(_END)] + marker_attribute(Marker(about.save_id, *place))
+    marked = _marked(metadata, marker_attribute(Marker(about.save_id, *place)))
     return {manifest_name(about.save_id): raw, METADATA_NAME: marked}
+
+
+def files_of_part(metadata: Metadata, about: Manifest, apart: Apart, part_id: str, saved_at: int) -> dict[str, bytes]:
+    """In a worker thread: as ``files_of_commit``, of what one of several ranks has saved by itself. Raises the same,
+    and ``InvalidOption`` where there is no manifest."""
+    if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
+        raise InvalidOption("extensions are not there for ranks that save apart")
+    raw, _ = _manifest_of(metadata, about, partly=True)
+    marker = PartMarker(apart.save_id, apart.rank, apart.world_size, part_id, len(raw), crc32(raw), saved_at)
+    marked = _marked(metadata, part_attribute(marker))
+    return {part_manifest_name(apart.rank, part_id): raw, part_metadata_name(apart.rank): marked}
+
+
+def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[bytes, bytes]:
+    """The manifest, and its last line."""
+    receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
+    manifest = _manifest(metadata, receipts, about)
+    validate(manifest, partly=partly)
+    return b"".join(politely(write_manifest(manifest, TORCH_VERSION))), metadata_line(manifest)
+
+
+def _marked(metadata: Metadata, attribute: bytes) -> bytes:
+    # Protocol 3 has no frames, whose lengths would have to be mended: the marker is one more attribute at the end.
+    pickled = pickle.dumps(as_stock(metadata), protocol=3)
+    assert pickled.endswith(_END)
+    return pickled[: -len(_END)] + attribute
 
 
 def _manifest(metadata: Metadata, receipts: _Receipts, about: Manifest) -> Manifest:

@@ -10,20 +10,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._tasks import finish
 from .._threads import Stop, Threads, io_threads
 from ..commit import commit_files
 from ..errors import InvalidOption
 from ..format.records import Manifest
 from ..job import SaveJob
 from ..joint.saving import JointSave, maker_of_attempt, terms_of
+from ..pending import SaveInfo
 from ..staging import AsyncStager
 from ..staging.tree import StagedState
+from ..storage import Place
 from ..writing import SaveOrder, Stager, first_copy, resolve_staged
 from .asking import Asked, asked_save_planner
 from .committing import complete, files_of_commit
 from .outgoing import Outgoing
+from .parts import commit_as_part, look_for_room, tag_of
 from .planning import Decided, DecidingAlone, DecidingTogether
 
 __all__ = ["PlannedWriting", "start_planned"]
@@ -35,13 +40,21 @@ _GRACE_S = 5.0
 def start_planned(
     order: SaveOrder, state: Mapping[str, Any], planner: Any, stager: AsyncStager | Stager | None
 ) -> SaveJob | JointSave:
-    """Launch the copies. Raises ``InvalidOption`` for what is no planner, and for what one cannot be combined with."""
-    asked = asked_save_planner(planner)
+    """Launch the copies. ``planner`` is None where ranks save apart, and then DCP's own.
+
+    Raises ``InvalidOption`` for what is no planner, and for what one cannot be combined with."""
+    asked = asked_save_planner(DefaultSavePlanner() if planner is None else planner)
     if order.digest is not None:
         raise InvalidOption("digest= is not there for what a planner plans; leave one of them out")
     if order.budget_bytes is not None:
         raise InvalidOption("a planner plans what has been staged as a whole: leave out snapshot=False")
     url = order.location.url
+    if order.apart is not None:
+        if order.saver is not None:
+            raise InvalidOption('saver="process" is not there for ranks that save apart: leave it out')
+        rank = order.apart.rank
+        alone = DecidingAlone(asked, url, rank, first=rank == 0)
+        return PartJob(order, PlannedWriting(order, state, alone, stager))
     if order.operation is None:
         return PlannedJob(order, PlannedWriting(order, state, DecidingAlone(asked, url), stager))
     terms, prepare = terms_of(order, planner=True), maker_of_attempt(order)
@@ -143,8 +156,17 @@ class PlannedWriting:
 
     def _write(self, decided: Decided) -> list[WriteResult]:
         order, store = self._order, self._order.location.store
-        shared = order.saver is not None
-        outgoing = Outgoing(decided.plan, self._deciding.planner, decided.rank, (), order.deadline, shared=shared)  # type: ignore[arg-type]
+        tag = "" if order.apart is None else tag_of(order.save_id)
+        place: Place = "new" if order.operation is None else "joined"
+        outgoing = Outgoing(
+            decided.plan,
+            self._deciding.planner,  # type: ignore[arg-type]
+            decided.rank,
+            (),
+            order.deadline,
+            shared=order.saver is not None,
+            tag=tag,
+        )
         write = store.write
         try:
             if order.saver is not None:
@@ -158,8 +180,10 @@ class PlannedWriting:
                 durability=order.durability,
                 stop=self._stop,
                 deadline=order.deadline,
-                place="new" if order.operation is None else "joined",
+                place=place if order.apart is None else "apart",
             )
+            if order.apart is not None:
+                return outgoing.results(lambda name: name)
             return outgoing.results(lambda name: store.published_name(order.attempt, name))
         finally:
             outgoing.close()
@@ -186,6 +210,43 @@ class PlannedJob(SaveJob):
             self.verdict,
             durability=order.durability,
             deadline=order.deadline,
+        )
+        self._mark("committed")
+        return sum(sizes.values())
+
+
+@dataclass(slots=True)
+class PartJob(SaveJob):
+    """One save of one of several ranks that do not talk to each other: its part, in the target itself."""
+
+    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+        try:
+            assert self.order.apart is not None
+            await look_for_room(self.order.location, self.order.apart, self.order.deadline)
+        except BaseException:
+            await finish(self._give_up)
+            raise
+        return await SaveJob.run(self, staged)
+
+    async def _give_up(self) -> None:
+        await io_threads().run(self.source.abandon)
+
+    async def _commit(self, plan: Any, written: Any) -> int:
+        order, sizes = self.order, _sizes(written)
+        assert plan.metadata is not None
+        assert order.apart is not None
+        metadata = complete(plan.metadata, [written], order.location.url, order.apart.save_id)
+        about = Manifest(order.save_id, {}, sizes, metadata=order.metadata)
+        await commit_as_part(
+            order.location,
+            order.attempt,
+            order.apart,
+            metadata,
+            about,
+            self.verdict,
+            durability=order.durability,
+            deadline=order.deadline,
+            saved_at=order.saved_at,
         )
         self._mark("committed")
         return sum(sizes.values())
