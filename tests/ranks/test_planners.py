@@ -22,6 +22,7 @@ from sidestream.errors import (
     InvalidOption,
     PlannerFailed,
     StatefulRefused,
+    UnsupportedTensor,
 )
 
 if TYPE_CHECKING:
@@ -321,3 +322,22 @@ def test_planners_that_fail_over_ranks(groups: Groups, tmp_path: Path) -> None:
 def test_a_planned_run(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("a_planned_run", 2, tmp_path).results:
         assert told == [1, {"loss": 1}, [0, 1]]
+
+
+# --- tensors that say which shards they hold ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_tensors_that_hold_shards(world: int, groups: Groups, tmp_path: Path) -> None:
+    groups.run("holders", world, tmp_path)
+
+
+async def test_shards_without_a_group_are_refused_by_name(tmp_path: Path) -> None:
+    from _planned import ROWS, boxes_of, holder
+
+    with pytest.raises(UnsupportedTensor, match="held"):
+        await sidestream.save({"held": holder(ROWS, boxes_of(0, 1))}, tmp_path / "a")
+    await sidestream.save({"held": ROWS}, tmp_path / "a")
+    target = holder(ROWS, boxes_of(0, 2), fill=False)
+    await sidestream.load({"held": target}, tmp_path / "a")
+    assert torch.equal(target, holder(ROWS, boxes_of(0, 2)))
