@@ -364,5 +364,7 @@ async def test_published_with_the_umask_and_private_until_then(tmp_path: Path) -
 def test_every_error_is_ours_and_a_builtin() -> None:
     for name in errors.__all__:
         kind = getattr(errors, name)
+        if kind is errors.RankFailure:  # the record of what one rank told, in RankFailures
+            continue
         assert issubclass(kind, errors.SidestreamError)
         assert issubclass(kind, Exception)

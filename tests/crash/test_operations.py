@@ -14,7 +14,8 @@ HARMLESS = frozenset({
     "PathLike", "fspath", "fsdecode", "fsencode", "getpid", "getppid", "cpu_count", "path", "environ", "strerror",
     "register_at_fork", "sched_getaffinity", "sysconf", "memfd_create", "sep", "name", "kill", "urandom", "uname",
     "posix_fadvise", "getcwd", "getuid", "geteuid", "umask", "supports_dir_fd", "_exit", "stat_result", "DirEntry",
-    "fork", "statvfs",
+    "fork", "statvfs", "nice", "sched_setaffinity",
+    "readlink",  # of /proc
 })  # fmt: skip
 
 

@@ -110,7 +110,9 @@ class Rank:
         stager.close()
         os.chdir(self.directory)
         page = (Path(__file__).parents[2] / "docs" / "from_dcp.md").read_text()
-        example = page.partition("### `AsyncCheckpointerType.PROCESS`")[2].partition("```python")[2].partition("```")[0]
+        section = page.partition("### `AsyncCheckpointerType.PROCESS`")[2].partition("\n### ")[0]
+        blocks = section.split("```python\n")[1:]
+        (example,) = [block.partition("```")[0] for block in blocks if "async_checkpointer_type" in block]
         exec(example, {"dcp": dcp, "StorageWriter": StorageWriter, "state": state_of(self.mesh, 1)})
         return [self.check("process0", dcp.FileSystemReader), self.check("process", dcp.FileSystemReader, 1)]
 

@@ -17,7 +17,7 @@ from .._threads import Deadline, Stop, Threads
 from ..errors import Closed
 from ..format.layout_bytes import pack_sums, unpack_layout
 from ..options import Durability
-from ..storage import Body, SharedStore, Store
+from ..storage import Body, Store
 from .body import BytesBody, ShardBody
 from .faults import pack_error
 from .wire import Channel, Frame, Kind, unpack
@@ -199,8 +199,7 @@ class Request:
             )
         finally:
             threads.close()
-            if isinstance(store, SharedStore):
-                store.leave(order.attempt)
+            store.forget(order.attempt)
 
     def _bodies(self) -> Iterator[tuple[str, Body]]:
         """Whoever asks for the next one has written the last one, synced."""

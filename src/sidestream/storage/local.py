@@ -118,9 +118,6 @@ class LocalStore:
             except OSError as error:
                 raise from_os_error(error, "removing", str(self.root / attempt / name)) from error
 
-    def leave(self, attempt: str) -> None:
-        """What is joined is not remembered."""
-
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
         stop = Stop()
         await io_threads().run(

@@ -187,9 +187,6 @@ class ObjectStore:
 
         Call(clear).result(f"removing files of {attempt}", stop=Stop(), deadline=deadline)
 
-    def leave(self, attempt: str) -> None:
-        self._attempts.pop(attempt, None)
-
     async def _look_at(self, target: str, naming: Naming, deadline: Deadline) -> None:
         """Raises ``Conflict`` unless it is free."""
         self._check_vacant(target, await self._list(target, deadline), naming)

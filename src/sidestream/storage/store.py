@@ -171,7 +171,8 @@ class Store(Protocol):
         """``discard``, in the calling thread."""
 
     def forget(self, attempt: str) -> None:
-        """This process has written what it had to write of an attempt that another one publishes, or discards."""
+        """This process has written what it had to write of an attempt that another one publishes, or discards: keep
+        nothing of it in memory."""
 
     async def retire(self, directory: str, *, durability: Durability, deadline: Deadline) -> None:
         """End a committed checkpoint: it is invisible, with ``"fsync"`` durably, before its first byte is deleted.
@@ -247,6 +248,3 @@ class SharedStore(Protocol):
     def clear(self, attempt: str, names: Sequence[str], *, deadline: Deadline) -> None:
         """In the calling thread: remove what a dead process has left of these files of an attempt of ours, which
         stays. What is not there is passed over."""
-
-    def leave(self, attempt: str) -> None:
-        """The attempt is another process's, which goes on with it: forget it."""
