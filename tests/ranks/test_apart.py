@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def stock_load(path: Path, rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("where", ["local", "memory"])
 async def test_parts_make_a_whole(where: str, tmp_path: Path) -> None:
-    path = tmp_path / "a" if where == "local" else "memory://apart/whole"
+    path = tmp_path / "a" if where == "local" else f"memory://{uuid.uuid4().hex}/whole"
     for rank in range(WORLD):
         info = await save_part(rank, path, metadata={"loss": 0.5})
         assert info.save_id == "step 5"
@@ -156,7 +157,7 @@ async def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["local", "memory"])
 async def test_two_that_save_one_part_at_once(where: str, tmp_path: Path) -> None:
-    path = tmp_path / "a" if where == "local" else "memory://apart/twice"
+    path = tmp_path / "a" if where == "local" else f"memory://{uuid.uuid4().hex}/twice"
     planners = [Gated(), Gated()]
     saves = [asyncio.ensure_future(save_part(0, path, planner=planner)) for planner in planners]
     for planner in planners:
