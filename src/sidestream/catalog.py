@@ -207,7 +207,8 @@ async def open_manifest(location: Location, deadline: Deadline) -> tuple[Locatio
 async def open_root(location: Location, deadline: Deadline) -> tuple[Location, Manifest | Root]:
     """As ``open_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated."""
     store, name, url = location.store, location.name, location.url
-    if await _is_file(store, name, deadline):
+    listed = await _listed(store, name, deadline)
+    if listed is None and (store.lists or name.endswith(FILE_SUFFIXES)):
         try:
             nbytes = await store.size(name, deadline=deadline)
             manifest = await read_file_manifest(store, name, nbytes, deadline)
@@ -220,17 +221,17 @@ async def open_root(location: Location, deadline: Deadline) -> tuple[Location, M
         except SidestreamError as error:
             raise _told(error, url) from error
         return replace(location, name="."), manifest
-    return location, await read_root(store, name, url, deadline)
+    return location, await read_root(store, name, url, deadline, listed)
 
 
-async def _is_file(store: Store, name: str, deadline: Deadline) -> bool:
+async def _listed(store: Store, name: str, deadline: Deadline) -> Mapping[str, int] | None:
+    """The files of a directory and their sizes; None if there is no such directory, or nothing is listed here."""
     if not store.lists:
-        return name.endswith(FILE_SUFFIXES)
+        return None
     try:
-        await store.sizes(name, deadline=deadline)
-        return False
+        return await store.sizes(name, deadline=deadline)
     except FileNotFoundError:
-        return True
+        return None
 
 
 async def read_manifest(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest:
@@ -252,12 +253,15 @@ async def _whole(store: Store, directory: str, url: str, root: Root, deadline: D
     return manifest
 
 
-async def read_root(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest | Root:
-    """As ``read_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated."""
+async def read_root(
+    store: Store, directory: str, url: str, deadline: Deadline, listed: Mapping[str, int] | None = None
+) -> Manifest | Root:
+    """As ``read_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated.
+    ``listed`` are the sizes of its files, if they are known."""
     if not store.lists:
         return await _read_unlisted(store, directory, url, deadline)
     try:
-        sizes = await store.sizes(directory, deadline=deadline)
+        sizes = await store.sizes(directory, deadline=deadline) if listed is None else listed
         unmarked = METADATA_NAME not in sizes and is_foreign(sizes)
         marker = None if unmarked else await read_marker(store, directory, deadline)
     except FileNotFoundError as error:
