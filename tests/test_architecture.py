@@ -43,6 +43,10 @@ FLOORS: tuple[frozenset[str], ...] = (
             "checkpoint",
             "verifying",
             "saver",
+            "apart",
+            "job",
+            "loaded",
+            "planners",
         }
     ),
     frozenset({"checkpointer", "runs", "weights", "blocking", "signing", "converting"}),

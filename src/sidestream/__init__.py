@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .converting.convert import ConvertReport, convert
     from .converting.copying import CopyReport, copy
     from .loading import LoadReport, PassedOver, load
-    from .options import PerHost, SaverProcess, StorePolicy
+    from .options import Apart, PerHost, SaverProcess, StorePolicy
     from .pending import PendingSave, SaveInfo, SaveProgress
     from .runs.health import Health
     from .runs.pruning import Pruned
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .verifying import Damage, VerifyReport, verify
 
 __all__ = [
+    "Apart",
     "AsyncStager",
     "BlockingAsyncStager",
     "Checkpoint",
@@ -70,6 +71,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Apart": "options",
     "AsyncStager": "staging.stager",
     "BlockingAsyncStager": "staging.blocking",
     "Checkpoint": "checkpoint",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -12,6 +12,7 @@ from .errors import UnsupportedTensor
 
 __all__ = [
     "TORCH_VERSION",
+    "HeldShard",
     "Stateful",
     "TransformedStreams",
     "check_tensor",
@@ -19,12 +20,16 @@ __all__ = [
     "dtype_name",
     "extent_bytes",
     "group_store",
+    "has_shards",
     "neg_view",
     "outside_compile",
+    "shard_attributes",
     "shard_runs",
+    "shards_held",
     "storage_info",
     "storage_key",
     "tensor_class",
+    "with_shards_of",
 ]
 
 TORCH_VERSION = torch.__version__.split("+")[0]
@@ -134,6 +139,53 @@ def outside_compile(work: Callable[[], None]) -> Callable[..., None]:
 
 
 # --- of torch.distributed, for those that have it ---
+
+_SHARD_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def has_shards(tensor: torch.Tensor) -> bool:
+    """Whether a tensor says that it holds shards of a larger one, as torch's ``CheckpointableTensor`` does (a protocol,
+    from 2.14 on): any tensor with these attributes is one."""
+    return hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in _SHARD_ATTRIBUTES)
+
+
+class HeldShard(NamedTuple):
+    """One shard: where it begins in the whole, its sizes, and where it begins in the tensor that holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+def shards_held(tensor: Any, fqn: str) -> tuple[tuple[int, ...], tuple[HeldShard, ...]]:
+    """The shape of the whole, and the shards of it in ``tensor``, of which ``has_shards`` is true. Raises
+    ``UnsupportedTensor`` where the attributes contradict each other or the tensor."""
+    try:
+        shape = tuple(map(int, tensor.global_shape))
+        told = zip(tensor.global_offsets, tensor.local_sizes, tensor.local_offsets, strict=True)
+        shards = tuple(HeldShard(*(tuple(map(int, one)) for one in shard)) for shard in told)
+        for shard in shards:
+            for limits, begins in ((shape, shard.offsets), (tuple(tensor.shape), shard.local)):
+                inside = zip(begins, shard.sizes, limits, strict=True)
+                if any(begin < 0 or size < 0 or begin + size > limit for begin, size, limit in inside):
+                    raise ValueError("a shard that lies outside")
+    except (TypeError, ValueError) as error:
+        raise UnsupportedTensor(
+            f"{fqn}: its attributes {', '.join(_SHARD_ATTRIBUTES)} do not describe shards of one tensor in a tensor of "
+            f"shape {tuple(tensor.shape)}: {error}"
+        ) from error
+    return shape, shards
+
+
+def with_shards_of(tensor: torch.Tensor, attributes: Sequence[Any]) -> torch.Tensor:
+    """``tensor`` with the attributes that ``shard_attributes`` has read of another one."""
+    for name, value in zip(_SHARD_ATTRIBUTES, attributes, strict=True):
+        setattr(tensor, name, value)
+    return tensor
+
+
+def shard_attributes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(getattr(tensor, name) for name in _SHARD_ATTRIBUTES)
 
 
 def group_store(process_group: Any) -> tuple[Any, str]:

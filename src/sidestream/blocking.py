@@ -272,8 +272,8 @@ class Checkpointer:
     def prewarm(self, state: Mapping[str, Any] | int | None = None) -> None:
         _run(lambda: self._inner.prewarm(state))
 
-    def save(self, state: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None = None) -> PendingSave:
-        return PendingSave(_run(lambda: self._inner.save(state, step=step, metadata=metadata)))
+    def save(self, state: Mapping[str, Any], *, step: int, **options: Any) -> PendingSave:
+        return PendingSave(_run(lambda: self._inner.save(state, step=step, **options)))
 
     def restore(self, state: Mapping[str, Any], step: int | Literal["latest"] = "latest", **options: Any) -> int | None:
         return _run(lambda: self._inner.restore(state, step, **options))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ._threads import Deadline, io_threads
-from .errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
+from .apart import is_whole, read_apart, read_part_markers
+from .errors import CheckpointNotFound, Corrupt, Incomplete, SidestreamError, UnsupportedCheckpoint
 from .foreign_file import FILE_SUFFIXES, read_file_manifest
 from .foreign_manifest import is_foreign, read_file, read_foreign_manifest
 from .format.checksum import crc32
@@ -88,7 +89,12 @@ async def read_metadata(store: Store, directory: str, deadline: Deadline) -> dic
     """What the user noted about a checkpoint, without reading the rest of it; empty for one of another writer.
 
     Raises ``FileNotFoundError``, ``Corrupt``."""
-    marker = await read_marker(store, directory, deadline)
+    try:
+        marker = await read_marker(store, directory, deadline)
+    except FileNotFoundError:
+        if not await is_whole(store, directory, await store.sizes(directory, deadline=deadline), deadline):
+            raise
+        return decode_metadata((await read_manifest(store, directory, directory, deadline)).metadata)
     return {} if marker is None else await metadata_of(store, directory, marker, deadline)
 
 
@@ -169,12 +175,19 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
         missing = False
     if marker is None:
         try:
-            names = await store.sizes(found.name, deadline=deadline) if store.appears_whole or not missing else {}
+            names = await store.sizes(found.name, deadline=deadline)
         except FileNotFoundError:  # removed since it was listed
             return None
-        if any(name.startswith("manifest-") for name in names):
+        if any(name.startswith("manifest-") for name in names) and (store.appears_whole or not missing):
             return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
-        return None if missing else found
+        if not missing:
+            return found
+        try:
+            return found if await is_whole(store, found.name, names, deadline) else None
+        except Incomplete:
+            return None
+        except Corrupt as damage:
+            return replace(found, damage=_told(damage, found.name))
     if (marker.step, marker.generation) != found.order:
         return replace(found, damage=Corrupt(f"{found.name}: its marker says step {marker.step}; was it renamed?"))
     return replace(found, marker=marker)
@@ -263,12 +276,21 @@ async def read_root(
             if ours is not None:
                 what = f"it names no manifest, but {ours} is there"
                 raise Corrupt(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
-            manifest: Manifest | Root = await read_foreign_manifest(store, directory, sizes, deadline)
+            manifest: Manifest | Root = await _read_unmarked(store, directory, sizes, deadline)
         else:
             manifest = await _own_manifest(store, directory, marker, sizes, deadline)
         if isinstance(manifest, Manifest):
             await io_threads().run(validate, manifest, deadline=deadline)
     return manifest
+
+
+async def _read_unmarked(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:
+    """What ranks saved apart, or what another writer made. Raises ``Incomplete``."""
+    if METADATA_NAME not in sizes:
+        markers = await read_part_markers(store, directory, sizes, deadline)
+        if any(markers.values()):
+            return await read_apart(store, directory, sizes, markers, deadline)
+    return await read_foreign_manifest(store, directory, sizes, deadline)
 
 
 async def read_parts(

@@ -176,12 +176,18 @@ class Checkpointer:
                 await self._saver.hand(self._stager.shared_memory(), deadline)
 
     async def save(
-        self, state: Mapping[str, Any], *, step: int, metadata: Mapping[str, Any] | None = None
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        planner: Any = None,
     ) -> PendingSave:
         """Launch the copies of ``state`` and return; see ``async_save`` for the result. With ``overlap="wait"`` this
         waits for a free slot first, with the other policies for nothing but the listing of the run.
 
-        ``metadata`` is plain data that can be read without the state: metrics for ``KeepBest``, a configuration. A step
+        ``metadata`` is plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
+        ``planner`` is as for ``save``; two saves that overlap need one each. A step
         that is committed already is saved as its next generation; the old one stays until that is verified. Raises
         ``Busy`` (``overlap="fail"``), and what an earlier save, or the deleting after it, failed with if nobody has
         heard of it; then it starts nothing. Cancelling before this returns starts nothing either.
@@ -189,20 +195,20 @@ class Checkpointer:
         self._check_usable()
         member = self._together()
         if member is not None:
-            return await self._save_together(member, state, step, metadata)
+            return await self._save_together(member, state, step, metadata, planner)
         check_step(step)
         noted = encode_metadata(metadata)
         self._raise_unheard()
         if self._overlap != "wait" and self._slots.full:
-            return self._give_way(state, step, noted)
-        return await self._in_turn(state, step, noted)
+            return self._give_way(state, step, noted, planner)
+        return await self._in_turn(state, step, noted, planner)
 
     async def _in_turn(
-        self, state: Mapping[str, Any], step: int, noted: Node, *, promised: bool = False
+        self, state: Mapping[str, Any], step: int, noted: Node, planner: Any = None, *, promised: bool = False
     ) -> PendingSave:
         await self._slots.acquire()
         try:
-            pending = PendingSave(await self._start(state, step, noted, promised=promised))
+            pending = PendingSave(await self._start(state, step, noted, planner, promised=promised))
         except BaseException:
             self._slots.release()
             raise
@@ -215,7 +221,12 @@ class Checkpointer:
         return None if member is None or member.group.world == 1 else member
 
     async def _save_together(
-        self, member: Member, state: Mapping[str, Any], step: int, metadata: Mapping[str, Any] | None
+        self,
+        member: Member,
+        state: Mapping[str, Any],
+        step: int,
+        metadata: Mapping[str, Any] | None,
+        planner: Any = None,
     ) -> PendingSave:
         operation = member.begin("save", self._deadline())
 
@@ -242,7 +253,7 @@ class Checkpointer:
         generation, noted = await call_together(operation, begin)
         if generation is None:
             operation.close()
-            return self._give_way(state, step, noted)
+            return self._give_way(state, step, noted, planner)
         name = step_name(step, generation)
         url = f"{self.url}/{name}"
 
@@ -259,6 +270,7 @@ class Checkpointer:
                 digest=self._digest,
                 saver=(self._saver, self._fall_back),
                 operation=operation,
+                planner=planner,
             )
 
         work = start_together(start, operation, url)
@@ -279,7 +291,7 @@ class Checkpointer:
         generation = await next_generation(self._store, step, self._deadline())
         return max(generation, self._taken.get(step, 0) + 1)
 
-    def _give_way(self, state: Mapping[str, Any], step: int, noted: Node) -> PendingSave:
+    def _give_way(self, state: Mapping[str, Any], step: int, noted: Node, planner: Any) -> PendingSave:
         url = f"{self.url}/{step_name(step, 1)}"
         if self._overlap == "fail":
             raise Busy(f"{url} was not saved: {self._slots.taken} saves are in flight, as many as in_flight= allows")
@@ -287,10 +299,12 @@ class Checkpointer:
             return PendingSave(SkippedSave(url, f"{self._slots.taken} saves are in flight"))
         if self._queued is not None:
             self._queued.give_way()
-        self._queued = QueuedSave(url, self._slots, partial(self._start, state, step, noted, promised=True))
+        self._queued = QueuedSave(url, self._slots, partial(self._start, state, step, noted, planner, promised=True))
         return self._watch_over(PendingSave(self._queued), step)
 
-    async def _start(self, state: Mapping[str, Any], step: int, noted: Node, *, promised: bool = False) -> SaveWork:
+    async def _start(
+        self, state: Mapping[str, Any], step: int, noted: Node, planner: Any = None, *, promised: bool = False
+    ) -> SaveWork:
         async with self._starting:
             generation = await self._next_generation(step)
             name = step_name(step, generation)
@@ -308,6 +322,7 @@ class Checkpointer:
                 metadata=noted,
                 digest=self._digest,
                 saver=(self._saver, self._fall_back),
+                planner=planner,
             )
             self._taken[step] = generation
             return LeasedSave(job, self._leases.announce(name, "save"))
@@ -343,6 +358,7 @@ class Checkpointer:
         allow: Iterable[type] = (),
         trust: Trust = "data",
         reading: Reading = "each_rank",
+        planner: Any = None,
     ) -> int | None:
         """Load the newest committed step, or ``step``, into ``state`` and return its number; None if there is none yet.
 
@@ -365,6 +381,7 @@ class Checkpointer:
             allowed_types(allow),
             trust,
             check_reading(reading),
+            planner,
         )
         member = self._together()
         restoring: Restoring | RestoringTogether

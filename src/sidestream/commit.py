@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,7 @@ from .options import Durability
 from .saver.body import BytesBody, PiecesBody
 from .storage import Store
 
-__all__ = ["BytesBody", "Outcome", "Verdict", "clean_up", "commit", "commit_files"]
+__all__ = ["BytesBody", "Outcome", "Verdict", "carry_out", "clean_up", "commit", "commit_files", "commit_part"]
 
 Outcome = Literal["committed", "absent", "unknown"]
 _READ_BACK_S = 10.0
@@ -81,9 +81,48 @@ async def commit_files(
     for name, pieces in files.items():
         body = BytesBody(pieces[0]) if len(pieces) == 1 else PiecesBody(pieces)
         await store.put(f"{attempt}/{name}", body, durability=durability, deadline=deadline)
+
+    async def publish() -> None:
+        await store.publish(attempt, target, durability=durability, deadline=deadline)
+
+    tail = _tail_of(files[METADATA_NAME])
+    await carry_out(publish, store, f"{target}/{METADATA_NAME}", tail, verdict, target, attempt)
+
+
+async def commit_part(
+    store: Store,
+    attempt: str,
+    target: str,
+    name: str,
+    content: bytes,
+    verdict: Verdict,
+    *,
+    durability: Durability,
+    deadline: Deadline,
+) -> None:
+    """As ``commit_files``, of a part that was written ``"apart"``: ``content``, whose end is no other save's, becomes
+    the file ``name``."""
+
+    async def publish() -> None:
+        body = BytesBody(content)
+        await store.publish_part(attempt, target, name, body, durability=durability, deadline=deadline)
+
+    await carry_out(publish, store, f"{target}/{name}", content[-TAIL_BYTES:], verdict, f"{target}/{name}", attempt)
+
+
+async def carry_out(
+    publish: Callable[[], Awaitable[None]],
+    store: Store,
+    name: str,
+    tail: bytes,
+    verdict: Verdict,
+    target: str,
+    attempt: str,
+) -> None:
+    """``publish()``, and the truth about what came of it: whether the file ``name`` is there and ends with ``tail``."""
     verdict.outcome = "unknown"
     try:
-        await store.publish(attempt, target, durability=durability, deadline=deadline)
+        await publish()
         verdict.outcome = "committed"
     except Conflict:
         verdict.outcome = "absent"
@@ -92,7 +131,7 @@ async def commit_files(
         verdict.outcome = "committed"
         raise
     except (Exception, asyncio.CancelledError) as error:
-        outcome = await _after_failure(store, target, _tail_of(files[METADATA_NAME]), error, verdict)
+        outcome = await _after_failure(store, name, tail, error, verdict)
         if isinstance(error, asyncio.CancelledError) or outcome == "absent":
             raise
         if outcome == "committed":
@@ -114,13 +153,12 @@ def _tail_of(pieces: Sequence[bytes]) -> bytes:
     return tail[-TAIL_BYTES:]
 
 
-async def _after_failure(store: Store, target: str, tail: bytes, error: BaseException, verdict: Verdict) -> Outcome:
-    await finish(lambda: _read_back(store, target, tail, error, verdict))
+async def _after_failure(store: Store, name: str, tail: bytes, error: BaseException, verdict: Verdict) -> Outcome:
+    await finish(lambda: _read_back(store, name, tail, error, verdict))
     return verdict.outcome
 
 
-async def _read_back(store: Store, target: str, tail: bytes, error: BaseException, verdict: Verdict) -> None:
-    name = f"{target}/{METADATA_NAME}"
+async def _read_back(store: Store, name: str, tail: bytes, error: BaseException, verdict: Verdict) -> None:
     try:
         found = await store.read_tail(name, TAIL_BYTES, deadline=Deadline.after(_READ_BACK_S)) == tail
     except FileNotFoundError:

@@ -7,7 +7,7 @@ where they enter the library, so nothing else leaves it.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "DeviceFailed",
     "DtypeMismatch",
     "ForkedProcess",
+    "Incomplete",
     "InvalidOption",
     "KeyCollision",
     "KindMismatch",
@@ -37,6 +38,7 @@ __all__ = [
     "NotDurable",
     "NotShared",
     "OutcomeUnknown",
+    "PlannerFailed",
     "RankFailure",
     "RankFailures",
     "SaverLost",
@@ -226,6 +228,11 @@ class OutcomeUnknown(SidestreamError, OSError):
     """The commit was sent and its result could not be read back. Nothing was deleted; look again before retrying."""
 
 
+class PlannerFailed(SidestreamError, RuntimeError):
+    """A ``SavePlanner`` or ``LoadPlanner`` of the caller raised, as the cause says. Of a save nothing became visible;
+    of a load ``written`` tells what was changed."""
+
+
 class StatefulRefused(SidestreamError, RuntimeError):
     """``load_state_dict`` of an object in the target raised, as the cause says. ``written`` tells what was changed."""
 
@@ -241,6 +248,26 @@ class Corrupt(SidestreamError, ValueError):
         self.file = file
         self.fqn = fqn
         self.offset = offset
+
+
+class Incomplete(SidestreamError, LookupError):
+    """Ranks have saved here apart from each other, and the parts make no whole (yet).
+
+    ``save_id`` is that of most parts, ``missing`` has the ranks whose parts are not there, ``others`` the ranks with
+    parts of another save, and its id."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        save_id: str = "",
+        missing: Sequence[int] = (),
+        others: Mapping[int, str] | None = None,
+    ):
+        super().__init__(message)
+        self.save_id = save_id
+        self.missing = tuple(missing)
+        self.others = dict(others or {})
 
 
 class BadSignature(SidestreamError, ValueError):

@@ -16,28 +16,17 @@ from ._torch import dtype_from_name
 from .catalog import open_manifest, open_root
 from .errors import Corrupt, Mismatch, SidestreamError
 from .foreign import read_values
-from .format.digest import DigestCheck, digest_check
+from .format.digest import digest_check
 from .format.records import Entry, Manifest, TensorEntry, ValueEntry
 from .handover import Handover, hand_over, prepare
 from .joint.hosts import HostReads
 from .joint.reading import agree_on, outline, read_needed, stoppable
-from .options import (
-    Allowance,
-    PerHost,
-    Progress,
-    Reading,
-    StorePolicy,
-    Trust,
-    Verify,
-    check_choice,
-    check_reading,
-    check_strict,
-    check_timeout,
-)
+from .loaded import LoadOptions, LoadReport, PassedOver
+from .options import Allowance, Progress, Reading, StorePolicy, Trust, Verify, check_reading, check_strict
 from .plan.ask import Answers
 from .plan.local import Local
 from .plan.match import LoadPlan, match
-from .plan.objects import Allowed, allowed_types
+from .plan.objects import allowed_types
 from .ranks import GroupChoice, Operation, deadline_of, group_of
 from .reading import Reader, Wanted, whole
 from .storage import Location, Where, locate_directory
@@ -46,45 +35,6 @@ from .streams import streams_of
 __all__ = ["LoadOptions", "LoadReport", "PassedOver", "load", "load_from", "new_tensors", "together"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A damaged step that ``restore`` did not take, and what is wrong with it."""
-
-    step: int
-    generation: int
-    error: SidestreamError
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a load did.
-
-    ``loaded``: FQNs in order, and ``nbytes`` read for them. ``not_asked_for``: keys of the checkpoint outside the
-    target. ``unverified``: of these some bytes had no checksum (only in files of other writers). ``digest``: with
-    ``verify="always"``, whether the digests that the checkpoint carries were compared too; None if it has none. What
-    ``strict=`` let pass: ``missing`` keys of the target were left as they are, tensors that were ``cast`` from another
-    dtype, and ``ignored`` keys of the checkpoint inside the target's own.
-
-    Of a ``restore``: the damaged steps that were ``passed_over`` for this one, newest first, and whether the step was
-    ``leased`` while it was read; where this process may not write, it was not, and could have been deleted meanwhile.
-    """
-
-    url: str
-    save_id: str
-    step: int | None
-    generation: int
-    nbytes: int
-    loaded: tuple[str, ...]
-    not_asked_for: tuple[str, ...]
-    unverified: tuple[str, ...]
-    missing: tuple[str, ...]
-    cast: tuple[str, ...]
-    ignored: tuple[str, ...]
-    digest: DigestCheck | None = None
-    passed_over: tuple[PassedOver, ...] = ()
-    leased: bool = False
 
 
 async def load(
@@ -103,6 +53,7 @@ async def load(
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
     reading: Reading = "each_rank",
+    planner: Any = None,
 ) -> LoadReport:
     """Load the checkpoint at ``url`` into ``state``, in place: ours, or one that stock DCP wrote.
 
@@ -130,6 +81,10 @@ async def load(
     others through memory that they share, at most ``PerHost.memory_bytes``; where they cannot share any, each reads
     (``events.ReadAlone``). It makes no difference to a process that loads by itself.
 
+    ``planner``, a ``LoadPlanner`` of torch, decides what is read, and into what: names, missing keys and dtypes are its
+    affair then (``docs/ranks.md``). It is asked in threads, one call after the other; ``PlannerFailed`` is what it
+    raises.
+
     ``storage_options``, ``filesystem`` and ``store_policy`` are as for ``save``; ``http(s)://`` can be read too.
     """
     running_loop("load")
@@ -137,7 +92,9 @@ async def load(
 
     async def run(operation: Operation | None) -> LoadReport:
         allowed, shared = allowed_types(allow), check_reading(reading)
-        options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed, trust, shared)
+        options = LoadOptions(
+            verify, check_strict(strict), atomic, progress, timeout_s, allowed, trust, shared, planner
+        )
         where = Where(storage_options, filesystem, store_policy)
         return await load_from(locate_directory(url, where), state, options, operation)
 
@@ -160,30 +117,15 @@ async def together(work: Callable[[Operation], Awaitable[T]], operation: Operati
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """The keywords of ``load``."""
-
-    verify: Verify
-    strict: frozenset[str]
-    atomic: bool
-    progress: Progress | None
-    timeout_s: float
-    allow: Allowed
-    trust: Trust = "data"
-    per_host: PerHost | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("verify", self.verify, Verify)
-        check_choice("trust", self.trust, Trust)
-        check_timeout(self.timeout_s)
-
-
 async def load_from(
     location: Location, state: Mapping[str, Any], options: LoadOptions, operation: Operation | None = None
 ) -> LoadReport:
     """``load`` from a resolved location. ``operation`` is there where several ranks load."""
     deadline = Deadline.after(options.timeout_s)
+    if options.planner is not None:
+        from .planners.loading import load_planned  # and with it DCP, which whoever has a planner has imported
+
+        return await load_planned(location, state, options, operation, deadline)
     if operation is None:
         location, manifest = await open_manifest(location, deadline)
         answers = await _ask(state)

@@ -10,6 +10,7 @@ from .errors import InvalidOption
 
 __all__ = [
     "Allowance",
+    "Apart",
     "Digest",
     "Durability",
     "EngineChoice",
@@ -108,6 +109,27 @@ class StorePolicy:
             raise InvalidOption(
                 f"part_bytes={self.part_bytes!r} has to be at least {_MIN_PART_BYTES}: S3 takes no less"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """This process saves its part of a checkpoint by itself: no rank talks to another, and nobody commits for all.
+
+    ``save_id`` names the save, in the words of the caller (the step, and the number of the attempt): ranks that mean
+    one save give the same one, and no other save to that URL has it. ``world_size`` says how many parts there are.
+    """
+
+    rank: int
+    world_size: int
+    save_id: str
+
+    def __post_init__(self) -> None:
+        check_count("world_size", self.world_size)
+        if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
+            raise InvalidOption(f"rank={self.rank!r} has to be an integer from 0 to {self.world_size - 1}")
+        told = self.save_id
+        if type(told) is not str or not 0 < len(told) <= 128 or not told.isascii() or not told.isprintable():
+            raise InvalidOption(f"save_id={told!a:.150} has to be a text of 1 to 128 printable ASCII characters")
 
 
 IoPriority = Literal["normal", "low", "idle"]

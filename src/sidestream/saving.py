@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from ._tasks import finish, running_loop
-from ._threads import Deadline, io_threads
-from .commit import Verdict, clean_up, commit
+from ._threads import Deadline
 from .errors import InvalidOption
-from .format.records import Manifest, Node
-from .format.shard import BlockSums
+from .format.records import Node
+from .job import SaveJob
 from .joint.saving import FailedSave, JointSave, planning_of
-from .options import Digest, Durability, SaverChoice, StorePolicy, check_choice, check_timeout
-from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
+from .options import Apart, Digest, Durability, SaverChoice, StorePolicy, check_choice, check_timeout
+from .pending import PendingSave, SaveInfo, SaveWork
 from .plan.metadata import encode_metadata
-from .plan.save import SavePlan, plan_save
+from .plan.save import plan_save
 from .plan.values import copy_value
 from .ranks import GroupChoice, Member, Operation, deadline_of, group_of
 from .saver.client import Saver, choose_saver
@@ -28,7 +24,7 @@ from .staging import AsyncStager, capture
 from .storage import Location, Where, locate_directory
 from .writing import ForeignStage, SaveOrder, Stager, Writing
 
-__all__ = ["SaveJob", "async_save", "save", "start_save", "start_together"]
+__all__ = ["async_save", "save", "start_save", "start_together"]
 
 _STREAM_BYTES = 256 << 20
 
@@ -48,6 +44,8 @@ async def save(
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
+    planner: Any = None,
+    apart: Apart | None = None,
 ) -> SaveInfo:
     """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
 
@@ -69,12 +67,18 @@ async def save(
     each with its own part of the state (``docs/ranks.md``); ``process_group="alone"`` saves from this process only.
     Then everything that any rank raises becomes ``RankFailures`` on all of them.
 
+    ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
+    a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
+
+    ``apart`` saves the part of one rank in place, without a word to the others and without a process group: it returns
+    when this part is durable, and readers refuse the whole (``Incomplete``) until all parts are there.
+
     Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
     anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
-    ``ArenaExhausted``, ``SaverLost``, ``DeadlineExceeded``: then nothing is visible, what was written has been removed,
-    and older checkpoints are untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a commit that was sent and did
-    not end well. Cancelling leaves nothing behind either, unless the commit had been sent: then it is finished, and the
-    checkpoint is there.
+    ``ArenaExhausted``, ``SaverLost``, ``PlannerFailed``, ``DeadlineExceeded``: then nothing is visible, what was
+    written has been removed, and older checkpoints are untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a
+    commit that was sent and did not end well. Cancelling leaves nothing behind either, unless the commit had been sent:
+    then it is finished, and the checkpoint is there.
     """
     pending = async_save(
         state,
@@ -90,6 +94,8 @@ async def save(
         filesystem=filesystem,
         store_policy=store_policy,
         process_group=process_group,
+        planner=planner,
+        apart=apart,
     )
     try:
         return await pending
@@ -114,6 +120,8 @@ def async_save(
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
+    planner: Any = None,
+    apart: Apart | None = None,
 ) -> PendingSave:
     """Start what ``save`` does and return at once. Needs a running event loop.
 
@@ -122,7 +130,9 @@ def async_save(
     that cannot be found, and what is wrong with a tensor or value of ``state``, before anything has been written.
     """
     running_loop("async_save")
-    member = group_of(process_group)
+    if apart is not None and not isinstance(apart, Apart):
+        raise InvalidOption(f"apart={apart!r} has to be a sidestream.Apart(rank=, world_size=, save_id=)")
+    member = None if apart is not None else group_of(process_group)
 
     def start(operation: Operation | None) -> SaveJob | JointSave:
         if not snapshot and stager is not None:
@@ -142,6 +152,8 @@ def async_save(
             operation=operation,
             member=member,
             saver=choose_saver(saver, location.store),
+            planner=planner,
+            apart=apart,
         )
 
     if member is None or member.group.world == 1:
@@ -172,6 +184,8 @@ def start_save(
     saver: tuple[Saver | None, bool] = (None, False),
     operation: Operation | None = None,
     member: Member | None = None,
+    planner: Any = None,
+    apart: Apart | None = None,
 ) -> SaveJob | JointSave:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
     ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
@@ -186,12 +200,17 @@ def start_save(
         check_choice("digest", digest, Digest)
     deadline = Deadline.after(timeout_s)
     own = stager is None or isinstance(stager, AsyncStager)
-    captured = capture(state, copy_value) if own else None
+    planned = planner is not None or apart is not None
+    captured = capture(state, copy_value) if own and not planned else None
     if operation is None and member is not None and captured is not None and captured.sharded:
         operation = member.begin("save", deadline)
     order = SaveOrder(
-        location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation, *saver
+        location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation, *saver, apart
     )
+    if planned:
+        from .planners.saving import start_planned  # and with it DCP, which whoever has a planner has imported
+
+        return start_planned(order, state, planner, stager)
     planning = None if operation is None else planning_of(order, operation)
     lay_out = plan_save if planning is None else planning.lay_out
     if captured is not None:
@@ -203,72 +222,3 @@ def start_save(
     if operation is not None and planning is not None:
         return JointSave(order, operation, planning, source)
     return SaveJob(order, source)
-
-
-@dataclass(slots=True)
-class SaveJob:
-    """One save, from launched copies to the commit."""
-
-    order: SaveOrder
-    source: Writing | ForeignStage
-    verdict: Verdict = field(default_factory=Verdict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def url(self) -> str:
-        return self.order.location.url
-
-    @property
-    def progress(self) -> SaveProgress:
-        return self.source.progress()
-
-    def abandon(self) -> None:
-        self.source.abandon()
-
-    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
-        staged.add_done_callback(lambda _: self._mark("staged"))
-        order = self.order
-        writing = self.source if isinstance(self.source, Writing) else await self.source.launch()
-        writing.pass_on(staged)
-        try:
-            plan, sums = await writing.ended()
-            self._mark("written")
-            await self._commit(plan, sums)
-        except BaseException as error:
-            await clean_up(order.location.store, order.attempt, self.verdict, error)
-            raise
-        finally:
-            await finish(writing.release)
-        return SaveInfo(
-            self.url,
-            order.save_id,
-            order.step,
-            order.generation,
-            plan.nbytes,
-            order.durability,
-            MappingProxyType(self.seconds),
-        )
-
-    async def _commit(self, plan: SavePlan, sums: list[BlockSums]) -> None:
-        order = self.order
-        store, attempt = order.location.store, order.attempt
-        names = {name: store.published_name(attempt, name) for name in plan.files}
-        described = await io_threads().run(plan.describe, sums, names, deadline=order.deadline)
-        files = {names[name]: nbytes for name, nbytes in plan.files.items()}
-        manifest = Manifest(order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata)
-        await commit(
-            store,
-            attempt,
-            order.location.name,
-            manifest,
-            self.verdict,
-            durability=order.durability,
-            deadline=order.deadline,
-            saved_at=order.saved_at,
-            described=described,
-        )
-        self._mark("committed")
-
-    def _mark(self, phase: str) -> None:
-        self.seconds.setdefault(phase, time.monotonic() - self.started)

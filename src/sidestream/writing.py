@@ -24,7 +24,7 @@ from .errors import Closed, InvalidOption, Skipped
 from .format.digest import digest_of
 from .format.records import Node
 from .format.shard import BlockSums, ShardLayout
-from .options import Digest, Durability
+from .options import Apart, Digest, Durability
 from .pending import SaveProgress
 from .plan.save import plan_save
 from .plan.values import copy_value
@@ -34,7 +34,7 @@ from .saver.client import Saver
 from .staging import AsyncStager, Captured, PlanCache, Staging, capture
 from .storage import Location
 
-__all__ = ["ForeignStage", "SaveOrder", "Stager", "Writing"]
+__all__ = ["ForeignStage", "SaveOrder", "Stager", "Writing", "first_copy", "resolve_staged"]
 
 _WRITE_THREADS = 4
 _GRACE_S = 5.0
@@ -67,6 +67,8 @@ class SaveOrder:
     """The process that writes; None: threads of this one."""
     fall_back: bool = False
     """Whether threads write where no process can be started."""
+    apart: Apart | None = None
+    """Of one that this process saves as a part, in the target itself."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -74,6 +76,11 @@ class SaveOrder:
     def save_id(self) -> str:
         """Several ranks have one id, which is known once they have planned."""
         return self.own_id if self.operation is None else self.operation.save_id
+
+    @property
+    def told_id(self) -> str:
+        """What its caller calls it."""
+        return self.save_id if self.apart is None else self.apart.save_id
 
     @property
     def attempt(self) -> str:
@@ -132,9 +139,13 @@ class Writing:
         self._done.add_done_callback(lambda _: self._threads.close())
         stager.settle(self._staging)
 
+    async def launch(self) -> Writing:
+        """It is launched."""
+        return self
+
     def pass_on(self, staged: asyncio.Future[None]) -> None:
         """Resolve ``staged`` when the sources may change, one way or the other."""
-        asyncio.wrap_future(self._staging.free).add_done_callback(partial(_pass_on, staged))
+        asyncio.wrap_future(self._staging.free).add_done_callback(partial(resolve_staged, staged))
 
     async def ended(self) -> tuple[Any, list[BlockSums]]:
         """Wait until all data is on storage: what ``lay_out`` made, and the checksums of each shard's blocks."""
@@ -223,7 +234,8 @@ class Writing:
         return plan
 
 
-def _pass_on(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
+def resolve_staged(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
+    """``staged`` becomes what ``free``, which has ended, says. Nothing reads a source of a stage that gave way."""
     error = None if free.cancelled() else free.exception()
     if staged.done():
         return
@@ -234,20 +246,24 @@ def _pass_on(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
         staged.exception()  # the save itself raises it too
 
 
+def first_copy(state: Mapping[str, Any], stager: Stager) -> Any:
+    """What another stager makes of the state dicts in ``state``. Raises ``InvalidOption``."""
+    if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
+        raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
+    if not isinstance(state, Mapping):
+        raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
+    return stager.stage({key: item.state_dict() if isinstance(item, Stateful) else item for key, item in state.items()})
+
+
 class ForeignStage:
     """Another stager makes the first copy, as it does under DCP: on this thread, from state dicts. It may use its
     memory again for the next stage, so ours is a second copy, and the sources are free when that one has ended."""
 
     def __init__(self, order: SaveOrder, state: Mapping[str, Any], stager: Stager, lay_out: LayOut = plan_save) -> None:
-        if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
-            raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
-        if not isinstance(state, Mapping):
-            raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
-        state_dict = {key: item.state_dict() if isinstance(item, Stateful) else item for key, item in state.items()}
         self._order = order
         self._lay_out = lay_out
         self._stager: Any = stager
-        self._result = stager.stage(state_dict)
+        self._result = first_copy(state, stager)
         self._writing: Writing | None = None
 
     def progress(self) -> SaveProgress:

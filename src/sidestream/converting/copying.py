@@ -18,6 +18,7 @@ from ..catalog import attempt_name, open_manifest
 from ..commit import Verdict, clean_up, commit_files
 from ..errors import Corrupt, InvalidOption, StorageError
 from ..foreign_manifest import read_file
+from ..format.apart import part_metadata_name
 from ..format.checksum import crc32
 from ..format.marker import METADATA_NAME
 from ..format.records import EmptyEntry, Manifest
@@ -153,7 +154,7 @@ def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[st
 
 def _in_order(sizes: Mapping[str, int]) -> dict[str, int]:
     """What readers look for comes last."""
-    markers = [name for name in (METADATA_NAME, INDEX_NAME) if name in sizes]
+    markers = [name for name in (METADATA_NAME, INDEX_NAME, part_metadata_name(0)) if name in sizes]
     last = markers[0] if markers else max(sizes, key=lambda name: sizes[name])
     return {**{name: nbytes for name, nbytes in sizes.items() if name != last}, last: sizes[last]}
 

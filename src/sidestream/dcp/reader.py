@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import io
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from .._threads import Deadline, io_threads, politely
-from .._torch import check_tensor, dtype_name
+from .._threads import Deadline, io_threads
 from ..blocking import run_anywhere
 from ..catalog import open_manifest
-from ..errors import Corrupt, DtypeMismatch, InvalidOption, MissingKeys, ShapeMismatch, SidestreamError
-from ..format.records import Manifest, TensorEntry, ValueEntry
+from ..errors import InvalidOption
+from ..format.records import Manifest
 from ..options import StorePolicy, Trust, Verify, check_choice, check_timeout
-from ..plan.cast import castable
 from ..plan.objects import allowed_types
-from ..plan.ranges import Box
-from ..reading import Reader, Wanted
+from ..planners.incoming import in_batches, read_bytes, targets_of, values_of
+from ..planners.metadata import metadata_of
+from ..reading import Reader
 from ..storage import Location
 from ..streams import current_streams
-from .incoming import read_bytes
-from .metadata import chunks_by_place, metadata_of
 from .session import Address, Sessions, is_located
 
 __all__ = ["StorageReader"]
-
-_BATCH_BYTES = 1 << 30  # a planner may make a tensor for each item that it is asked for
 
 
 @dataclass(slots=True)
@@ -127,7 +120,7 @@ class StorageReader(DcpStorageReader):
         session, load = self._sessions.current(), self._load()
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         self._read_values(load, values, planner)
-        for batch in _batches([item for item in plan.items if item.type != LoadItemType.BYTE_IO]):
+        for batch in in_batches([item for item in plan.items if item.type != LoadItemType.BYTE_IO]):
             self._read_tensors(load, batch, planner)
         session.load = session.wanted = None
         done: Future[None] = Future()
@@ -152,12 +145,7 @@ class StorageReader(DcpStorageReader):
         return load
 
     def _read_values(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        entries: dict[str, ValueEntry] = {}
-        for item in items:
-            entry = load.manifest.entries.get(item.storage_index.fqn)
-            if not isinstance(entry, ValueEntry):
-                raise _missing(load, item)
-            entries[item.storage_index.fqn] = entry
+        entries = values_of(items, load.manifest, load.location.url)
         if not entries:
             return
         found = run_anywhere(
@@ -169,68 +157,9 @@ class StorageReader(DcpStorageReader):
             planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
 
     def _read_tensors(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        chunks = chunks_by_place(load.manifest, {item.storage_index.fqn for item in items})
-        targets: list[tuple[ReadItem, torch.Tensor]] = []
-        wanted: list[Wanted] = []
-        names: dict[str, str] = {}
-        for item in items:
-            fqn, entry = item.storage_index.fqn, load.manifest.entries.get(item.storage_index.fqn)
-            chunk = chunks.get((fqn, tuple(item.storage_index.offset or ())))
-            if not isinstance(entry, TensorEntry) or chunk is None:
-                raise _missing(load, item)
-            target = planner.resolve_tensor(item).detach()
-            _check_target(item, entry, target)
-            name = fqn if fqn not in names else f"{fqn} (part {len(names)})"
-            names[name] = fqn
-            offsets = tuple(map(sum, zip(chunk.offsets, item.storage_offsets, strict=True)))
-            box = Box(offsets, tuple(item.lengths))
-            targets.append((item, target))
-            wanted.append(Wanted(name, replace(entry, chunks=(chunk,)), box, target))
-        streams = current_streams({target.device for _, target in targets})
+        asked_for = targets_of(items, planner, load.manifest, load.location.url)
+        streams = current_streams({target.device for _, target in asked_for.targets})
         reader = Reader(load.location.store, load.location.name, self._verify, load.deadline, None, streams)
-        try:
-            run_anywhere(lambda: reader.read(wanted, own=load.manifest.own))
-        except FileNotFoundError as error:
-            if isinstance(error, SidestreamError):
-                raise
-            raise Corrupt(f"{load.location.url}: {error.filename} is missing") from error
-        except Corrupt as error:
-            error.fqn = names.get(error.fqn or "", error.fqn)
-            raise
-        for item, target in targets:
-            if not target.is_inference():
-                torch.autograd.graph.increment_version(target)
-            planner.commit_tensor(item, target)
-
-
-def _check_target(item: ReadItem, entry: TensorEntry, target: torch.Tensor) -> None:
-    fqn = item.dest_index.fqn
-    check_tensor(target, fqn, "load into")
-    if target.shape != torch.Size(item.lengths):
-        given = tuple(target.shape)
-        raise ShapeMismatch(f"{fqn}: the planner gave a tensor of shape {given} for {tuple(item.lengths)}", [fqn])
-    if dtype_name(target.dtype) != entry.dtype and not castable(entry.dtype, dtype_name(target.dtype)):
-        raise DtypeMismatch(
-            f"{fqn}: {entry.dtype} was saved, the target is {dtype_name(target.dtype)}, and a cast would not keep what "
-            "the values mean; make the target of the saved kind and convert it afterwards",
-            [fqn],
-        )
-
-
-def _missing(load: _Load, item: ReadItem) -> MissingKeys:
-    index = item.storage_index
-    where = "" if index.offset is None else f" at {tuple(index.offset)}"
-    return MissingKeys(f"{load.location.url} has no {index.fqn!r}{where}, which the planner asks for", [index.fqn])
-
-
-def _batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
-    batch: list[ReadItem] = []
-    elements = 0
-    for item in politely(items):
-        if batch and elements + math.prod(item.lengths) > _BATCH_BYTES // 4:
-            yield batch
-            batch, elements = [], 0
-        batch.append(item)
-        elements += math.prod(item.lengths)
-    if batch:
-        yield batch
+        with asked_for.telling(load.location.url):
+            run_anywhere(lambda: reader.read(asked_for.wanted, own=load.manifest.own))
+        asked_for.commit(planner)

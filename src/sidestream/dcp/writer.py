@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,13 +26,15 @@ from ..blocking import run_anywhere
 from ..catalog import attempt_name
 from ..commit import Verdict, clean_up, commit_files
 from ..errors import InvalidOption, SidestreamError
-from ..options import Durability, SaverChoice, StorePolicy, check_choice, check_saver, check_timeout
+from ..format.records import Manifest
+from ..options import Apart, Durability, SaverChoice, StorePolicy, check_choice, check_saver, check_timeout
+from ..planners.committing import as_stock, check_files, complete, files_of_commit
+from ..planners.outgoing import Outgoing
+from ..planners.parts import commit_as_part, look_for_room, tag_of
 from ..saver.client import choose_saver
 from ..storage import Body, Location, Place, Store
 from ..storage.io_loop import in_io_thread
-from .committing import as_stock, check_files, complete, files_of_commit
-from .outgoing import Outgoing
-from .receipts import Order, forget_order, order_received
+from .orders import Order, forget_order, order_received
 from .session import Address, Sessions, is_located
 
 __all__ = ["StorageWriter"]
@@ -69,8 +72,9 @@ class StorageWriter(DcpStorageWriter):
     ``overwrite=True`` the new checkpoint is exchanged with the old one in one step, which is then deleted; where the
     file system cannot do that it is a ``Conflict`` too. ``extensions`` are DCP's ``StreamTransformExtension``s.
     ``saver`` is as for ``sidestream.save``.
-    ``timeout_s`` is for a whole save. ``use_collectives=False`` is refused with more than one rank: such ranks do not
-    know of each other, and nobody could commit for all.
+    ``timeout_s`` is for a whole save. ``use_collectives=False`` with more than one rank needs ``apart``, which says
+    which part of which save this is (``sidestream.Apart``): such ranks do not know of each other, nobody commits for
+    all, and readers wait until all parts are there.
 
     The errors are those of ``sidestream.save``, ``NotShared`` and ``InvalidOption`` for what a planner did; DCP raises
     its own ``CheckpointException`` with the error of each rank in ``failures``.
@@ -88,8 +92,12 @@ class StorageWriter(DcpStorageWriter):
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         store_policy: StorePolicy | None = None,
+        apart: Apart | None = None,
     ) -> None:
         super().__init__()
+        if apart is not None and (overwrite or extensions or saver != "thread"):
+            raise InvalidOption("apart= goes with none of overwrite=, extensions= and saver=")
+        self._apart = apart
         check_choice("durability", durability, Durability)
         check_timeout(timeout_s)
         self._address = Address(url, storage_options, filesystem, store_policy)
@@ -111,10 +119,14 @@ class StorageWriter(DcpStorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if not kwargs.get("use_collectives", True) and ranks > 1:
+        together = kwargs.get("use_collectives", True)
+        if not together and ranks > 1 and self._apart is None:
             raise InvalidOption(
-                "use_collectives=False: ranks that do not talk to each other cannot commit one checkpoint; leave it out"
+                "use_collectives=False: ranks that do not talk to each other cannot commit one checkpoint; leave it "
+                "out, or say which part of which save this is: StorageWriter(url, apart=sidestream.Apart(...))"
             )
+        if together and ranks > 1 and self._apart is not None:
+            raise InvalidOption("apart= is for dcp.save(use_collectives=False): here the ranks commit together")
         forget_order()
         session, location = self._sessions.current(), self._wanted()
         session.drop()
@@ -128,8 +140,12 @@ class StorageWriter(DcpStorageWriter):
         save = self._save()
         save_id, target = uuid.uuid4().hex, save.location.name
         orders = [Order(save_id, attempt_name(target, save_id), target, rank) for rank in range(len(plans))]
+        apart = self._apart
+        if apart is not None:
+            orders = [replace(orders[0], rank=apart.rank)]
+            run_anywhere(lambda: look_for_room(save.location, apart, save.deadline))
         save.order, save.alone = orders[0], len(plans) == 1
-        self._write(save, orders[0], (), self._place)
+        self._write(save, orders[0], (), self._place if apart is None else "apart")
         save.net = weakref.finalize(self, _discard, save.location.store, orders[0].attempt, save.verdict)
         return [replace(plan, storage_data=order) for plan, order in zip(plans, orders, strict=True)]
 
@@ -155,7 +171,8 @@ class StorageWriter(DcpStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save = self._save()
         assert save.order is not None
-        done = complete(metadata, results, save.location.url, save.order.save_id)
+        save_id = save.order.save_id if self._apart is None else self._apart.save_id
+        done = complete(metadata, results, save.location.url, save_id)
         run_anywhere(lambda: self._commit(save, done, results))
         # DCP returns this object, as it was written.
         vars(metadata).update(vars(as_stock(done)))
@@ -186,9 +203,12 @@ class StorageWriter(DcpStorageWriter):
 
     def _write_items(self, save: _Save, order: Order, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         shared = save.process is not None
-        outgoing = Outgoing(plan, planner, order.rank, self._extensions, save.deadline, shared=shared)
+        tag = "" if self._apart is None else tag_of(order.save_id)
+        outgoing = Outgoing(plan, planner, order.rank, self._extensions, save.deadline, shared=shared, tag=tag)
         try:
-            self._write(save, order, outgoing.files(), "joined")
+            self._write(save, order, outgoing.files(), "joined" if self._apart is None else "apart")
+            if self._apart is not None:
+                return outgoing.results(lambda name: name)
             return outgoing.results(lambda name: save.location.store.published_name(order.attempt, name))
         finally:
             outgoing.close()
@@ -218,8 +238,23 @@ class StorageWriter(DcpStorageWriter):
         order, store, deadline = save.order, save.location.store, save.deadline
         assert order is not None
         try:
-            sizes = check_files(results, await _found(store, order, deadline), save.location.url)
-            files = await io_threads().run(files_of_commit, metadata, sizes, order.save_id, deadline=deadline)
+            found = await _found(store, order, deadline, apart=self._apart is not None)
+            sizes = check_files(results, found, save.location.url)
+            about = Manifest(order.save_id, {}, sizes)
+            if self._apart is not None:
+                await commit_as_part(
+                    save.location,
+                    order.attempt,
+                    self._apart,
+                    metadata,
+                    about,
+                    save.verdict,
+                    durability=self._durability,
+                    deadline=deadline,
+                    saved_at=int(time.time()),
+                )
+                return
+            files = await io_threads().run(files_of_commit, metadata, about, deadline=deadline)
             await commit_files(
                 store,
                 order.attempt,
@@ -266,10 +301,11 @@ class _Session:
             save.net()
 
 
-async def _found(store: Store, order: Order, deadline: Deadline) -> Mapping[str, int]:
+async def _found(store: Store, order: Order, deadline: Deadline, *, apart: bool) -> Mapping[str, int]:
     """What there is of the attempt, as the publish will show it."""
+    hidden = store.appears_whole and not apart
     try:
-        return await store.sizes(order.attempt if store.appears_whole else order.target, deadline=deadline)
+        return await store.sizes(order.attempt if hidden else order.target, deadline=deadline)
     except FileNotFoundError:
         return {}
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 from zlib import crc32
 
 from ..errors import Corrupt
@@ -20,7 +22,9 @@ __all__ = [
     "METADATA_NAME",
     "TAIL_BYTES",
     "Marker",
+    "find_attribute",
     "find_marker",
+    "last_attribute",
     "manifest_name",
     "marker_attribute",
 ]
@@ -56,8 +60,13 @@ def manifest_name(save_id: str) -> str:
 
 def marker_attribute(marker: Marker) -> bytes:
     """Name and value of the attribute, and the end of the pickle."""
-    content = json.dumps(asdict(marker), separators=(",", ":"))
-    return p.text(ATTRIBUTE) + p.text(f"{crc32(content.encode()):08x}{content}") + _END
+    return last_attribute(ATTRIBUTE, asdict(marker))
+
+
+def last_attribute(name: str, told: Mapping[str, object]) -> bytes:
+    """An attribute of ``Metadata`` with data of ours and a checksum of it, and the end of the pickle."""
+    content = json.dumps(told, separators=(",", ":"))
+    return p.text(name) + p.text(f"{crc32(content.encode()):08x}{content}") + _END
 
 
 def find_marker(tail: bytes) -> Marker | None:
@@ -65,25 +74,38 @@ def find_marker(tail: bytes) -> Marker | None:
 
     Raises ``Corrupt`` if there is one and it is damaged, or if the file is cut off.
     """
+    told = find_attribute(tail, ATTRIBUTE, METADATA_NAME)
+    return None if told is None else _parse(told)
+
+
+def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | None:
+    """What ``last_attribute`` has put at the end of ``file``; None if it has none of that name. Raises ``Corrupt``."""
     if not tail.endswith(b"."):
-        raise Corrupt(".metadata is cut off: it does not end as a pickle does", file=METADATA_NAME)
-    name = p.text(ATTRIBUTE)
+        raise Corrupt(f"{file} is cut off: it does not end as a pickle does", file=file)
+    name = p.text(attribute)
     at = tail.rfind(name + b"X")
     if at < 0:
         return None
     start = at + len(name) + 5
     length = int.from_bytes(tail[start - 4 : start], "little")
-    if start + length + len(_END) != len(tail) or not tail.endswith(_END):
-        raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME)
-    return _parse(tail[start : start + length])
-
-
-def _parse(raw: bytes) -> Marker:
+    raw = tail[start : start + length]
     try:
+        if start + length + len(_END) != len(tail) or not tail.endswith(_END):
+            raise ValueError
         if int(raw[:8], 16) != crc32(raw[8:]):
             raise ValueError
-        marker = Marker(**json.loads(raw[8:].decode()))
-    except (ValueError, TypeError, RecursionError):
+        told = json.loads(raw[8:].decode())
+        if type(told) is not dict:
+            raise ValueError
+    except (ValueError, RecursionError):
+        raise Corrupt(f"the commit marker in {file} is damaged", file=file) from None
+    return told
+
+
+def _parse(told: dict[str, Any]) -> Marker:
+    try:
+        marker = Marker(**told)
+    except TypeError:
         raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
     numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation, marker.saved_at]
     numbers += [marker.metadata_bytes, marker.metadata_crc]

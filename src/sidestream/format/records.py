@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 __all__ = [
     "BLOCK_BYTES",
@@ -134,6 +134,8 @@ class Manifest:
     planner_data: Node = None
     ranks: int = 0
     """How many ranks wrote it, each with a part of the manifest of its own; 0 where it is in one piece."""
+    parts: tuple[Any, ...] = ()
+    """The markers of the ranks, where they saved apart."""
 
     @property
     def own(self) -> bool:

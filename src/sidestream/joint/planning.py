@@ -24,7 +24,7 @@ from ..plan.together import Assignment, Told, assign
 from ..ranks import Operation, this_process
 from ..staging import Captured, PlanCache
 
-__all__ = ["Agreement", "Planned", "Planning", "Terms"]
+__all__ = ["Agreement", "Planned", "Planning", "Terms", "check_terms"]
 
 _KEPT = 4
 _LISTED = 10
@@ -71,9 +71,16 @@ class Terms:
     target: str
     durability: str
     digest: str | None
+    planner: bool = False
+    """Whether a planner of the caller plans."""
 
     def pack(self) -> dict[str, Any]:
-        return {"target": self.target, "durability": self.durability, "digest": self.digest}
+        return {
+            "target": self.target,
+            "durability": self.durability,
+            "digest": self.digest,
+            "planner": self.planner,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +134,7 @@ class Planning:
     def _first(self, heard: _Heard, parts: Sequence[bytes]) -> Sequence[bytes]:
         """On rank 0: do all mean the same, and is it known what they hold?"""
         told = [json.loads(part) for part in parts]
-        _check_terms(told)
+        check_terms(told)
         self.prepare()
         heard.name = hashlib.blake2b("".join(one["held"] for one in told).encode(), digest_size=16).hexdigest()
         heard.tables = [one["table"] for one in told]
@@ -185,8 +192,9 @@ def _agreements(operation: Operation) -> _Agreements:
     return found
 
 
-def _check_terms(told: Sequence[Mapping[str, Any]]) -> None:
-    for name in ("target", "durability", "digest"):
+def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
+    """On rank 0: do all mean the same by this call? Raises ``InvalidOption``."""
+    for name in ("target", "durability", "digest", "planner"):
         said = {one[name]: rank for rank, one in reversed(list(enumerate(told)))}
         if len(said) > 1:
             (one, rank), (other, another) = list(said.items())[:2]

@@ -96,6 +96,8 @@ async def agree_on(
     async def decide(parts: Sequence[bytes]) -> bytes:
         told = [json.loads(one) for one in parts]
         for rank, one in enumerate(told):
+            if one.get("planner"):
+                raise InvalidOption(f"ranks that load together all give planner=, or none: rank {rank} gives one")
             if {name: one[name] for name in part} != part:
                 raise NotShared(2, f"rank {rank} reads another checkpoint at this URL than rank 0", url)
             if one["host"] != memory:

@@ -6,10 +6,10 @@ import asyncio
 import json
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from .._tasks import finish
 from .._threads import Deadline, Stop, Threads, io_threads, politely
@@ -24,26 +24,41 @@ from ..format.marker import METADATA_NAME, Marker, manifest_name
 from ..format.records import Manifest
 from ..format.shard import BlockSums
 from ..format.shared import PartName, Root, part_name, write_part
+from ..job import Source, Writer
 from ..pending import SaveInfo, SaveProgress
 from ..plan.rank_save import RankPlan
 from ..ranks import Operation, Stopped, has_ended
 from ..storage import Store
-from ..writing import ForeignStage, SaveOrder, Writing
+from ..writing import SaveOrder
 from .planning import Planned, Planning, Terms
 
-__all__ = ["FailedSave", "JointSave", "planning_of"]
+__all__ = ["FailedSave", "JointSave", "maker_of_attempt", "planning_of", "terms_of"]
 
 _READ_BACK_S = 10.0
 _LOOK_S = 0.1
 
 
+class Agreeing(Protocol):
+    """What the ranks plan together; ``planned`` is there once they have."""
+
+    @property
+    def planned(self) -> Any: ...
+
+
 def planning_of(order: SaveOrder, operation: Operation) -> Planning:
     """How the ranks plan ``order`` together."""
-    terms = Terms(order.location.name, order.durability, order.digest)
+    return Planning(operation, terms_of(order), maker_of_attempt(order))
+
+
+def terms_of(order: SaveOrder, *, planner: bool = False) -> Terms:
+    return Terms(order.location.name, order.durability, order.digest, planner)
+
+
+def maker_of_attempt(order: SaveOrder) -> Callable[[], None]:
+    """Rank 0 makes the attempt. Its name is one that no other save has, so that whoever finds it sees this very
+    directory, and whoever does not is told so."""
 
     def prepare() -> None:
-        """Rank 0 makes the attempt. Its name is one that no other save has, so that whoever finds it sees this very
-        directory, and whoever does not is told so."""
         threads = Threads("sidestream-write", 1)
         try:
             order.location.store.write(
@@ -58,7 +73,7 @@ def planning_of(order: SaveOrder, operation: Operation) -> Planning:
         finally:
             threads.close()
 
-    return Planning(operation, terms, prepare)
+    return prepare
 
 
 @dataclass(slots=True)
@@ -84,8 +99,8 @@ class JointSave:
 
     order: SaveOrder
     operation: Operation
-    planning: Planning
-    source: Writing | ForeignStage
+    planning: Agreeing
+    source: Source
     verdict: Verdict = field(default_factory=Verdict)
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -104,10 +119,9 @@ class JointSave:
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         staged.add_done_callback(lambda _: self._mark("staged"))
-        writing: Writing | None = self.source if isinstance(self.source, Writing) else None
+        writing: Writer | None = None
         try:
-            if writing is None:
-                writing = await self.source.launch()  # type: ignore[union-attr]
+            writing = await self.source.launch()
             self.operation.on_stop(writing.interrupt)
             writing.pass_on(_unless_failed(staged))
             info = await self._write_and_commit(writing)
@@ -121,11 +135,11 @@ class JointSave:
         self.operation.close()
         return info
 
-    async def _write_and_commit(self, writing: Writing) -> SaveInfo:
-        _, sums = await writing.ended()
+    async def _write_and_commit(self, writing: Writer) -> SaveInfo:
+        _, written = await writing.ended()
         planned = self.planning.planned
         assert planned is not None
-        receipt = await self._receipt(planned, sums)
+        receipt = await self._receipt(planned, written)
         self._mark("written")
         answer = await self.operation.aexchange("commit", receipt, self._commit)
         return self._info(json.loads(answer))
@@ -217,11 +231,11 @@ class JointSave:
 
     # --- receipts ---
 
-    async def _receipt(self, planned: Planned, sums: Sequence[BlockSums]) -> bytes:
+    async def _receipt(self, planned: Any, written: Any) -> bytes:
         """This rank's part of the manifest is on storage when this returns, and rank 0 can do without it."""
         order = self.order
         store, deadline = order.location.store, order.deadline
-        made = await io_threads().run(_make_part, planned, sums, store, order.attempt, deadline=deadline)
+        made = await io_threads().run(_make_part, planned, written, store, order.attempt, deadline=deadline)
         if made.part:
             name = part_name(manifest_name(order.save_id), self.operation.rank)
             body = BytesBody(made.part)
@@ -244,7 +258,7 @@ class JointSave:
         planned = self.planning.planned
         assert planned is not None
         store, deadline = order.location.store, order.deadline
-        told = await io_threads().run(_take, receipts, planned, deadline=deadline)
+        told = await io_threads().run(self._take, receipts, planned, deadline=deadline)
         await self._check_files(told, store)
         nbytes = sum(one["nbytes"] for one in told)
         files = await io_threads().run(self._files, told, planned, deadline=deadline)
@@ -295,7 +309,11 @@ class JointSave:
                 self.url,
             )
 
-    def _files(self, told: Sequence[Mapping[str, Any]], planned: Planned) -> dict[str, list[bytes]]:
+    def _take(self, receipts: Sequence[bytes], planned: Any) -> list[dict[str, Any]]:
+        """In a worker thread: what all ranks have told, with ``files`` (sizes by name), ``nbytes`` and ``seconds``."""
+        return _take(receipts, planned)
+
+    def _files(self, told: Sequence[Mapping[str, Any]], planned: Any) -> dict[str, list[bytes]]:
         """In a worker thread: the root of the manifest, and ``.metadata``, which has 100 MB where 512 ranks save 2,000
         tensors: it is written from the pieces that the ranks have sent, and not put together first."""
         order, agreement = self.order, planned.agreement

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch import shard_runs, tensor_class
+from .._torch import has_shards, shard_runs, shards_held, tensor_class
 from ..errors import UnsupportedTensor
 from .ranges import Box
 
@@ -23,7 +23,7 @@ class Local(NamedTuple):
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    return _is_dtensor(tensor) or _is_sharded(tensor)
+    return _is_dtensor(tensor) or _is_sharded(tensor) or has_shards(tensor)
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
@@ -37,6 +37,8 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    if has_shards(tensor) and not _is_dtensor(tensor):
+        return shards_held(tensor, "the target")[0]
     return tuple(tensor.size())
 
 
@@ -45,7 +47,10 @@ def locals_of(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[str, Local]]:
     if not is_distributed(tensor):
         yield fqn, Local(fqn, tensor, None)
         return
-    pieces = _sharded_pieces(tensor) if _is_sharded(tensor) else _dtensor_pieces(fqn, tensor)
+    if _is_sharded(tensor):
+        pieces = _sharded_pieces(tensor)
+    else:
+        pieces = _dtensor_pieces(fqn, tensor) if _is_dtensor(tensor) else _held_pieces(fqn, tensor)
     for number, (piece, box) in enumerate(pieces):
         yield (fqn if not number else f"{fqn} (part {number})"), Local(fqn, piece, box)
 
@@ -55,6 +60,17 @@ def _sharded_pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
         offsets, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
         if 0 not in sizes:
             yield shard.tensor.detach(), Box(offsets, sizes)
+
+
+def _held_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
+    local = tensor.detach()
+    for offsets, sizes, begins in shards_held(tensor, fqn)[1]:
+        if 0 in sizes:
+            continue
+        piece = local
+        for dim, (begin, size) in enumerate(zip(begins, sizes, strict=True)):
+            piece = piece.narrow(dim, begin, size)
+        yield piece, Box(offsets, sizes)
 
 
 def _dtensor_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:

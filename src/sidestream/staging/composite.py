@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._torch import shard_runs, tensor_class
+from .._torch import has_shards, shard_attributes, shard_runs, shards_held, tensor_class, with_shards_of
 from ..errors import UnsupportedTensor
 
 __all__ = ["Composite", "Sharding", "dismantle", "settled"]
@@ -77,7 +77,7 @@ def dismantle(tensor: torch.Tensor, path: str) -> Composite | None:
         return _compressed(tensor, path)
     if kind not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
         return _wrapper(tensor, path, f"the wrapper subclass {kind.__name__}")
-    return None
+    return _holder(tensor, path) if has_shards(tensor) else None
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,6 +160,19 @@ def _compressed(tensor: torch.Tensor, path: str) -> Composite:
         return made
 
     return Composite(f"a tensor of layout {layout}", parts, rebuild)
+
+
+def _holder(tensor: torch.Tensor, path: str) -> Composite:
+    """A plain tensor that says of itself which shards of which whole it holds."""
+    shape, shards = shards_held(tensor, path)
+    attributes = shard_attributes(tensor)
+    places = tuple((0, shard.offsets, shard.sizes, shard.local) for shard in shards if 0 not in shard.sizes)
+
+    def rebuild(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return with_shards_of(parts[0].detach(), attributes)
+
+    sharding = Sharding(shape, tensor.dtype, (shape, places), lambda: places)
+    return Composite("shards of a larger tensor", (tensor.detach(),), rebuild, sharding)
 
 
 def _sharded(tensor: Any, path: str) -> Composite:

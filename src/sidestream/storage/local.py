@@ -55,6 +55,7 @@ class LocalStore:
         self.root = root
         self._modes: dict[str, int] = {}  # what the umask gave each attempt of ours, kept for the published directory
         self._replacing: set[str] = set()
+        self._apart: dict[str, list[Path]] = {}  # what was written into the target itself
 
     appears_whole = True
     lists = True
@@ -76,12 +77,17 @@ class LocalStore:
         naming: Naming = "attempt",
     ) -> None:
         stop.check()
+        directory = self.root / (target if place == "apart" else attempt)
         if place == "joined":
-            _check_joined(self.root / attempt)
+            _check_joined(directory)
+        elif place == "apart":
+            _make_shared(directory, durability)
         else:
             self._begin(attempt, target, durability, place)
         for name, body in files:
-            _write(self.root / attempt / name, body, durability, stop, deadline, threads)
+            if place == "apart":
+                self._apart.setdefault(attempt, []).append(directory / name)
+            _write(directory / name, body, durability, stop, deadline, threads)
             del body  # and with it the memory, while the next one is waited for
 
     def _begin(self, attempt: str, target: str, durability: Durability, place: Place) -> None:
@@ -130,14 +136,27 @@ class LocalStore:
         self._modes.pop(attempt, None)
         await io_threads().run(_publish_file, self.root / attempt, self.root / target, durability, deadline=deadline)
 
+    async def publish_part(
+        self, attempt: str, target: str, name: str, body: Body, *, durability: Durability, deadline: Deadline
+    ) -> None:
+        path, stop = self.root / target / name, Stop()
+        await io_threads().run(_publish_part, path, body, durability, stop, deadline, stop=stop, deadline=deadline)
+        self._apart.pop(attempt, None)
+
     async def discard(self, attempt: str, *, deadline: Deadline) -> None:
         await io_threads().run(self.discard_here, attempt, deadline=deadline)
 
     def forget(self, attempt: str) -> None:
+        self._apart.pop(attempt, None)
         self._modes.pop(attempt, None)
         self._replacing.discard(attempt)
 
     def discard_here(self, attempt: str) -> None:
+        for written in self._apart.pop(attempt, ()):  # others may be writing into that directory
+            try:
+                written.unlink(missing_ok=True)
+            except OSError as error:
+                raise from_os_error(error, "removing", str(written)) from error
         # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.
         own = self._modes.pop(attempt, None) is not None
         self._replacing.discard(attempt)
@@ -393,6 +412,41 @@ def _publish_file(attempt: Path, target: Path, durability: Durability) -> None:
         ) from error
     finally:
         shutil.rmtree(attempt, ignore_errors=True)
+
+
+def _make_shared(directory: Path, durability: Durability) -> None:
+    """It is there when this returns, whoever has made it."""
+    try:
+        _make_root(directory, durability, [])
+    except OSError as error:
+        raise from_os_error(error, "creating a checkpoint directory", str(directory)) from error
+
+
+def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop, deadline: Deadline) -> None:
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        _write(hidden, body, durability, stop, deadline)
+        if durability == "fsync":
+            _sync_directory(path.parent)  # the names of what it speaks of
+        os.link(hidden, path)  # unlike a rename it replaces nothing
+    except FileExistsError as error:
+        if isinstance(error, SidestreamError):
+            raise
+        raise Conflict(f"{path} exists already: save to a new directory") from error
+    except OSError as error:
+        if isinstance(error, SidestreamError):
+            raise
+        raise from_os_error(error, "publishing", str(path)) from error
+    finally:
+        with suppress(OSError):
+            hidden.unlink()
+    if durability == "fsync":
+        try:
+            _sync_directory(path.parent)
+        except OSError as error:
+            raise NotDurable(
+                error.errno, "the part is committed, but the sync of its directory failed", str(path)
+            ) from error
 
 
 def _occupied(target: Path) -> Conflict:

@@ -143,7 +143,9 @@ class ObjectStore:
     ) -> None:
         stop.check()
         self._check_promises()
-        if place != "joined":  # or else another process, which made the attempt, has looked
+        if place == "apart":
+            naming = "given"
+        elif place != "joined":  # or else another process, which made the attempt, has looked
             call = Call(lambda: self._look_at(target, naming, deadline))
             call.result(f"looking at {self.url}/{target}", stop=stop, deadline=deadline)
         own = self._attempts.setdefault(attempt, _Attempt(target, _save_id(attempt), naming))
@@ -251,14 +253,25 @@ class ObjectStore:
         """One create-only put. It is never cut short: a cancel is raised when its outcome is known."""
         marker = self._attempts[attempt].marker
         await self._io(lambda: self._check_complete(attempt, deadline), f"looking at {target}", deadline)
-        if not marker:  # the last of its files has made it visible
-            self._attempts.pop(attempt)
-            return
+        if marker:  # or else the last of its files has made it visible
+            await self._publish(f"{target}/{_MARKER}", marker, deadline)
+        self._attempts.pop(attempt, None)
+
+    async def publish_part(
+        self, attempt: str, target: str, name: str, body: Body, *, durability: Durability, deadline: Deadline
+    ) -> None:
+        content = b"".join(part.take(Stop(), deadline) for part in body.parts)
+        await self._io(lambda: self._check_complete(attempt, deadline), f"looking at {target}", deadline)
+        await self._publish(f"{target}/{name}", content, deadline)
+        self._attempts.pop(attempt, None)
+
+    async def _publish(self, name: str, content: bytes, deadline: Deadline) -> None:
+        """Create it. It is never cut short: a cancel is raised when its outcome is known."""
         uncertain: list[BaseException] = []
 
         async def create() -> None:
             try:
-                await self._create(f"{target}/{_MARKER}", marker, deadline)
+                await self._create(name, content, deadline)
             except Exception as error:
                 if is_uncertain(error) and not isinstance(error, Conflict):
                     error.left_behind = True  # type: ignore[attr-defined]  # it may still arrive
@@ -266,12 +279,11 @@ class ObjectStore:
                 raise
 
         try:
-            await on_io_loop(create, f"publishing {target}", deadline=deadline, unstoppable=True)
+            await on_io_loop(create, f"publishing {name}", deadline=deadline, unstoppable=True)
         except asyncio.CancelledError as cancel:
             if uncertain:
                 cancel.left_behind = True  # type: ignore[attr-defined]
             raise
-        self._attempts.pop(attempt, None)
 
     async def publish_file(self, attempt: str, target: str, *, durability: Durability, deadline: Deadline) -> None:
         await self.publish(attempt, target, durability=durability, deadline=deadline)

@@ -24,9 +24,9 @@ __all__ = [
     "StoreAddress",
 ]
 
-Place: TypeAlias = Literal["new", "joined", "replacing"]
+Place: TypeAlias = Literal["new", "joined", "replacing", "apart"]
 """How a writer meets its attempt: it makes it; another process has made it; it makes it, and the publish exchanges it
-with what stands at the target."""
+with what stands at the target; it is a part in the target itself, which others write to as well."""
 
 Naming: TypeAlias = Literal["attempt", "given", "single"]
 """What the files of an attempt are called once they are visible. ``"attempt"``: as ``published_name`` says.
@@ -135,7 +135,9 @@ class Store(Protocol):
 
         ``place="joined"``: the attempt is another process's, which looked at the target too; raises ``NotShared`` if it
         is not there. ``"replacing"``: ``Conflict`` only where two directories cannot be exchanged in one step. An
-        attempt of one's own is joined to write more files of it, with the same ``naming``.
+        attempt of one's own is joined to write more files of it, with the same ``naming``. ``"apart"``: ``files`` go
+        into the target, which is made if it is not there, under the names that they are given, which nobody else uses;
+        ``attempt`` is what ``publish_part`` and ``discard`` call them. More of them may be written in the same way.
         """
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
@@ -153,6 +155,12 @@ class Store(Protocol):
         """Make the one file of an attempt, written as ``"single"``, visible as ``target`` in one atomic step, then
         durable, and remove the attempt. Raises ``Conflict``, having changed nothing, if there is anything of that name;
         ``NotDurable``. On object storage it is visible when it has been written, and this compares its size."""
+
+    async def publish_part(
+        self, attempt: str, target: str, name: str, body: Body, *, durability: Durability, deadline: Deadline
+    ) -> None:
+        """Make the file ``name`` appear in ``target`` in one atomic step, when what was written ``"apart"`` is durable
+        there; then durable itself. Raises ``Conflict``, having changed nothing, if it exists; ``NotDurable``."""
 
     async def discard(self, attempt: str, *, deadline: Deadline) -> None:
         """Delete a leftover and everything in it. Does nothing if it is not there, or is being deleted elsewhere.

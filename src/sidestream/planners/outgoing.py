@@ -74,7 +74,10 @@ class Outgoing:
         deadline: Deadline,
         *,
         shared: bool = False,
+        tag: str = "",
     ) -> None:
+        """``tag`` is added to the names of the files."""
+        self._tag = tag
         self._planner = planner
         self._rank = rank
         self._deadline = deadline
@@ -119,7 +122,7 @@ class Outgoing:
 
     def _name(self) -> str:
         self._files += 1
-        return f"__{self._rank}_{self._files - 1}.distcp"
+        return f"__{self._rank}_{self._files - 1}{self._tag}.distcp"
 
     # --- one after the other ---
 

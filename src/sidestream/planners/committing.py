@@ -12,15 +12,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._threads import politely
 from .._torch import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
 from ..errors import InvalidOption, NotShared, UnsafeObject
+from ..format.apart import PartMarker, part_attribute, part_manifest_name, part_metadata_name
 from ..format.checksum import crc32
-from ..format.manifest import write_manifest
+from ..format.manifest import metadata_line, write_manifest
 from ..format.marker import METADATA_NAME, Marker, manifest_name, marker_attribute
-from ..format.records import Chunk, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
+from ..format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
 from ..format.validate import validate
+from ..options import Apart
 from ..plan.values import encode_value
 from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
-__all__ = ["as_stock", "check_files", "complete", "files_of_commit"]
+__all__ = ["as_stock", "check_files", "complete", "files_of_commit", "files_of_part"]
 
 _VERSION = "1.0.0"
 _END = b"ub."  # SETITEMS into the state of the Metadata, BUILD, STOP
@@ -66,31 +68,53 @@ def check_files(results: Iterable[Iterable[WriteResult]], found: Mapping[str, in
     return files
 
 
-def files_of_commit(metadata: Metadata, files: dict[str, int], save_id: str) -> dict[str, bytes]:
-    """In a worker thread: manifest and ``.metadata``. Items that went through an extension leave no payload that a
-    manifest could describe, so such a checkpoint has none, and is read like one of stock DCP.
+def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> dict[str, bytes]:
+    """In a worker thread: manifest and ``.metadata``. ``about`` has everything but the entries. Items that went through
+    an extension leave no payload that a manifest could describe, so such a checkpoint has none, and is read like one of
+    stock DCP.
 
     Raises ``InvalidOption``, ``UnsafeObject`` and what ``validate`` does.
     """
+    if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
+        return {METADATA_NAME: pickle.dumps(as_stock(metadata))}
+    raw, last = _manifest_of(metadata, about, partly=False)
+    place = len(raw), crc32(raw), about.step, about.generation, saved_at, len(last), crc32(last)
+    marked = _marked(metadata, marker_attribute(Marker(about.save_id, *place)))
+    return {manifest_name(about.save_id): raw, METADATA_NAME: marked}
+
+
+def files_of_part(metadata: Metadata, about: Manifest, apart: Apart, part_id: str, saved_at: int) -> dict[str, bytes]:
+    """In a worker thread: as ``files_of_commit``, of what one of several ranks has saved by itself. Raises the same,
+    and ``InvalidOption`` where there is no manifest."""
+    if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
+        raise InvalidOption("extensions are not there for ranks that save apart")
+    raw, _ = _manifest_of(metadata, about, partly=True)
+    marker = PartMarker(apart.save_id, apart.rank, apart.world_size, part_id, len(raw), crc32(raw), saved_at)
+    marked = _marked(metadata, part_attribute(marker))
+    return {part_manifest_name(apart.rank, part_id): raw, part_metadata_name(apart.rank): marked}
+
+
+def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[bytes, bytes]:
+    """The manifest, and its last line."""
     receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
-    stock = as_stock(metadata)
-    if any(isinstance(receipt, PackedReceipt) for receipt in receipts.values()):
-        return {METADATA_NAME: pickle.dumps(stock)}
-    manifest = _manifest(metadata, receipts, files, save_id)
-    validate(manifest)
-    raw = b"".join(politely(write_manifest(manifest, TORCH_VERSION)))
+    manifest = _manifest(metadata, receipts, about)
+    validate(manifest, partly=partly)
+    return b"".join(politely(write_manifest(manifest, TORCH_VERSION))), metadata_line(manifest)
+
+
+def _marked(metadata: Metadata, attribute: bytes) -> bytes:
     # Protocol 3 has no frames, whose lengths would have to be mended: the marker is one more attribute at the end.
-    pickled = pickle.dumps(stock, protocol=3)
+    pickled = pickle.dumps(as_stock(metadata), protocol=3)
     assert pickled.endswith(_END)
-    marked = pickled[: -len(_END)] + marker_attribute(Marker(save_id, len(raw), crc32(raw)))
-    return {manifest_name(save_id): raw, METADATA_NAME: marked}
+    return pickled[: -len(_END)] + attribute
 
 
-def _manifest(metadata: Metadata, receipts: _Receipts, files: dict[str, int], save_id: str) -> Manifest:
-    paths = _paths(metadata)
+def _manifest(metadata: Metadata, receipts: _Receipts, about: Manifest) -> Manifest:
+    noted = metadata.planner_data
+    paths = noted if type(noted) is dict else {}
     entries: dict[str, Entry] = {}
     for fqn, described in politely(metadata.state_dict_metadata.items()):
-        path = (fqn,) if paths is None else paths.get(fqn, (fqn,))
+        path = paths[fqn] if _is_path(paths.get(fqn)) else (fqn,)
         if isinstance(described, TensorStorageMetadata):
             chunks = tuple(_chunk(fqn, one.offsets, one.sizes, described, receipts) for one in described.chunks)
             dtype = dtype_name(described.properties.dtype)
@@ -100,8 +124,8 @@ def _manifest(metadata: Metadata, receipts: _Receipts, files: dict[str, int], sa
             if not isinstance(where, ValueReceipt):
                 raise _left_out(fqn)
             entries[fqn] = ValueEntry(path, where.file, where.item_offset, where.item_bytes, where.node)
-    own = None if paths is not None or metadata.planner_data is None else _planner_data(metadata.planner_data)
-    return Manifest(save_id, entries, files, planner="dcp", planner_data=own)
+    own = None if noted is None or _only_paths(metadata) else _planner_data(noted)
+    return replace(about, entries=entries, planner="dcp", planner_data=own)
 
 
 def _chunk(
@@ -121,15 +145,16 @@ def _chunk(
     return Chunk(tuple(offsets), tuple(sizes), *place)
 
 
-def _paths(metadata: Metadata) -> dict[str, tuple[Key, ...]] | None:
-    """What DCP's own planner notes: the path of each FQN. None if it is something else, or nothing."""
+def _only_paths(metadata: Metadata) -> bool:
+    """Whether the planner has noted what DCP's own does, the path of each FQN, and nothing else."""
     noted = metadata.planner_data
     if type(noted) is not dict or not noted.keys() <= metadata.state_dict_metadata.keys():
-        return None
-    for path in politely(noted.values()):
-        if type(path) is not tuple or not path or not all(type(step) in (str, int) for step in path):
-            return None
-    return noted
+        return False
+    return all(map(_is_path, politely(noted.values())))
+
+
+def _is_path(path: object) -> bool:
+    return type(path) is tuple and bool(path) and all(type(step) in (str, int) for step in path)
 
 
 def _planner_data(noted: object) -> Node:

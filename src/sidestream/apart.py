@@ -1,0 +1,113 @@
+"""Reading checkpoints whose ranks saved apart: nothing of them counts before all parts of one save are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ._threads import Deadline, io_threads
+from .errors import Corrupt
+from .foreign import agree
+from .foreign_manifest import read_file
+from .format.apart import PartMarker, find_part_marker, part_manifest_name, part_metadata_name, whole
+from .format.checksum import crc32
+from .format.manifest import parse_manifest
+from .format.marker import TAIL_BYTES
+from .format.ranks import Replica, is_rank_file, merge_ranks
+from .format.records import Manifest, ValueEntry
+from .format.values import is_stored
+from .reading import in_parallel
+from .storage import Store
+
+__all__ = ["is_whole", "read_apart", "read_part", "read_part_markers"]
+
+
+async def read_part_markers(
+    store: Store, directory: str, names: Mapping[str, int], deadline: Deadline
+) -> dict[int, PartMarker | None]:
+    """What there is of each rank, among the files ``names``: None where another writer made it. Raises ``Corrupt``."""
+    ranks = sorted(int(name[2:].partition(".")[0]) for name in names if is_rank_file(name))
+    found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
+    queue = iter(ranks)
+
+    async def work() -> None:
+        for rank in queue:
+            name = f"{directory}/{part_metadata_name(rank)}"
+            found[rank] = find_part_marker(await store.read_tail(name, TAIL_BYTES, deadline=deadline), rank)
+
+    await in_parallel(work)
+    return found
+
+
+async def is_whole(store: Store, directory: str, names: Mapping[str, int], deadline: Deadline) -> bool:
+    """Whether it is a checkpoint in parts of ours. Raises ``Incomplete``, ``Corrupt``."""
+    markers = await read_part_markers(store, directory, names, deadline)
+    return any(markers.values()) and bool(whole(markers))
+
+
+async def read_apart(
+    store: Store, directory: str, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None], deadline: Deadline
+) -> Manifest:
+    """The checkpoint that the parts make, not yet validated. Raises ``Incomplete``, ``Corrupt``."""
+    found = whole(markers)
+    parts = [await read_part(store, directory, sizes, marker, deadline) for marker in found]
+    manifest, replicas = await io_threads().run(_merged, parts, deadline=deadline)
+    for replica in replicas:
+        if not await agree(store, directory, replica, deadline):
+            raise _differ(replica.fqn)
+    return replace(
+        manifest,
+        save_id=found[0].save_id,
+        files={file: nbytes for part in parts for file, nbytes in part.files.items()},
+        metadata=parts[0].metadata,
+        planner="dcp",
+        parts=tuple(found),
+    )
+
+
+def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
+    """Also what is left to compare, byte by byte. Raises ``Corrupt`` where the parts say that they differ."""
+    manifest, replicas = merge_ranks(parts)
+    left = []
+    for replica in replicas:
+        first, other = replica.first, replica.other
+        if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
+            if first.node != other.node:
+                raise _differ(replica.fqn)
+            if is_stored(first.node):
+                left.append(replica)
+        elif isinstance(first, ValueEntry) or isinstance(other, ValueEntry) or first[1].crcs != other[1].crcs:
+            raise _differ(replica.fqn)
+    return manifest, left
+
+
+def _differ(fqn: str) -> Corrupt:
+    return Corrupt(
+        f"{fqn}: the ranks saved different values of it, so it has none as a whole; give what belongs to a rank a name "
+        "of its own, or load this checkpoint with torch.distributed.checkpoint, on as many ranks",
+        fqn=fqn,
+    )
+
+
+async def read_part(
+    store: Store, directory: str, sizes: Mapping[str, int], marker: PartMarker, deadline: Deadline
+) -> Manifest:
+    """The manifest of one rank. Raises ``Corrupt``."""
+    name = part_manifest_name(marker.rank, marker.id)
+    if sizes.get(name) != marker.manifest_bytes:
+        raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
+    raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
+
+    def parse() -> Manifest:
+        if crc32(raw) != marker.manifest_crc:
+            raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
+        manifest = parse_manifest(bytes(raw))
+        if not isinstance(manifest, Manifest) or manifest.save_id[: len(marker.id)] != marker.id:
+            raise Corrupt(f"{name} belongs to another save than the marker", file=name)
+        return manifest
+
+    part = await io_threads().run(parse, deadline=deadline)
+    for file, nbytes in part.files.items():
+        if sizes.get(file) != nbytes:
+            raise Corrupt(f"{file} has {sizes.get(file, 0)} bytes, {nbytes} were saved", file=file)
+    return part

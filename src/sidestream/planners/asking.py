@@ -1,0 +1,83 @@
+"""A planner of the caller, asked step by step; what it raises is typed."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
+
+from ..errors import InvalidOption, PlannerFailed, SidestreamError
+
+__all__ = ["Asked", "asked_load_planner", "asked_save_planner", "local_save_plan", "packed", "unpacked"]
+
+
+class Asked:
+    """Has the methods of ``planner``. What they raise is a ``PlannerFailed``, unless it is an error of ours."""
+
+    def __init__(self, planner: Any) -> None:
+        self.planner = planner
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.planner, name)
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except SidestreamError:
+                raise
+            except Exception as error:
+                raise PlannerFailed(
+                    f"{type(self.planner).__qualname__}.{name} raised {type(error).__name__}: {error}"
+                ) from error
+
+        return ask
+
+
+def asked_save_planner(planner: Any) -> Asked:
+    """Raises ``InvalidOption`` for what is none."""
+    return _asked(planner, SavePlanner)
+
+
+def asked_load_planner(planner: Any) -> Asked:
+    """Raises ``InvalidOption`` for what is none."""
+    return _asked(planner, LoadPlanner)
+
+
+def _asked(planner: Any, kind: type) -> Asked:
+    if not isinstance(planner, kind):
+        raise InvalidOption(f"planner={planner!r} has to be a {kind.__name__} of torch.distributed.checkpoint")
+    return Asked(planner)
+
+
+def local_save_plan(asked: Asked, state: Any, url: str, *, first: bool) -> SavePlan:
+    """What this rank would save. ``first``: it is the one that merges the plans of all."""
+    if "storage_meta" in inspect.signature(asked.planner.set_up_planner).parameters:
+        asked.set_up_planner(state_dict=state, storage_meta=StorageMeta(checkpoint_id=url), is_coordinator=first)
+    else:  # a planner that was written for an early DCP
+        asked.set_up_planner(state, first)
+    plan = asked.create_local_plan()
+    if not isinstance(plan, SavePlan):
+        raise PlannerFailed(f"{type(asked.planner).__qualname__}.create_local_plan made a {type(plan).__name__}")
+    return plan
+
+
+def packed(asked: Asked, plan: object) -> bytes:
+    """For another rank. Plans are classes of torch and of the planner's author, and travel as they do in DCP."""
+    try:
+        return pickle.dumps(plan)
+    except Exception as error:
+        raise PlannerFailed(
+            f"a plan of {type(asked.planner).__qualname__} cannot be sent to another rank: {error}"
+        ) from error
+
+
+def unpacked(asked: Asked, raw: bytes) -> Any:
+    """What a rank of this job has ``packed``, which shows the token of the group before it may say anything."""
+    try:
+        return pickle.loads(raw)
+    except Exception as error:
+        raise PlannerFailed(f"a plan of {type(asked.planner).__qualname__} cannot be read: {error}") from error

@@ -1,0 +1,303 @@
+"""Ranks that save without a word to each other: parts in place, and readers that take the whole or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _planned import Gated, Halving, Renaming, failing
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+import sidestream
+from sidestream.errors import (
+    CheckpointNotFound,
+    Conflict,
+    Corrupt,
+    Incomplete,
+    InvalidOption,
+    PlannerFailed,
+)
+
+if TYPE_CHECKING:
+    from conftest import Groups
+
+WORLD = 3
+
+
+def part_of(rank: int, plus: float = 0.0) -> dict[str, Any]:
+    return {
+        f"layer{rank}": torch.arange(600.0).reshape(60, 10) + rank + plus,
+        "common": {"weight": torch.arange(7) + int(plus), "lr": 0.25},
+        "rng": {f"rank{rank}": rank},
+    }
+
+
+def whole_of(plus: float = 0.0) -> dict[str, Any]:
+    state: dict[str, Any] = {"common": part_of(0, plus)["common"], "rng": {}}
+    for rank in range(WORLD):
+        state[f"layer{rank}"] = part_of(rank, plus)[f"layer{rank}"]
+        state["rng"][f"rank{rank}"] = rank
+    return state
+
+
+def same(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert set(one) == set(other)
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+async def save_part(rank: int, path: Any, save_id: str = "step 5", **options: Any) -> sidestream.SaveInfo:
+    apart = sidestream.Apart(rank=rank, world_size=WORLD, save_id=save_id)
+    return await sidestream.save(part_of(rank), path, apart=apart, **options)
+
+
+async def save_all(path: Any, **options: Any) -> None:
+    await asyncio.gather(*(save_part(rank, path, **options) for rank in range(WORLD)))
+
+
+def stock_load(path: Path, rank: int) -> dict[str, Any]:
+    """What stock DCP makes of the part of one rank, in that rank."""
+    reader = dcp.FileSystemReader(path)
+    target = {**part_of(rank, 9), "rng": {f"rank{rank}": None}}
+    planner = DefaultLoadPlanner()
+    metadata = reader.read_metadata(rank=rank)
+    planner.set_up_planner(target, metadata, False)
+    reader.set_up_storage_reader(metadata, False, rank=rank, use_collectives=False)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+    return target
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+async def test_parts_make_a_whole(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "a" if where == "local" else f"memory://{uuid.uuid4().hex}/whole"
+    for rank in range(WORLD):
+        info = await save_part(rank, path, metadata={"loss": 0.5})
+        assert info.save_id == "step 5"
+        missing = tuple(range(rank + 1, WORLD))
+        if missing:
+            for read in (sidestream.load(whole_of(9), path), sidestream.verify(path), sidestream.open_checkpoint(path)):
+                with pytest.raises(Incomplete, match="step 5") as raised:
+                    await read
+                assert (raised.value.missing, raised.value.others) == (missing, {})
+    target = whole_of(9)
+    report = await sidestream.load(target, path)
+    same(target, whole_of())
+    assert report.save_id == "step 5"
+    assert not report.unverified
+    verified = await sidestream.verify(path)
+    assert verified.ok, verified.damaged
+    assert not verified.unverified
+    target = whole_of(9)
+    await sidestream.load(target, path, planner=DefaultLoadPlanner())
+    same(target, whole_of())
+    found = await sidestream.open_checkpoint(path)
+    assert found.metadata == {"loss": 0.5}
+    same(await found.state_dict(), whole_of())
+
+
+async def test_stock_reads_the_part_of_each_rank(tmp_path: Path) -> None:
+    await save_all(tmp_path / "a")
+    for rank in range(WORLD):
+        same(await asyncio.to_thread(stock_load, tmp_path / "a", rank), part_of(rank))
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert {f"__{rank}.metadata" for rank in range(WORLD)} < names
+    assert ".metadata" not in names
+
+
+async def test_parts_of_two_saves(tmp_path: Path) -> None:
+    """As they come about when a save is retried where the ranks of the first have not all ended."""
+    await save_all(tmp_path / "a", save_id="first try")
+    await save_all(tmp_path / "b", save_id="second try")
+    shutil.copytree(tmp_path / "a", tmp_path / "mixed")
+    (tmp_path / "mixed" / "__1.metadata").unlink()
+    with pytest.raises(Incomplete, match=r"'first try' of 3 ranks.*missing are the parts of rank 1"):
+        await sidestream.load(whole_of(), tmp_path / "mixed")
+    for path in (tmp_path / "b").glob("__1*"):
+        shutil.copy(path, tmp_path / "mixed" / path.name)
+    with pytest.raises(Incomplete, match=r"rank 1: a part of the save 'second try'") as raised:
+        await sidestream.load(whole_of(), tmp_path / "mixed")
+    assert raised.value.save_id == "first try"
+    assert raised.value.others == {1: "second try"}
+    with pytest.raises(Incomplete):
+        await sidestream.verify(tmp_path / "mixed")
+    (tmp_path / "mixed" / "__1.metadata").unlink()
+    await asyncio.to_thread(dcp.save, part_of(1), checkpoint_id=tmp_path / "stock", no_dist=True)
+    shutil.copy(tmp_path / "stock" / ".metadata", tmp_path / "mixed" / "__1.metadata")
+    with pytest.raises(Incomplete, match="another writer"):
+        await sidestream.load(whole_of(), tmp_path / "mixed")
+
+
+async def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    await save_part(0, tmp_path / "a")
+    before = sorted(path.name for path in (tmp_path / "a").iterdir())
+    with pytest.raises(Conflict, match=r"__0\.metadata"):
+        await save_part(0, tmp_path / "a")
+    with pytest.raises(Conflict, match="part of another save: rank 0 of 'step 5'"):
+        await save_part(1, tmp_path / "a", save_id="step 6")
+    with pytest.raises(Conflict):
+        await sidestream.save(part_of(0), tmp_path / "a")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == before
+    await sidestream.save(part_of(0), tmp_path / "b")
+    with pytest.raises(Conflict, match="already"):
+        await save_part(0, tmp_path / "b")
+    with pytest.raises(CheckpointNotFound):
+        await sidestream.load(part_of(0), tmp_path / "c")
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+async def test_two_that_save_one_part_at_once(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "a" if where == "local" else f"memory://{uuid.uuid4().hex}/twice"
+    planners = [Gated(), Gated()]
+    saves = [asyncio.ensure_future(save_part(0, path, planner=planner)) for planner in planners]
+    for planner in planners:
+        await asyncio.to_thread(planner.began.wait, 60)
+        planner.go_on.set()
+    ended = await asyncio.gather(*saves, return_exceptions=True)
+    assert sorted(type(one).__name__ for one in ended) == ["Conflict", "SaveInfo"], ended
+    for rank in range(1, WORLD):
+        await save_part(rank, path)
+    assert (await sidestream.verify(path)).ok
+
+
+async def test_a_part_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
+    await save_part(1, tmp_path / "a")
+    before = sorted(path.name for path in (tmp_path / "a").iterdir())
+    with pytest.raises(PlannerFailed):
+        await save_part(0, tmp_path / "a", planner=failing(DefaultSavePlanner, "resolve_data"))
+    planner = Gated()
+    pending = sidestream.async_save(
+        part_of(0), tmp_path / "a", planner=planner, apart=sidestream.Apart(rank=0, world_size=WORLD, save_id="step 5")
+    )
+    await asyncio.to_thread(planner.began.wait, 60)
+    pending.cancel()
+    planner.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+    await pending.ended()
+    assert pending.outcome == "absent"
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == before
+    (tmp_path / "a" / "__0_0-0123456789abcdef.distcp").write_bytes(b"left by a rank that was killed")
+    await save_part(0, tmp_path / "a")
+    await save_part(2, tmp_path / "a")
+    same((await (await sidestream.open_checkpoint(tmp_path / "a")).state_dict()), whole_of())
+
+
+async def test_replicas_have_to_be_equal(tmp_path: Path) -> None:
+    for name, tensor in (("tensor", torch.ones(3)), ("value", 4.0)):
+        for rank in range(2):
+            await sidestream.save(
+                {"mine": tensor + rank, f"own{rank}": 1},
+                tmp_path / name,
+                apart=sidestream.Apart(rank=rank, world_size=2, save_id="x"),
+            )
+        with pytest.raises(Corrupt, match="mine: the ranks saved different values"):
+            await sidestream.load({"own0": 0}, tmp_path / name)
+
+
+async def test_damage(tmp_path: Path) -> None:
+    await save_all(tmp_path / "good")
+    for pattern in ("__1.metadata", "__1-*.manifest", "__1_*.distcp"):
+        shutil.copytree(tmp_path / "good", tmp_path / "bad")
+        for path in (tmp_path / "bad").glob(pattern):
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 0x40
+            path.write_bytes(content)
+        report = await sidestream.verify(tmp_path / "bad")
+        assert not report.ok, pattern
+        if not pattern.startswith("__1.m"):  # that is what stock DCP reads, and nobody else
+            with pytest.raises(Corrupt):
+                await sidestream.load(whole_of(), tmp_path / "bad")
+        shutil.rmtree(tmp_path / "bad")
+    for pattern in ("__1-*.manifest", "__1_*.distcp"):
+        shutil.copytree(tmp_path / "good", tmp_path / "bad")
+        for path in (tmp_path / "bad").glob(pattern):
+            path.unlink()
+        with pytest.raises(Corrupt):
+            await sidestream.load(whole_of(), tmp_path / "bad")
+        shutil.rmtree(tmp_path / "bad")
+    shutil.copytree(tmp_path / "good", tmp_path / "bad")
+    shutil.copy(tmp_path / "good" / "__1.metadata", tmp_path / "bad" / "__2.metadata")
+    with pytest.raises(Corrupt, match="was it renamed"):
+        await sidestream.load(whole_of(), tmp_path / "bad")
+
+
+async def test_steps_that_were_saved_apart_are_listed_when_they_are_whole(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpointer:
+        for rank in range(WORLD):
+            assert await checkpointer.steps() == []
+            await save_part(rank, tmp_path / "step-5", metadata={"loss": 0.5})
+        assert await checkpointer.steps() == [5]
+        assert await checkpointer.latest() == 5
+        assert await checkpointer.metadata() == {"loss": 0.5}
+        target = whole_of(9)
+        assert await checkpointer.restore(target) == 5
+        same(target, whole_of())
+        assert (await checkpointer.verify()).ok
+        await (await checkpointer.save({"x": 1}, step=6))
+        (tmp_path / "step-5" / "__2.metadata").unlink()
+        assert await checkpointer.steps() == [6]
+
+
+async def test_copied_and_converted(tmp_path: Path) -> None:
+    await save_all(tmp_path / "a")
+    await sidestream.copy(tmp_path / "a", tmp_path / "copy")
+    await sidestream.convert(tmp_path / "a", tmp_path / "converted")
+    for name in ("copy", "converted"):
+        assert (await sidestream.verify(tmp_path / name)).ok
+        same((await (await sidestream.open_checkpoint(tmp_path / name)).state_dict()), whole_of())
+
+
+async def test_planners_and_stagers(tmp_path: Path) -> None:
+    async with sidestream.AsyncStager(budget_bytes=1 << 26) as stager:
+        for rank in range(WORLD):
+            await save_part(rank, tmp_path / "a", planner=Renaming(), stager=stager)
+            await save_part(rank, tmp_path / "b", planner=Halving(), stager=stager)
+    target = {"renamed": whole_of(9)}
+    await sidestream.load(target, tmp_path / "a")
+    same(target, {"renamed": whole_of()})
+    info = (await sidestream.open_checkpoint(tmp_path / "b")).info("layer0")
+    assert info is not None
+    assert info.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": 3, "world_size": 3, "save_id": "x"},
+        {"rank": -1, "world_size": 3, "save_id": "x"},
+        {"rank": 0, "world_size": 0, "save_id": "x"},
+        {"rank": 0, "world_size": 1, "save_id": ""},
+        {"rank": 0, "world_size": 1, "save_id": "a\nb"},
+        {"rank": 0, "world_size": 1, "save_id": "x" * 129},
+        {"rank": 0, "world_size": 1, "save_id": 5},
+    ],
+    ids=["rank", "negative", "world", "empty", "lines", "long", "number"],
+)
+def test_what_is_no_part(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption):
+        sidestream.Apart(**wrong)
+
+
+async def test_what_does_not_go_with_parts(tmp_path: Path) -> None:
+    for options in ({"saver": "process"}, {"snapshot": False}, {"digest": "blake3"}):
+        with pytest.raises(InvalidOption):
+            await save_part(0, tmp_path / "a", **options)
+    with pytest.raises(InvalidOption):
+        await sidestream.save({}, tmp_path / "a", apart=3)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sharded_parts_over_ranks(groups: Groups, tmp_path: Path) -> None:
+    groups.run("parts", 3, tmp_path)
+    groups.run("parts_read_by_others", 2, tmp_path)

@@ -1,0 +1,343 @@
+"""``planner=`` of ``save`` and ``load``, in one process and over ranks, with stock DCP on the other side."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _planned import LOAD_STEPS, SAVE_STEPS, Doubling, Dropping, Gated, Halving, Renaming, RenamingBack, failing
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+import sidestream
+from sidestream.errors import (
+    Corrupt,
+    DeadlineExceeded,
+    DtypeMismatch,
+    InvalidOption,
+    PlannerFailed,
+    StatefulRefused,
+    UnsupportedTensor,
+)
+
+if TYPE_CHECKING:
+    from conftest import Groups
+
+
+def state_of(plus: float = 0.0) -> dict[str, Any]:
+    return {
+        "rows": torch.arange(70.0).reshape(10, 7) + plus,
+        "deep": {"columns": torch.arange(60).reshape(6, 10), "list": [torch.ones(3) + plus, {"lr": 0.5 + plus}]},
+        "step": 7 + plus,
+    }
+
+
+def same(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, list):
+        for left, right in zip(one, other, strict=True):
+            same(left, right)
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+async def everybody_reads(path: Path, expected: dict[str, Any], blank: dict[str, Any]) -> None:
+    report = await sidestream.verify(path)
+    assert report.ok, report.damaged
+    assert not report.unverified
+    for reader in ("ours", "planned", "stock"):
+        target: dict[str, Any] = blank_like(blank)
+        if reader == "stock":
+            await asyncio.to_thread(dcp.load, target, checkpoint_id=path, no_dist=True)
+        else:
+            await sidestream.load(target, path, planner=DefaultLoadPlanner() if reader == "planned" else None)
+        same(target, expected)
+
+
+def blank_like(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: blank_like(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [blank_like(item) for item in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+# --- one process ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_planner_that_plans_as_dcp_does(tmp_path: Path) -> None:
+    info = await sidestream.save(state_of(), tmp_path / "a", planner=DefaultSavePlanner(), metadata={"loss": 0.5})
+    assert info.nbytes == sum(path.stat().st_size for path in (tmp_path / "a").glob("__*"))
+    assert set(info.seconds) == {"staged", "written", "committed"}
+    await everybody_reads(tmp_path / "a", state_of(), state_of())
+    found = await sidestream.open_checkpoint(tmp_path / "a")
+    assert found.metadata == {"loss": 0.5}
+
+
+async def test_a_planner_that_renames(tmp_path: Path) -> None:
+    await sidestream.save(state_of(), tmp_path / "a", planner=Renaming())
+    await everybody_reads(tmp_path / "a", {"renamed": state_of()}, {"renamed": state_of()})
+    target = state_of(9)
+    report = await sidestream.load(target, tmp_path / "a", planner=RenamingBack())
+    same(target, state_of())
+    assert set(report.loaded) == set(await sidestream.open_checkpoint(tmp_path / "a"))
+
+
+async def test_a_planner_that_leaves_something_out(tmp_path: Path) -> None:
+    await sidestream.save(state_of(), tmp_path / "a", planner=Dropping())
+    few = {**state_of(), "deep": {"list": state_of()["deep"]["list"]}}
+    await everybody_reads(tmp_path / "a", few, few)
+    with pytest.raises(PlannerFailed, match="create_local_plan"):
+        await sidestream.load(state_of(), tmp_path / "a", planner=DefaultLoadPlanner())
+    target = state_of(9)
+    report = await sidestream.load(target, tmp_path / "a", planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert torch.equal(target["rows"], state_of()["rows"])
+    assert "deep.columns" not in report.loaded
+
+
+async def test_a_planner_that_converts(tmp_path: Path) -> None:
+    await sidestream.save(state_of(), tmp_path / "a", planner=Halving())
+    half = {"rows": state_of()["rows"].half()}
+    await everybody_reads(tmp_path / "a", half, half)
+    target = {"rows": torch.zeros(10, 7)}
+    report = await sidestream.load(target, tmp_path / "a", planner=DefaultLoadPlanner())
+    assert report.cast == ("rows",)
+    assert torch.equal(target["rows"], state_of()["rows"])
+    with pytest.raises(DtypeMismatch):
+        await sidestream.load(
+            {"rows": torch.zeros(10, 7, dtype=torch.int32)}, tmp_path / "a", planner=DefaultLoadPlanner()
+        )
+
+
+async def test_a_load_planner_of_ones_own(tmp_path: Path) -> None:
+    """Also for what stock DCP saved; progress counts up to all of it."""
+    await asyncio.to_thread(dcp.save, state_of(), checkpoint_id=tmp_path / "stock", no_dist=True)
+    await sidestream.save(state_of(), tmp_path / "ours")
+    for name in ("stock", "ours"):
+        target = state_of(9)
+        seen: list[tuple[int, int]] = []
+
+        def tell(done: int, total: int, seen: list[tuple[int, int]] = seen) -> None:
+            seen.append((done, total))
+
+        report = await sidestream.load(target, tmp_path / name, planner=Doubling(), progress=tell)
+        assert torch.equal(target["rows"], state_of()["rows"] * 2)
+        assert target["step"] == 7
+        assert seen[0][0] == 0
+        assert seen[-1][0] == seen[-1][1] == report.nbytes
+
+
+async def test_objects_and_modules(tmp_path: Path) -> None:
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    await sidestream.save({"model": model, "step": 3}, tmp_path / "a", planner=DefaultSavePlanner())
+    target = {"model": other, "step": 0}
+    await sidestream.load(target, tmp_path / "a", planner=DefaultLoadPlanner())
+    assert torch.equal(other.weight, model.weight)
+    assert target["model"] is other
+    assert target["step"] == 3
+
+    class Refusing(nn.Linear):
+        def load_state_dict(self, *_: Any, **__: Any) -> Any:
+            raise ValueError("no")
+
+    with pytest.raises(StatefulRefused) as raised:
+        await sidestream.load({"model": Refusing(4, 3)}, tmp_path / "a", planner=DefaultLoadPlanner())
+    assert set(raised.value.written) == {"model.weight", "model.bias"}
+
+
+@pytest.mark.parametrize("url", ["memory", "local", "process"])
+async def test_every_kind_of_storage(url: str, tmp_path: Path) -> None:
+    where = f"memory://{uuid.uuid4().hex}/x" if url == "memory" else str(tmp_path / "x")
+    planner = DefaultSavePlanner()
+    async with sidestream.AsyncStager(budget_bytes=1 << 26) as stager:
+        for number in range(2):
+            target = state_of(9)
+            saver = "process" if url == "process" else "thread"
+            await sidestream.save(state_of(number), f"{where}{number}", planner=planner, stager=stager, saver=saver)
+            await sidestream.load(target, f"{where}{number}", planner=DefaultLoadPlanner())
+            same(target, state_of(number))
+        del planner
+
+
+async def test_what_is_planned_is_what_was_staged(tmp_path: Path) -> None:
+    """Also while the planner takes its time, the tensors may change."""
+    planner, state = Gated(), state_of()
+    pending = sidestream.async_save(state, tmp_path / "a", planner=planner)
+    await pending.staged
+    state["rows"].zero_()
+    state["step"] = 0
+    planner.go_on.set()
+    await pending
+    await everybody_reads(tmp_path / "a", state_of(), state_of())
+
+
+async def test_torchs_own_stager(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+
+    asynchronous = DefaultStager(StagingOptions(False, False, True, False))
+    try:
+        for number, stager in enumerate([BlockingAsyncStager(), asynchronous]):
+            await sidestream.save(state_of(), tmp_path / f"{number}", planner=DefaultSavePlanner(), stager=stager)
+            await everybody_reads(tmp_path / f"{number}", state_of(), state_of())
+    finally:
+        asynchronous.close()
+
+
+async def test_a_cancel_while_the_planner_is_at_work(tmp_path: Path) -> None:
+    planner = Gated()
+    pending = sidestream.async_save(state_of(), tmp_path / "a", planner=planner)
+    await asyncio.to_thread(planner.began.wait, 60)
+    assert pending.cancel()
+    planner.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+    await pending.ended()
+    assert pending.outcome == "absent"
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_planner_that_takes_too_long(tmp_path: Path) -> None:
+    planner = Gated()
+    pending = sidestream.async_save(state_of(), tmp_path / "a", planner=planner, timeout_s=0.5)
+    with pytest.raises(DeadlineExceeded):
+        await pending
+    planner.go_on.set()
+    await pending.ended()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", SAVE_STEPS)
+async def test_save_planners_that_fail(step: str, tmp_path: Path) -> None:
+    pending = sidestream.async_save(state_of(), tmp_path / "a", planner=failing(DefaultSavePlanner, step))
+    await pending.staged  # the copies have ended well
+    with pytest.raises(PlannerFailed, match=f"{step} raised KeyError") as raised:
+        await pending
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert list(tmp_path.iterdir()) == []
+    await sidestream.save(state_of(), tmp_path / "a", planner=DefaultSavePlanner())
+
+
+@pytest.mark.parametrize("step", LOAD_STEPS)
+async def test_load_planners_that_fail(step: str, tmp_path: Path) -> None:
+    await sidestream.save(state_of(), tmp_path / "a")
+    target = state_of(9)
+    with pytest.raises(PlannerFailed, match=f"{step} raised KeyError") as raised:
+        await sidestream.load(target, tmp_path / "a", planner=failing(DefaultLoadPlanner, step))
+    assert isinstance(raised.value.__cause__, KeyError)
+    read = {"rows", "deep.columns", "deep.list.0"}
+    assert set(raised.value.written) == (read if step in ("load_bytes", "commit_tensor") else set())
+    if not raised.value.written:
+        same(target, state_of(9))
+
+
+async def test_damage_is_found_and_told_by_its_name(tmp_path: Path) -> None:
+    await sidestream.save(state_of(), tmp_path / "a", planner=DefaultSavePlanner())
+    for path in (tmp_path / "a").glob("__*"):
+        content = bytearray(path.read_bytes())
+        at = content.find(state_of()["rows"].numpy().tobytes())
+        if at >= 0:
+            content[at + 40] ^= 1
+            path.write_bytes(content)
+    with pytest.raises(Corrupt) as raised:
+        await sidestream.load(state_of(), tmp_path / "a", planner=DefaultLoadPlanner())
+    assert raised.value.fqn == "rows"
+    assert not (await sidestream.verify(tmp_path / "a")).ok
+
+
+async def test_what_goes_with_no_planner(tmp_path: Path) -> None:
+    await sidestream.save(state_of(), tmp_path / "a")
+    saves: list[Any] = [
+        {"planner": DefaultSavePlanner},
+        {"planner": DefaultLoadPlanner()},
+        {"planner": DefaultSavePlanner(), "digest": "blake3"},
+        {"planner": DefaultSavePlanner(), "snapshot": False},
+    ]
+    loads: list[Any] = [
+        {"planner": DefaultSavePlanner()},
+        {"planner": DefaultLoadPlanner(), "strict": {"partial"}},
+        {"planner": DefaultLoadPlanner(), "atomic": True},
+    ]
+    work: list[Coroutine[Any, Any, Any]] = [sidestream.save(state_of(), tmp_path / "b", **options) for options in saves]
+    work += [sidestream.load(state_of(), tmp_path / "a", **options) for options in loads]
+    for one in work:
+        with pytest.raises(InvalidOption):
+            await one
+    assert not (tmp_path / "b").exists()
+
+
+async def test_a_run(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpointer:
+        for step in range(2):
+            pending = await checkpointer.save(
+                state_of(step), step=step, metadata={"loss": step}, planner=DefaultSavePlanner()
+            )
+            await pending
+        await (await checkpointer.save(state_of(5), step=1, planner=Renaming()))
+        target = state_of(9)
+        assert await checkpointer.restore(target, planner=RenamingBack()) == 1
+        same(target, state_of(5))
+        assert await checkpointer.restore(target, 0, planner=DefaultLoadPlanner()) == 0
+        same(target, state_of())
+        assert await checkpointer.metadata(0) == {"loss": 0}
+        assert (await checkpointer.verify()).ok
+
+
+# --- over ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_planners_over_ranks(world: int, groups: Groups, tmp_path: Path) -> None:
+    first, *others = groups.run("planned", world, tmp_path).results
+    for told in others:
+        assert told == first
+
+
+def test_planners_that_fail_over_ranks(groups: Groups, tmp_path: Path) -> None:
+    results = groups.run("planners_fail", 2, tmp_path).results
+    assert results[0] == results[1]
+    for case, failures in results[0].items():
+        verb, step = case.split()
+        if step in ("one", "other"):
+            assert [kind for _, kind, _ in failures] == ["InvalidOption"], (case, failures)
+            continue
+        rank = 0 if step == "create_global_plan" else 1
+        assert [[one, kind] for one, kind, _ in failures] == [[rank, "PlannerFailed"]], (case, failures)
+        assert f"{step} raised KeyError" in failures[0][2], verb
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".group")}
+    assert left == {"good", "after"}
+
+
+def test_a_planned_run(groups: Groups, tmp_path: Path) -> None:
+    for told in groups.run("a_planned_run", 2, tmp_path).results:
+        assert told == [1, {"loss": 1}, [0, 1]]
+
+
+# --- tensors that say which shards they hold ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_tensors_that_hold_shards(world: int, groups: Groups, tmp_path: Path) -> None:
+    groups.run("holders", world, tmp_path)
+
+
+async def test_shards_without_a_group_are_refused_by_name(tmp_path: Path) -> None:
+    from _planned import ROWS, boxes_of, holder
+
+    with pytest.raises(UnsupportedTensor, match="held"):
+        await sidestream.save({"held": holder(ROWS, boxes_of(0, 1))}, tmp_path / "a")
+    await sidestream.save({"held": ROWS}, tmp_path / "a")
+    target = holder(ROWS, boxes_of(0, 2), fill=False)
+    await sidestream.load({"held": target}, tmp_path / "a")
+    assert torch.equal(target, holder(ROWS, boxes_of(0, 2)))
