@@ -60,6 +60,10 @@ _SYNC_AND_RENAME = """        if durability == "fsync":
         else:
             os.rename(attempt, target)
 """
+_SYNC_NEW_DIRECTORY = """        made.append(path)
+        if durability == "fsync":
+            _sync_directory(path.parent)
+"""
 _SYNC_PARENT = """            _sync_directory(target.parent)
         except OSError as error:
             raise NotDurable(
@@ -75,8 +79,8 @@ MUTANTS = (
            "            pass\n", "cuts"),
     Mutant("the parent is not synced after the rename", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
            "_sync_directory(target.parent)", "pass"), "cuts"),
-    Mutant("new directories are not synced", _LOCAL, "            _sync_directory(path.parent)\n", "            pass\n",
-           "cuts"),
+    Mutant("new directories are not synced", _LOCAL, _SYNC_NEW_DIRECTORY,
+           _SYNC_NEW_DIRECTORY.replace("_sync_directory(path.parent)", "pass"), "cuts"),
     Mutant("directories are opened and not synced", _LOCAL, _SYNC_DIRECTORY,
            _SYNC_DIRECTORY.replace("os.fsync(descriptor)", "pass"), "cuts"),
     Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_RENAME,
@@ -123,7 +127,7 @@ MUTANTS = (
     Mutant("a commit that was sent counts as absent", "commit.py", '    verdict.outcome = "unknown"\n',
            '    verdict.outcome = "absent"\n', "faults"),
     Mutant("a sent commit is not read back", "commit.py",
-           "    await finish(lambda: _read_back(store, target, tail, error, verdict))\n    return verdict.outcome\n",
+           "    await finish(lambda: _read_back(store, name, tail, error, verdict))\n    return verdict.outcome\n",
            '    verdict.outcome = "absent"\n    return verdict.outcome\n', "faults"),
     Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
     Mutant("a short read counts as a whole one", _LOCAL, "        buffers = _rest(buffers, count)\n",
