@@ -102,6 +102,18 @@ async def test_values_change_and_the_plan_stays(tmp_path: Path) -> None:
         assert stager.plans.made == 1
 
 
+async def test_values_get_other_names_and_the_plan_stays(tmp_path: Path) -> None:
+    """A dict of measurements that grows: the tensors lie where they did, and all names are right."""
+    tensors = {f"t{number}": torch.full((3,), float(number)) for number in range(5)}
+    async with sidestream.AsyncStager() as stager:
+        for turn in range(4):
+            measured = {f"loss {number}": 1.0 / (number + 1) for number in range(turn)}
+            state = {"measured": measured, **tensors} if turn % 2 else {**tensors, "measured": measured}
+            await sidestream.save(state, tmp_path / str(turn), stager=stager)
+            assert_same(state, await (await sidestream.open_checkpoint(tmp_path / str(turn))).state_dict())
+        assert stager.plans.made == 1
+
+
 @pytest.mark.parametrize("name", list(STATES))
 async def test_the_text_is_that_of_the_entries(name: str, tmp_path: Path) -> None:
     """Line by line: what the template was filled to is what would be written of what is read back."""

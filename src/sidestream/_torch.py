@@ -29,6 +29,7 @@ __all__ = [
     "storage_info",
     "storage_key",
     "tensor_class",
+    "view_key",
     "with_shards_of",
 ]
 
@@ -64,6 +65,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Which storage ``tensor`` is a view of, as long as somebody refers to that: its address changes when it is
     resized, and two storages may lie at one address (``torch.from_numpy`` of two slices)."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def view_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Which view of which storage it is: equal for tied tensors of one dtype. Not by address: that of each storage that
+    was freed is 0, and what was copied from them before is not the same."""
+    place = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return (*place, tensor.is_conj(), tensor.is_neg())
 
 
 def check_tensor(tensor: torch.Tensor, fqn: str, verb: str = "save", *, held: bool = False) -> None:

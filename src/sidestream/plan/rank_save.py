@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .._threads import politely
+from .._torch import view_key
 from ..errors import InvalidOption
 from ..format.frame import Frame, frame_tensor, frame_value
 from ..format.records import Chunk, Node
@@ -194,9 +195,9 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> Ra
             start = (start[0] + first, *start[1:])
         tensor, dtype = table.sources[item.tensor], rows[item.row].dtype
         whole = tuple(tensor.shape) == sizes
-        identity: tuple[object, ...] = (tensor.data_ptr(), tensor.shape, tensor.stride(), start, sizes, dtype)
+        identity: tuple[object, ...] = (*view_key(tensor), start, sizes, dtype)
         # One item is one box of one tensor: a local tensor saved by itself too is no tied tensor, readers refuse that.
-        identity = (*identity, tensor.is_conj(), tensor.is_neg(), rows[item.row].shape, offsets)
+        identity = (*identity, rows[item.row].shape, offsets)
         if not tensor.numel():
             identity = (number,)
         if identity not in known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, repeat
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .._threads import politely
-from .._torch import check_tensor, dtype_name, storage_key
+from .._torch import check_tensor, dtype_name, storage_key, view_key
 from ..errors import UnsupportedTensor
 from ..format.described import Described, Template
 from ..format.dtypes import DTYPES
@@ -22,7 +22,7 @@ from ..format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from ..format.values import pickle_node
 from ..staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint
 from ..staging.host import raw_start
-from .flatten import Leaf, leaves_of
+from .flatten import leaves_of
 from .outline import outline_of
 from .values import encode_value
 
@@ -78,13 +78,30 @@ class _Window(NamedTuple):
 _copy_of = partial(tuple.__new__, Copy)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Layout:
-    """Where the tensors of a state dict go, and what is said about them: used again as long as it looks the same. Holds
-    no tensors and no values."""
+    """Where the tensors of a state dict go: used again as long as they look the same. Holds no tensors and no values.
+
+    What is said about them is kept for the newest outline only: values may get other names with every save."""
 
     shards: tuple[ShardLayout, ...]
     windows: tuple[_Window, ...]
+    places: tuple[_Tensor, ...]
+    newest: tuple[tuple[Any, ...], _Said] | None = None
+
+    def said(self, outline: tuple[Any, ...], root: dict[Any, Any]) -> _Said:
+        """Of a state dict with these tensors. Raises ``UnsafeObject`` and ``KeyCollision``."""
+        newest = self.newest  # another save may put its own there meanwhile
+        if newest is None or newest[0] != outline:
+            newest = self.newest = (outline, _Said(self.shards, tuple(_leaves(root, self.places))))
+        return newest[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What manifest and ``.metadata`` say of a state dict with this outline."""
+
+    shards: tuple[ShardLayout, ...]
     leaves: tuple[_Leaf, ...]
     templates: dict[tuple[str, ...], Template] = field(default_factory=dict)
 
@@ -134,7 +151,7 @@ class SavePlan:
     data files.
     """
 
-    layout: _Layout
+    said: _Said
     images: tuple[ImageLayout, ...]
     values: bytes
     value_entries: Mapping[str, ValueEntry]
@@ -145,7 +162,7 @@ class SavePlan:
 
     @property
     def shards(self) -> tuple[ShardLayout, ...]:
-        return self.layout.shards
+        return self.said.shards
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +187,7 @@ class SavePlan:
         shards = {name: names[name] for name in map(shard_name, range(len(self.shards)))}
         file = names.get(_VALUES_FILE, "")
         values = {fqn: replace(entry, file=file) for fqn, entry in politely(self.value_entries.items(), _EVERY)}
-        return self.layout.template(shards).fill(values, sums)
+        return self.said.template(shards).fill(values, sums)
 
 
 def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_bytes: int = SHARD_BYTES) -> SavePlan:
@@ -185,16 +202,17 @@ def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_
     outline = outline_of(captured.root)
     tensors = outline.tensors
     window_bytes = window_bytes_for(sum(map(attrgetter("nbytes"), tensors)), budget_bytes)
-    key = ("save", shard_bytes, window_bytes, outline.key, fingerprint(politely(tensors, _EVERY)))
+    key = ("save", shard_bytes, window_bytes, fingerprint(politely(tensors, _EVERY)))
     layout = plans.get(key, lambda: _lay_out(captured, shard_bytes, window_bytes))
+    said = layout.said(outline.key, captured.root)
     content = bytearray()
     entries: dict[str, ValueEntry] = {}
     if outline.values:
-        named = (leaf for leaf in layout.leaves if leaf.kind == "value")
+        named = (leaf for leaf in said.leaves if leaf.kind == "value")
         for leaf, value in politely(zip(named, outline.values, strict=True), _EVERY):
             entries[leaf.fqn] = _place_value(leaf, value, content)
     images = tuple(window.over(tensors) for window in layout.windows)
-    return SavePlan(layout, images, bytes(content), entries)
+    return SavePlan(said, images, bytes(content), entries)
 
 
 def window_bytes_for(total: int, budget_bytes: int) -> int:
@@ -220,7 +238,7 @@ def _lay_out(captured: Captured, shard_bytes: int, window_bytes: int) -> _Layout
         dtype = dtype_name(tensor.dtype)
         if dtype not in DTYPES:
             raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
-        identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), dtype, tensor.is_conj(), tensor.is_neg())
+        identity = (view_key(tensor), dtype)
         number = known.get(identity) if tensor.numel() else None
         if number is None:
             number = known[identity] = len(items)
@@ -228,17 +246,20 @@ def _lay_out(captured: Captured, shard_bytes: int, window_bytes: int) -> _Layout
             frames.append(frame_tensor(dtype, tuple(tensor.shape)))
         numbers.append(number)
     shards = tuple(lay_out(politely(frames, _EVERY), shard_bytes, window_bytes))
-    return _Layout(shards, tuple(_windows(shards, items, tensors)), tuple(_leaves(leaves, shards, numbers)))
+    at = [(shard, item) for shard, layout in enumerate(shards) for item in range(len(layout.items))]
+    places = tuple(
+        _Tensor(dtype_name(tensor.dtype), tuple(tensor.shape), *at[number])
+        for tensor, number in zip(politely(tensors, _EVERY), numbers, strict=True)
+    )
+    return _Layout(shards, tuple(_windows(shards, items, tensors)), places)
 
 
-def _leaves(leaves: Iterable[Leaf], shards: Sequence[ShardLayout], numbers: Iterable[int]) -> Iterator[_Leaf]:
-    places = [(shard, item) for shard, layout in enumerate(shards) for item in range(len(layout.items))]
-    rest = iter(numbers)
-    for leaf in politely(leaves, _EVERY):
+def _leaves(root: dict[Any, Any], places: Sequence[_Tensor]) -> Iterator[_Leaf]:
+    rest = iter(places)
+    for leaf in politely(leaves_of(root), _EVERY):
         value = leaf.value
         if isinstance(value, torch.Tensor):
-            place = places[next(rest)]
-            yield _Leaf(leaf.fqn, leaf.path, "tensor", _Tensor(dtype_name(value.dtype), tuple(value.shape), *place))
+            yield _Leaf(leaf.fqn, leaf.path, "tensor", next(rest))
         else:
             yield _Leaf(leaf.fqn, leaf.path, "empty" if type(value) is dict and not value else "value")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._threads import politely
-from .._torch import check_tensor, dtype_name, storage_key
+from .._torch import check_tensor, dtype_name, storage_key, view_key
 from ..errors import Corrupt, UnsupportedTensor
 from ..format.dtypes import DTYPES
 from ..format.records import DictKey, Key
@@ -104,7 +104,7 @@ def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[i
         if isinstance(value, (torch.Tensor, Composite)):
             parts = [value] if isinstance(value, torch.Tensor) else list(value.tensors())
             row, here = _tensor_row(leaf, parts, number, len(rows), copied)
-            identity = tuple(_identity(part) for part in parts if part.numel())
+            identity = tuple(view_key(part) for part in parts if part.numel())
             if identity:
                 tie = known.setdefault((identity, row.dtype, row.shape), len(rows))
                 row = row._replace(tie=-1 if tie == len(rows) else tie)
@@ -119,10 +119,6 @@ def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[i
     table = hashlib.blake2b(raw_rows, digest_size=16).hexdigest()
     digest = hashlib.blake2b(table.encode() + raw_boxes, digest_size=16).hexdigest()
     return Held(tuple(rows), tuple(items), raw_rows, raw_boxes, table, digest)
-
-
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _tensor_row(

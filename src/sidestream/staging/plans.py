@@ -19,16 +19,18 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
     """What a layout depends on: dtype, shape, strides, storage and place in it of every tensor.
 
     A tensor that was replaced, resized or moved has another one, so a plan is never applied to what it was not made
-    for (peers keyed their buffers by the name or the object, and wrote stale values).
+    for (peers keyed their buffers by the name or the object, and wrote stale values). Which of them share a storage is
+    told by number: storages that were freed since they were copied have one address, 0.
     """
     seen: list[Hashable] = []  # flat: a tuple per tensor would be one more object for the garbage collector to walk
+    storages: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             seen.append(tensor.layout)
             continue
         storage = tensor.untyped_storage()
         seen += (tensor.dtype, tensor.data_ptr(), tensor.storage_offset(), storage.nbytes(), tensor.device)
-        seen += (tensor.is_conj(), tensor.is_neg(), None)
+        seen += (storages.setdefault(storage._cdata, len(storages)), tensor.is_conj(), tensor.is_neg(), None)
         seen += tensor.shape
         seen += tensor.stride()
     return tuple(seen)
