@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import uuid
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ async def test_tensors_larger_than_the_budget_pass_through_it(tmp_path: Path) ->
     blank = {key: torch.zeros_like(value) for key, value in state.items()}
     dcp.load(blank, checkpoint_id=tmp_path / "c", no_dist=True)
     assert_same(state, blank)
+
+
+async def test_what_is_sent_in_one_request_passes_through_it_too() -> None:
+    """A part is larger than the budget: the file is put together beside it."""
+    state, url = large_state(), f"memory://{uuid.uuid4().hex}/c"
+    policy = sidestream.StorePolicy(part_bytes=512 * MIB)
+    async with AsyncStager(budget_bytes=5 * MIB) as stager:
+        await sidestream.save(state, url, stager=stager, store_policy=policy, timeout_s=60)
+    assert_same(state, await (await sidestream.open_checkpoint(url)).state_dict())
 
 
 async def test_tensors_of_a_device_pass_through_it_too(tmp_path: Path) -> None:

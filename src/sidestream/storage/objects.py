@@ -200,11 +200,8 @@ class ObjectStore:
 
     def _send_whole(self, name: str, own: _Attempt, body: Body, stop: Stop, deadline: Deadline) -> None:
         key = self._key(name)
-        pieces: list[memoryview] = []
         try:
-            for part in body.parts:
-                pieces.append(part.take(stop, deadline))
-            content = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+            content = _in_one_piece(body, stop, deadline)
             if own.naming == "attempt":
                 call = Call(lambda: self._put(key, content, deadline))
                 call.result(f"writing {key}", stop=stop, deadline=deadline)
@@ -659,3 +656,17 @@ def _hand_out(content: memoryview, run: Sequence[ReadRange], start: int) -> None
         one.into[:] = content[at : at + len(one.into)]
         if one.arrived is not None:
             one.arrived()
+
+
+def _in_one_piece(body: Body, stop: Stop, deadline: Deadline) -> memoryview:
+    """Each part is released when it is copied: together they may be more than a stager's budget has room for."""
+    if len(body.parts) == 1:
+        return body.parts[0].take(stop, deadline)
+    content, filled = bytearray(body.nbytes), 0
+    for part in body.parts:
+        piece = part.take(stop, deadline)
+        content[filled : filled + piece.nbytes] = piece
+        filled += piece.nbytes
+        del piece
+        part.release()
+    return memoryview(content).toreadonly()
