@@ -176,7 +176,7 @@ async def _load(
     streams = await streams_of(await threads.run(_devices, plan.local, deadline=deadline), deadline)
     shared = None
     if operation is not None and options.per_host is not None:
-        shared = HostReads(operation, location.store, options.per_host, location.url)
+        shared = HostReads(operation, location, manifest, options.per_host)
     reader = Reader(location.store, location.name, options.verify, deadline, options.progress, streams, shared)
     work = _Load(location, manifest, plan, reader, options, operation)
     try:

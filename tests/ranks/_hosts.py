@@ -130,6 +130,24 @@ def load_kind(
     return {layout: load(layout) for layout in layouts}
 
 
+def each_its_own(rank: int, world: int, directory: Path, kind: str) -> list[float]:
+    """Ranks that load different checkpoints of another writer, in which everything has the same name and size."""
+    mine = directory / f"{kind}-{rank}"
+    mine.mkdir()
+    state = {"matrix": MATRIX[:2048] + rank}
+    path = {"safetensors": mine, "stock": mine, "file.pt": mine / "file.pt"}[kind]
+    if kind == "stock":
+        dcp.save(state, checkpoint_id=mine, no_dist=True)
+    elif kind == "file.pt":
+        torch.save(state, path)
+    else:
+        save_file(state, mine / "model.safetensors")
+    dist.barrier()
+    target = {"matrix": torch.zeros_like(state["matrix"])}
+    run(sidestream.load(target, path, reading="per_host", timeout_s=TIMEOUT_S))
+    return [float((one - MATRIX[:2048]).abs().max()) for one in target.values()]
+
+
 def fail_while_sharing(rank: int, world: int, directory: Path, how: str, who: int) -> dict[str, Any]:
     """In the middle of a load one rank is killed, raises, or does nothing any more; then all load again."""
     target = {"matrix": torch.zeros_like(MATRIX)}

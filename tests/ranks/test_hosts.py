@@ -49,6 +49,11 @@ def test_a_larger_budget(groups: Groups, written: Path) -> None:
     assert sum(told["plain"]["read"] for told in results) <= 1.01 * ALL + 3 * DESCRIPTION
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "stock", "file.pt"])
+def test_ranks_that_read_different_places_get_their_own(kind: str, groups: Groups, tmp_path: Path) -> None:
+    assert groups.run("each_its_own", 3, tmp_path, kind=kind).results == [[0.0], [1.0], [2.0]]
+
+
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_rank_is_killed_while_others_wait_for_it(who: int, groups: Groups, written: Path) -> None:
     (written / "told").unlink(missing_ok=True)
