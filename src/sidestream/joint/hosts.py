@@ -34,6 +34,7 @@ _PAGE = 4096
 _MOST_WINDOW_BYTES = 8 << 20
 _SLOTS = 4
 _IN_FLIGHT = 4
+_NOT_OPENED = "the memory of one process cannot be opened by another one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +85,28 @@ class HostReads:
         before, self._round = self._round, current
         name = f"{next(self._rounds)}"
         source = await threads.run(source_of, self._location, self._manifest, operation, deadline=operation.deadline)
-        part = json.dumps(current.introduce(operation.rank, source, raw)).encode()
-        decide = by_machine(operation.deadline)
-        hosts: list[Told] = json.loads(await operation.aexchange(f"share {name}", part, decide))
+        introduced = json.dumps(current.introduce(operation.rank, source, raw)).encode()
+        answer = await operation.aexchange(f"share {name}", introduced, by_machine(operation.deadline))
+        hosts: list[Told] = json.loads(answer)
         if before is not None:
             before.close()  # everybody has come here, and is through it
-        proposal = {"host": hosts[0]["rank"], **await current.propose(hosts, operation.rank)}
-        answer = await operation.aexchange(
-            f"open {name}", json.dumps(proposal).encode(), all_or_none(operation.deadline)
-        )
-        agreed = json.loads(answer)
-        if agreed["why"] is not None:
-            if agreed["why"]:
-                emit(ReadAlone(self._location.url, agreed["why"]))
+        opened = await self._agree(f"open {name}", hosts, await current.propose(hosts, operation.rank))
+        why = current.open(opened["host"]) if opened["why"] is None else opened["why"]
+        # Only when all have opened everything may one of them let go of anything, by failing.
+        mapped = await self._agree(f"map {name}", hosts, {"why": why})
+        if mapped["why"] is not None:
+            self.close()
+            if mapped["why"]:
+                emit(ReadAlone(self._location.url, mapped["why"]))
             return pieces
-        current.open([one["ring"] for one in agreed["host"]])
         await current.go(self._location.store, directory, delivered)
         return current.rest
+
+    async def _agree(self, step: str, hosts: Sequence[Told], proposal: Told) -> Told:
+        operation = self._operation
+        part = json.dumps({"host": hosts[0]["rank"], **proposal}).encode()
+        answer: Told = json.loads(await operation.aexchange(step, part, all_or_none(operation.deadline)))
+        return answer
 
     def close(self) -> None:
         current, self._round = self._round, None
@@ -155,7 +161,7 @@ class _Round:
             self._needs = Pages(len(raw))
             self._needs.memory[:] = raw
             self._mail = Mail(self._heard)
-        except OSError as error:
+        except (OSError, AttributeError, NotImplementedError) as error:  # an older C library, another event loop
             return {**told, "why": f"this process cannot share memory: {error}"}
         return {**told, "needs": self._needs.address, "mail": self._mail.address}
 
@@ -175,7 +181,7 @@ class _Round:
             needs = [open_pages(one["pid"], one["needs"]) for one in hosts]
             self._own = Pages(self._ring.nbytes)
         except OSError as error:
-            return {"why": f"the memory of one process cannot be opened by another one: {error}"}
+            return {"why": f"{_NOT_OPENED}: {error}"}
         self._plan = await io_threads().run(self._made, needs, deadline=self._deadline)
         return {"why": None, "ring": self._own.address}
 
@@ -187,12 +193,16 @@ class _Round:
         mine = [number for number, window in enumerate(windows) if window.reader == self._me]
         return _Plan(windows, mine, taken, rest)
 
-    def open(self, rings: Sequence[Told]) -> None:
-        """Raises ``OSError``."""
-        for place, ring in enumerate(rings):
-            own = place == self._me and self._own is not None
-            memory = self._own.memory if own and self._own else open_pages(self._told[place]["pid"], ring)
-            self._rings.append(memory)
+    def open(self, proposals: Sequence[Told]) -> str | None:
+        """Every ring; or why not."""
+        assert self._own is not None
+        try:
+            for place, one in enumerate(proposals):
+                own = place == self._me
+                self._rings.append(self._own.memory if own else open_pages(self._told[place]["pid"], one["ring"]))
+        except OSError as error:
+            return f"{_NOT_OPENED}: {error}"
+        return None
 
     def close(self) -> None:
         for pages in (self._needs, self._own):

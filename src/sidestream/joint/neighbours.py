@@ -6,6 +6,7 @@ A process finds what another one has opened by the number of that process and of
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import mmap
 import os
@@ -28,7 +29,7 @@ class Pages:
     there until the last of them has let go of it."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ``OSError``."""
+        """Raises ``OSError``; ``AttributeError`` where the system has no such memory."""
         self._descriptor = os.memfd_create("sidestream-read", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._descriptor, nbytes)
@@ -56,7 +57,7 @@ class Pages:
 
 
 def open_pages(process: int, address: Mapping[str, Any]) -> mmap.mmap:
-    """Those of another process. Raises ``OSError``."""
+    """Those of another process. Raises ``OSError``, ``ProcessLookupError`` where they are gone."""
     descriptor = _open(process, address, os.O_RDWR)
     try:
         return _mapped(descriptor, int(address["nbytes"]))
@@ -72,11 +73,15 @@ def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
 
 
 def _open(process: int, address: Mapping[str, Any], flags: int) -> int:
-    descriptor = os.open(f"/proc/{process}/fd/{int(address['descriptor'])}", flags | os.O_CLOEXEC)
+    gone = ProcessLookupError(errno.ESRCH, f"process {process} has let go of it")
+    try:
+        descriptor = os.open(f"/proc/{process}/fd/{int(address['descriptor'])}", flags | os.O_CLOEXEC)
+    except FileNotFoundError:  # which would be taken for a file of the checkpoint
+        raise gone from None
     if _identity(descriptor) == list(address["file"]):
         return descriptor
     os.close(descriptor)
-    raise OSError(f"process {process} is another one than was told")
+    raise gone
 
 
 def _identity(descriptor: int) -> list[int]:
@@ -89,14 +94,19 @@ class Mail:
     called there. A message is never lost while both processes live; to one that has ended it goes nowhere."""
 
     def __init__(self, heard: Callable[[int, int, int], None]) -> None:
-        """Raises ``OSError``."""
+        """Raises ``OSError``; ``NotImplementedError`` where the loop watches no descriptors."""
         self._loop = asyncio.get_running_loop()
         self._heard = heard
         self._box, self._slot = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._others: dict[int, int] = {}
         self._unsent: dict[int, deque[bytes]] = {}
         self.address = {"descriptor": self._slot, "file": _identity(self._slot)}
-        self._loop.add_reader(self._box, self._read)
+        try:
+            self._loop.add_reader(self._box, self._read)
+        except BaseException:
+            os.close(self._box)
+            os.close(self._slot)
+            raise
 
     def open(self, place: int, process: int, address: Mapping[str, Any]) -> None:
         """The box of another process, as number ``place``. Raises ``OSError``."""
