@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +23,10 @@ __all__ = ["Mail", "Pages", "open_pages"]
 
 _MESSAGE = struct.Struct("<IIQ")
 _AT_ONCE = 4096
+_NAME = "sidestream-read"
+
+
+_open_here: weakref.WeakSet[Pages | Mail] = weakref.WeakSet()
 
 
 class Pages:
@@ -30,7 +35,7 @@ class Pages:
 
     def __init__(self, nbytes: int) -> None:
         """Raises ``OSError``; ``AttributeError`` where the system has no such memory."""
-        self._descriptor = os.memfd_create("sidestream-read", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._descriptor, nbytes)
             fcntl.fcntl(
@@ -41,6 +46,7 @@ class Pages:
         except BaseException:
             os.close(self._descriptor)
             raise
+        _open_here.add(self)
 
     @property
     def memory(self) -> mmap.mmap:
@@ -50,6 +56,7 @@ class Pages:
 
     def close(self) -> None:
         """Nobody opens it any more. Whoever has it open keeps it, and so do views over it."""
+        _open_here.discard(self)
         self._memory = None
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -107,6 +114,7 @@ class Mail:
             os.close(self._box)
             os.close(self._slot)
             raise
+        _open_here.add(self)
 
     def open(self, place: int, process: int, address: Mapping[str, Any]) -> None:
         """The box of another process, as number ``place``. Raises ``OSError``."""
@@ -140,7 +148,38 @@ class Mail:
         self._loop.remove_reader(self._box)
         for descriptor in self._others.values():
             self._loop.remove_writer(descriptor)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Without a word to the loop, which in a child is its parent's."""
+        _open_here.discard(self)
+        others, self._others = self._others, {}
+        for descriptor in (self._box, self._slot, *others.values()):
             os.close(descriptor)
-        self._others.clear()
-        for descriptor in (self._box, self._slot):
-            os.close(descriptor)
+
+
+def _after_fork() -> None:
+    """A child (a worker of a data loader) would keep the memory, and the pipes open when this process has ended."""
+    found = list(_open_here)
+    for one in found:
+        if isinstance(one, Pages):
+            one.close()
+        else:
+            one.let_go()
+    if found:
+        _let_go_of_mappings()
+
+
+def _let_go_of_mappings() -> None:
+    """Each has a descriptor of its own, which it will close some time: until then that number is kept for it."""
+    with suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{_NAME}"):
+                    os.dup2(nothing, int(name), inheritable=False)
+        os.close(nothing)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
