@@ -185,14 +185,18 @@ def fail_while_sharing(rank: int, world: int, directory: Path, how: str, who: in
 
 def fail_before_sharing(rank: int, world: int, directory: Path) -> list[Any]:
     """Rank 0 fails when all have offered their memory, and rank 1 opens that late. The step is as good as before."""
-    opened = hosts.open_pages
+    opened, closed = hosts.open_pages, hosts.HostReads.close
+
+    def close(self: hosts.HostReads) -> None:
+        closed(self)
+        time.sleep(1.0 if rank == 0 else 0.0)  # whoever is told only now is told too late
 
     def open_pages(process: int, address: Mapping[str, Any]) -> mmap.mmap:
         if address["nbytes"] < 1 << 20:  # a list of what is needed
             return opened(process, address)
         if rank == 0:
             raise RuntimeError("the program's own mistake")
-        gone = time.monotonic() + 0.5  # a chance for what must not happen
+        gone = time.monotonic() + 10.0  # a chance for what must not happen
         while time.monotonic() < gone and os.path.lexists(f"/proc/{process}/fd/{address['descriptor']}"):
             time.sleep(0.01)
         return opened(process, address)
@@ -202,13 +206,13 @@ def fail_before_sharing(rank: int, world: int, directory: Path) -> list[Any]:
             for step in (1, 2):
                 await (await checkpoints.save({"matrix": MATRIX + step}, step=step))
             target = {"matrix": torch.zeros_like(MATRIX)}
-            hosts.open_pages = open_pages
+            hosts.open_pages, hosts.HostReads.close = open_pages, close  # type: ignore[method-assign]
             try:
                 await checkpoints.restore(target, reading="per_host", fallback="older")
             except sidestream.errors.RankFailures as failures:
                 return [[one.rank, one.kind] for one in failures.failures]
             finally:
-                hosts.open_pages = opened
+                hosts.open_pages, hosts.HostReads.close = opened, closed  # type: ignore[method-assign]
         return [float(target["matrix"][0, 0])]
 
     return list(run(restore()))
