@@ -176,9 +176,22 @@ async def _load(
     streams = await streams_of(await threads.run(_devices, plan.local, deadline=deadline), deadline)
     shared = None
     if operation is not None and options.per_host is not None:
-        shared = HostReads(operation, location.store, options.per_host, location.url)
+        shared = HostReads(operation, location, manifest, options.per_host)
     reader = Reader(location.store, location.name, options.verify, deadline, options.progress, streams, shared)
     work = _Load(location, manifest, plan, reader, options, operation)
+    try:
+        return await _telling(work)
+    except BaseException as error:
+        if operation is not None and not operation.went_on:
+            operation.report(error)  # before others of the machine miss what this rank shares with them
+        raise
+    finally:
+        if shared is not None:
+            shared.close()
+
+
+async def _telling(work: _Load) -> LoadReport:
+    """``work``; an error says what of the target was written."""
     try:
         return await work.run()
     except (Exception, asyncio.CancelledError) as error:
@@ -186,13 +199,10 @@ async def _load(
         if written:
             error.add_note(f"{len(written)} tensors of the target were written already: {', '.join(written[:20])}")
         if isinstance(error, FileNotFoundError) and not isinstance(error, SidestreamError):
-            raise _tell(Corrupt(f"{location.url}: {error.filename} is missing"), written) from error
+            raise _tell(Corrupt(f"{work.location.url}: {error.filename} is missing"), written) from error
         if isinstance(error, SidestreamError):
             _tell(error, written)
         raise
-    finally:
-        if shared is not None:
-            shared.close()
 
 
 def _tell(error: SidestreamError, written: tuple[str, ...]) -> SidestreamError:

@@ -150,6 +150,9 @@ class Reader:
         """In a thread of the store: check it, then put in place what was not read there directly."""
         if self.verify == "always" and not _verified(one, buffer):
             self.unverified.add(one.fqn)
+        self._put(one, buffer, wanted)
+
+    def _put(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
         if wanted.target is not None and not isinstance(one.into, Direct):
             self.touched.add(one.fqn)
             _place(one, buffer, wanted.entry, wanted.target, self.streams)
@@ -191,14 +194,14 @@ class Reader:
             for one in batch.ranges:
                 wanted = targets[one.fqn]
                 rows = _rows_of(one, wanted, foreign.get(one.fqn))
-                whole = self._landing(one, wanted)
+                whole = self._landing(one, wanted, self._arrived)
                 if rows is None:
                     pieces.append(whole)
                 else:
-                    pieces.append(Summed(whole, [self._landing(row, wanted) for row in rows]))
+                    pieces.append(Summed(whole, [self._landing(row, wanted, self._put) for row in rows]))
         return pieces
 
-    def _landing(self, one: Range, wanted: Wanted) -> Landing:
+    def _landing(self, one: Range, wanted: Wanted, finish: Callable[[Range, memoryview, Wanted], None]) -> Landing:
         memory: list[_Buffers] = []
 
         def begin() -> memoryview:
@@ -208,7 +211,7 @@ class Reader:
             return memory[0].views[0]
 
         def arrived(buffer: memoryview) -> None:
-            self._arrived(one, buffer, wanted)
+            finish(one, buffer, wanted)
             self.scratch.give_back(memory.pop().scratch)
 
         return Landing(one, begin, arrived)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
+import mmap
 import os
 import re
 import resource
 import signal
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import sidestream
 from sidestream import events
+from sidestream.joint import hosts
 
 MATRIX = torch.arange(8 << 20, dtype=torch.float32).reshape(-1, 512)  # 32 MiB
 MEMORY_BYTES = 16 << 20
@@ -81,12 +86,15 @@ def shared_bytes() -> int:
 
 
 def descriptors() -> list[str]:
-    found = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if is_open(name)]
-    return [one for one in found if "sidestream-read" in one]
+    return [one for one in open_files() if "sidestream-read" in one]
 
 
-def is_open(name: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{name}")
+def open_files() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # threads close some
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return found
 
 
 def what_is_left() -> list[str]:
@@ -123,11 +131,31 @@ def load_kind(
         same(target, state_as(layout, mesh))
         gc.collect()
         assert last == (report.nbytes, report.nbytes)
+        assert report.unverified == () or kind == "safetensors"  # whose files have no checksums
         assert shared_bytes() == 0
         assert descriptors() == []
         return {"read": counted.nbytes, "reported": report.nbytes, "shared": most}
 
+    load(layouts[0])  # what a first one reads besides (modules, the system's files) is not counted
     return {layout: load(layout) for layout in layouts}
+
+
+def each_its_own(rank: int, world: int, directory: Path, kind: str) -> list[float]:
+    """Ranks that load different checkpoints of another writer, in which everything has the same name and size."""
+    mine = directory / f"{kind}-{rank}"
+    mine.mkdir()
+    state = {"matrix": MATRIX[:2048] + rank}
+    path = {"safetensors": mine, "stock": mine, "file.pt": mine / "file.pt"}[kind]
+    if kind == "stock":
+        dcp.save(state, checkpoint_id=mine, no_dist=True)
+    elif kind == "file.pt":
+        torch.save(state, path)
+    else:
+        save_file(state, mine / "model.safetensors")
+    dist.barrier()
+    target = {"matrix": torch.zeros_like(state["matrix"])}
+    run(sidestream.load(target, path, reading="per_host", timeout_s=TIMEOUT_S))
+    return [float((one - MATRIX[:2048]).abs().max()) for one in target.values()]
 
 
 def fail_while_sharing(rank: int, world: int, directory: Path, how: str, who: int) -> dict[str, Any]:
@@ -155,23 +183,118 @@ def fail_while_sharing(rank: int, world: int, directory: Path, how: str, who: in
     return told
 
 
+def fail_before_sharing(rank: int, world: int, directory: Path) -> list[Any]:
+    """Rank 0 fails when all have offered their memory, and rank 1 opens that late. The step is as good as before."""
+    opened, closed = hosts.open_pages, hosts.HostReads.close
+
+    def close(self: hosts.HostReads) -> None:
+        closed(self)
+        time.sleep(1.0 if rank == 0 else 0.0)  # whoever is told only now is told too late
+
+    def open_pages(process: int, address: Mapping[str, Any]) -> mmap.mmap:
+        if address["nbytes"] < 1 << 20:  # a list of what is needed
+            return opened(process, address)
+        if rank == 0:
+            raise RuntimeError("the program's own mistake")
+        gone = time.monotonic() + 10.0  # a chance for what must not happen
+        while time.monotonic() < gone and os.path.lexists(f"/proc/{process}/fd/{address['descriptor']}"):
+            time.sleep(0.01)
+        return opened(process, address)
+
+    async def restore() -> list[Any]:
+        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
+            for step in (1, 2):
+                await (await checkpoints.save({"matrix": MATRIX + step}, step=step))
+            target = {"matrix": torch.zeros_like(MATRIX)}
+            hosts.open_pages, hosts.HostReads.close = open_pages, close  # type: ignore[method-assign]
+            try:
+                await checkpoints.restore(target, reading="per_host", fallback="older")
+            except sidestream.errors.RankFailures as failures:
+                return [[one.rank, one.kind] for one in failures.failures]
+            finally:
+                hosts.open_pages, hosts.HostReads.close = opened, closed  # type: ignore[method-assign]
+        return [float(target["matrix"][0, 0])]
+
+    return list(run(restore()))
+
+
 def damaged(rank: int, world: int, directory: Path, kind: str) -> list[Any]:
     target = {"matrix": torch.zeros_like(MATRIX)}
     options: dict[str, Any] = {"reading": "per_host", "timeout_s": TIMEOUT_S}
     return [one[:2] for one in failures_of(sidestream.load(target, directory / kind, **options))]
 
 
-def cannot_share(rank: int, world: int, directory: Path) -> list[str]:
-    """One rank may not have so much memory of that kind: all read for themselves, and say why."""
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-    seen: list[events.Event] = []
+def cannot_share(rank: int, world: int, directory: Path, why: str) -> list[str]:
+    """One rank may not have so much memory of that kind, or has no such thing: all read for themselves, and say why."""
+    reading = sidestream.PerHost(memory_bytes=world << 30)  # which is address space, as long as nobody touches it
     target = {"matrix": torch.zeros_like(MATRIX)}
+    seen: list[events.Event] = []
+    limit = None
+    if rank == 1 and why == "file_size":
+        limit = resource.RLIMIT_FSIZE, 1 << 20
+    elif rank == 1 and why == "address_space":  # room for its own ring, and none for those of the others
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        limit = resource.RLIMIT_AS, mapped + (1 << 30) + (3 << 28)
+    elif rank == 1 and why == "memory_files":
+        del os.memfd_create
+    elif rank == 1 and why == "seals":
+        del fcntl.F_ADD_SEALS
+
+    async def load() -> None:
+        if rank == 1 and why == "loop":
+            asyncio.get_running_loop().add_reader = refuse  # type: ignore[method-assign]
+        await sidestream.load(target, directory / "ours", reading=reading, timeout_s=TIMEOUT_S)
+
+    if limit is not None:
+        resource.setrlimit(limit[0], (limit[1], resource.RLIM_INFINITY))
     with events.observe(seen.append):
-        run(sidestream.load(target, directory / "ours", reading="per_host", timeout_s=TIMEOUT_S))
+        run(load())
     assert torch.equal(target["matrix"], MATRIX)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if limit is not None:
+        resource.setrlimit(limit[0], (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert what_is_left() == ["0 bytes"]
     return [one.reason for one in seen if isinstance(one, events.ReadAlone)]
+
+
+def refuse(*_: object) -> None:
+    raise NotImplementedError
+
+
+def children(rank: int, world: int, directory: Path) -> list[list[int]]:
+    """What a child that is forked in the middle of a load has of it: open descriptors, bytes of memory."""
+    told: list[list[int]] = []
+
+    def progress(done: int, total: int) -> None:
+        if not 0 < done < total or told:
+            return
+        assert descriptors()
+        readable, writable = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(readable)
+            pipes = [one for one in open_files() if one.startswith("pipe:")]
+            own = os.readlink(f"/proc/self/fd/{writable}")
+            said = [len(descriptors()), shared_bytes(), len(set(pipes) & mailboxes - {own})]
+            os.write(writable, " ".join(map(str, said)).encode())
+            os._exit(0)
+        os.close(writable)
+        with os.fdopen(readable) as said_by_child:
+            told.append([int(one) for one in said_by_child.read().split()])
+        os.waitpid(child, 0)
+
+    before = {one for one in open_files() if one.startswith("pipe:")}
+    mailboxes: set[str] = set()
+    target = {"matrix": torch.zeros_like(MATRIX)}
+
+    def watched(done: int, total: int) -> None:
+        mailboxes.update(one for one in open_files() if one.startswith("pipe:") and one not in before)
+        progress(done, total)
+
+    options: dict[str, Any] = {"progress": watched, "timeout_s": TIMEOUT_S}
+    run(sidestream.load(target, directory / "ours", reading=sidestream.PerHost(memory_bytes=MEMORY_BYTES), **options))
+    assert torch.equal(target["matrix"], MATRIX)
+    assert len(mailboxes) >= world
+    return told
 
 
 def differing(rank: int, world: int, directory: Path) -> list[Any]:

@@ -49,6 +49,11 @@ def test_a_larger_budget(groups: Groups, written: Path) -> None:
     assert sum(told["plain"]["read"] for told in results) <= 1.01 * ALL + 3 * DESCRIPTION
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "stock", "file.pt"])
+def test_ranks_that_read_different_places_get_their_own(kind: str, groups: Groups, tmp_path: Path) -> None:
+    assert groups.run("each_its_own", 3, tmp_path, kind=kind).results == [[0.0], [1.0], [2.0]]
+
+
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_rank_is_killed_while_others_wait_for_it(who: int, groups: Groups, written: Path) -> None:
     (written / "told").unlink(missing_ok=True)
@@ -64,6 +69,11 @@ def test_a_rank_that_fails_while_others_wait_for_it(who: int, groups: Groups, wr
     (written / "told").unlink(missing_ok=True)
     for told in groups.run("fail_while_sharing", 3, written, how="raise", who=who).results:
         assert told == {"failures": [[who, "OSError"]], "left": NOTHING}
+
+
+def test_a_rank_that_fails_before_others_have_opened_its_memory(groups: Groups, tmp_path: Path) -> None:
+    for told in groups.run("fail_before_sharing", 2, tmp_path).results:
+        assert told == [[0, "RuntimeError"]]
 
 
 def test_a_rank_that_does_nothing_any_more(groups: Groups, written: Path) -> None:
@@ -89,10 +99,16 @@ def test_damage_is_found_by_all(kind: str, groups: Groups, written: Path, tmp_pa
         assert {name for _, name in failures} == {"Corrupt"}
 
 
-def test_where_memory_cannot_be_shared(groups: Groups, written: Path) -> None:
-    for reasons in groups.run("cannot_share", 3, written).results:
+@pytest.mark.parametrize("why", ["file_size", "address_space", "memory_files", "seals", "loop"])
+def test_where_memory_cannot_be_shared(why: str, groups: Groups, written: Path) -> None:
+    for reasons in groups.run("cannot_share", 3, written, why=why).results:
         assert len(reasons) == 1
         assert "cannot" in reasons[0]
+
+
+def test_a_child_keeps_nothing_of_it(groups: Groups, written: Path) -> None:
+    for told in groups.run("children", 3, written).results:
+        assert told == [[0, 0, 0]]
 
 
 def test_ranks_that_mean_different_things(groups: Groups, written: Path) -> None:

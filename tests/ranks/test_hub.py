@@ -20,6 +20,7 @@ from sidestream.ranks.group import Hub, Spoke
 from sidestream.ranks.operation import Operation
 from sidestream.ranks.owner import Link, owner
 from sidestream.ranks.rendezvous import deadline_of
+from sidestream.ranks.wire import Frame, Kind
 
 LONG_S = 60.0
 
@@ -134,6 +135,44 @@ async def test_a_cancel_of_a_step_that_goes_on_leaves_the_seal(three: Ranks) -> 
         await asyncio.wait([task])
     assert task.cancelled()
     assert operations[0].went_on
+
+
+async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None:
+    """Rank 0 makes its answer while another rank fails, and one more comes late: nothing of theirs is kept."""
+    operations = [group.begin("load", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    number = operations[0].number
+
+    async def decide(parts: Sequence[bytes]) -> bytes:
+        assert [len(part) for part in parts] == [100] * 3
+        operations[1].report(ValueError("it cannot go on"))
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        operations[0].on_stop(lambda: loop.call_soon_threadsafe(stopped.set))
+        await stopped.wait()
+        return b"late"
+
+    async def rank(operation: Operation) -> RankFailures:
+        try:
+            await operation.aexchange("share", b"x" * 100, decide)
+        except Stopped as error:
+            return await operation.failed(error)
+        raise AssertionError("it was not carried out")
+
+    async with asyncio.timeout(LONG_S):
+        for verdict in await asyncio.gather(*map(rank, operations)):
+            assert [(one.rank, one.kind) for one in verdict.failures] == [(1, "ValueError")]
+    state = three.hub._states[number]
+    in_owner(lambda: None)
+    assert (state.parts, state.gathered, state.answered) == ({}, {}, {})
+    operations[0].answer("share", b"later")
+    in_owner(lambda: three.spokes[1]._send(Frame(Kind.DATA, number, "share", b"x" * 100)))
+    again = Operation(three.hub, number, "load", Deadline.after(LONG_S))
+    three.hub.step(again, "share", b"x" * 100, Future(), late := Future())
+    with pytest.raises(Stopped):
+        await asyncio.wait_for(asyncio.wrap_future(late), LONG_S)
+    after = [group.begin("load", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    assert await asyncio.gather(*(one.aexchange("next", b"", nothing) for one in after)) == [b"done"] * 3
+    assert (state.parts, state.gathered, state.answered) == ({}, {}, {})
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,20 @@ from __future__ import annotations
 import asyncio
 import json
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from .._threads import Deadline, io_threads
 from ..events import ReadAlone, emit
+from ..format.records import Manifest
 from ..options import PerHost
 from ..plan.sharing import Piece, Slice, Window, pack, plan_windows, slices, unpack
 from ..ranks import Operation, this_process
 from ..reading import first_error
-from ..storage import ReadRange, Store
+from ..storage import Location, ReadRange, Store
+from .machines import Told, all_or_none, by_machine, source_of
 from .neighbours import Mail, Pages, open_pages
 
 __all__ = ["HostReads"]
@@ -32,8 +34,7 @@ _PAGE = 4096
 _MOST_WINDOW_BYTES = 8 << 20
 _SLOTS = 4
 _IN_FLIGHT = 4
-
-Told = Mapping[str, Any]
+_NOT_OPENED = "the memory of one process cannot be opened by another one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,11 @@ class _Plan:
 class HostReads:
     """The reads of one load, which is ``operation``. ``close`` it when all ranks have come through it, or it failed."""
 
-    def __init__(self, operation: Operation, store: Store, choice: PerHost, url: str) -> None:
+    def __init__(self, operation: Operation, location: Location, manifest: Manifest, choice: PerHost) -> None:
         self._operation = operation
-        self._store = store
+        self._location = location
+        self._manifest = manifest
         self._choice = choice
-        self._url = url
         self._rounds = count(1)
         self._round: _Round | None = None
 
@@ -83,46 +84,34 @@ class HostReads:
         current = _Round(pieces, self._choice, operation.deadline)
         before, self._round = self._round, current
         name = f"{next(self._rounds)}"
-        part = current.introduce(operation.rank, raw)
-        hosts: list[Told] = json.loads(await operation.aexchange(f"share {name}", json.dumps(part).encode(), _by_host))
+        source = await threads.run(source_of, self._location, self._manifest, operation, deadline=operation.deadline)
+        introduced = json.dumps(current.introduce(operation.rank, source, raw)).encode()
+        answer = await operation.aexchange(f"share {name}", introduced, by_machine(operation.deadline))
+        hosts: list[Told] = json.loads(answer)
         if before is not None:
             before.close()  # everybody has come here, and is through it
-        proposal = {"host": hosts[0]["rank"], **await current.propose(hosts, operation.rank)}
-        answer = await operation.aexchange(f"open {name}", json.dumps(proposal).encode(), _all_or_none)
-        agreed = json.loads(answer)
-        if agreed["why"] is not None:
-            if agreed["why"]:
-                emit(ReadAlone(self._url, agreed["why"]))
+        opened = await self._agree(f"open {name}", hosts, await current.propose(hosts, operation.rank))
+        why = current.open(opened["host"]) if opened["why"] is None else opened["why"]
+        # Only when all have opened everything may one of them let go of anything, by failing.
+        mapped = await self._agree(f"map {name}", hosts, {"why": why})
+        if mapped["why"] is not None:
+            self.close()
+            if mapped["why"]:
+                emit(ReadAlone(self._location.url, mapped["why"]))
             return pieces
-        current.open([one["ring"] for one in agreed["host"]])
-        await current.go(self._store, directory, delivered)
+        await current.go(self._location.store, directory, delivered)
         return current.rest
+
+    async def _agree(self, step: str, hosts: Sequence[Told], proposal: Told) -> Told:
+        operation = self._operation
+        part = json.dumps({"host": hosts[0]["rank"], **proposal}).encode()
+        answer: Told = json.loads(await operation.aexchange(step, part, all_or_none(operation.deadline)))
+        return answer
 
     def close(self) -> None:
         current, self._round = self._round, None
         if current is not None:
             current.close()
-
-
-async def _by_host(parts: Sequence[bytes]) -> Sequence[bytes]:
-    """On rank 0: each rank hears of those on its machine, itself included."""
-    told = [json.loads(part) for part in parts]
-    return [json.dumps([one for one in told if _same_machine(one, mine)]).encode() for mine in told]
-
-
-def _same_machine(one: Told, mine: Told) -> bool:
-    return one is mine or (bool(mine["scope"]) and one["scope"] == mine["scope"])
-
-
-async def _all_or_none(parts: Sequence[bytes]) -> Sequence[bytes]:
-    """On rank 0: the ranks of a machine share if all of them can."""
-    told = [json.loads(part) for part in parts]
-    answers = {}
-    for host in {one["host"] for one in told}:
-        ranks = [one for one in told if one["host"] == host]
-        whys = [one["why"] for one in ranks if one["why"] is not None]
-        answers[host] = json.dumps({"why": max(whys, default=None), "host": ranks}).encode()
-    return [answers[one["host"]] for one in told]
 
 
 def _by_place(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], bytes]:
@@ -163,16 +152,16 @@ class _Round:
 
     # --- to come together ---
 
-    def introduce(self, rank: int, raw: bytes) -> dict[str, Any]:
-        """What the others of this machine have to know of this rank."""
-        told: dict[str, Any] = {"rank": rank, **this_process(), "why": None}
+    def introduce(self, rank: int, source: str, raw: bytes) -> dict[str, Any]:
+        """What the others of this machine have to know of this rank, which reads from ``source``."""
+        told: dict[str, Any] = {"rank": rank, **this_process(), "source": source, "why": None}
         if not told["scope"]:
             return {**told, "why": "processes of one machine share memory on Linux only"}
         try:
             self._needs = Pages(len(raw))
             self._needs.memory[:] = raw
             self._mail = Mail(self._heard)
-        except OSError as error:
+        except (OSError, AttributeError, NotImplementedError) as error:  # an older C library, another event loop
             return {**told, "why": f"this process cannot share memory: {error}"}
         return {**told, "needs": self._needs.address, "mail": self._mail.address}
 
@@ -192,7 +181,7 @@ class _Round:
             needs = [open_pages(one["pid"], one["needs"]) for one in hosts]
             self._own = Pages(self._ring.nbytes)
         except OSError as error:
-            return {"why": f"the memory of one process cannot be opened by another one: {error}"}
+            return {"why": f"{_NOT_OPENED}: {error}"}
         self._plan = await io_threads().run(self._made, needs, deadline=self._deadline)
         return {"why": None, "ring": self._own.address}
 
@@ -204,12 +193,16 @@ class _Round:
         mine = [number for number, window in enumerate(windows) if window.reader == self._me]
         return _Plan(windows, mine, taken, rest)
 
-    def open(self, rings: Sequence[Told]) -> None:
-        """Raises ``OSError``."""
-        for place, ring in enumerate(rings):
-            own = place == self._me and self._own is not None
-            memory = self._own.memory if own and self._own else open_pages(self._told[place]["pid"], ring)
-            self._rings.append(memory)
+    def open(self, proposals: Sequence[Told]) -> str | None:
+        """Every ring; or why not."""
+        assert self._own is not None
+        try:
+            for place, one in enumerate(proposals):
+                own = place == self._me
+                self._rings.append(self._own.memory if own else open_pages(self._told[place]["pid"], one["ring"]))
+        except OSError as error:
+            return f"{_NOT_OPENED}: {error}"
+        return None
 
     def close(self) -> None:
         for pages in (self._needs, self._own):

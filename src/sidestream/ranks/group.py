@@ -133,6 +133,12 @@ class _State:
     verdict: bytes | None = None
     closed: bool = False
 
+    def forget(self) -> None:
+        """What ranks have sent, and were answered, is used no more: an operation is remembered for longer."""
+        self.parts.clear()
+        self.gathered.clear()
+        self.answered.clear()
+
 
 class Hub(Group):
     """Rank 0, to which all others are connected."""
@@ -279,10 +285,8 @@ class Hub(Group):
     def _close(self, operation: Operation) -> None:
         state = self._state(operation.number)
         state.closed = True
-        state.parts.clear()
-        state.gathered.clear()
-        state.answered.clear()
         state.own = None
+        state.forget()
 
     def _seal(self, state: _State) -> bool:
         state.sealed = state.sealed or not state.stopping
@@ -320,6 +324,7 @@ class Hub(Group):
         if state.own is not None:
             state.own.judge(verdict)
             state.own = None
+        state.forget()
 
     def _expire(self, state: _State) -> None:
         """At rank 0's deadline: the ranks that it still waits for have failed."""
