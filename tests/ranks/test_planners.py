@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import uuid
 from collections.abc import Coroutine
 from pathlib import Path
@@ -216,6 +217,69 @@ async def test_a_planner_that_takes_too_long(tmp_path: Path) -> None:
     planner.go_on.set()
     await pending.ended()
     assert list(tmp_path.iterdir()) == []
+
+
+async def waiting_for_memory(stager: sidestream.AsyncStager) -> None:
+    async with asyncio.timeout(60):
+        while not stager.statistics().waiters:
+            await asyncio.sleep(0.01)
+
+
+async def all_memory_is_back(stager: sidestream.AsyncStager) -> None:
+    async with asyncio.timeout(60):
+        while stager.statistics().leases:
+            gc.collect()
+            await asyncio.sleep(0.01)
+        (await stager.stage({"next": torch.ones(200_000)})).release()
+
+
+class Relaying:
+    """A stager of somebody else's, which nothing can be said to."""
+
+    def __init__(self, stager: sidestream.AsyncStager) -> None:
+        self.stager = stager
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        return self.stager.stage(state_dict)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"apart": sidestream.Apart(rank=0, world_size=1, save_id="x")}], ids=["alone", "part"]
+)
+async def test_a_cancel_while_it_waits_for_staging_memory(options: dict[str, Any], tmp_path: Path) -> None:
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        held = await stager.stage({"held": torch.ones(200_000)})
+        pending = sidestream.async_save(
+            {"more": torch.ones(200_000)}, tmp_path / "a", planner=DefaultSavePlanner(), stager=stager, **options
+        )
+        await waiting_for_memory(stager)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        await asyncio.wait_for(pending.ended(), 60)
+        assert stager.statistics().waiters == 0
+        held.release()
+        await all_memory_is_back(stager)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_what_is_staged_when_nobody_waits_for_it_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sidestream.planners.saving._GRACE_S", 0.01)
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        held = await stager.stage({"held": torch.ones(200_000)})
+        pending = sidestream.async_save(
+            {"more": torch.ones(200_000)}, tmp_path / "a", planner=DefaultSavePlanner(), stager=Relaying(stager)
+        )
+        await waiting_for_memory(stager)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        await asyncio.wait_for(pending.ended(), 60)
+        held.release()
+        await asyncio.wrap_future(stager.stage({"behind it": torch.ones(200_000)}))
+        await all_memory_is_back(stager)
 
 
 @pytest.mark.parametrize("step", SAVE_STEPS)
