@@ -293,6 +293,29 @@ async def test_save_planners_that_fail(step: str, tmp_path: Path) -> None:
     await sidestream.save(state_of(), tmp_path / "a", planner=DefaultSavePlanner())
 
 
+def silent(base: type, step: str) -> Any:
+    """A planner that has forgotten to return something."""
+    return type("Silent", (base,), {step: lambda *_, **__: None})()
+
+
+@pytest.mark.parametrize("step", ["create_local_plan", "create_global_plan", "finish_plan"])
+async def test_planners_that_return_nothing(step: str, tmp_path: Path) -> None:
+    with pytest.raises(PlannerFailed, match=f"{step} returned"):
+        await sidestream.save(state_of(), tmp_path / "a", planner=silent(DefaultSavePlanner, step))
+    assert list(tmp_path.iterdir()) == []
+    await sidestream.save(state_of(), tmp_path / "a")
+    for one in (step, "resolve_tensor"):
+        with pytest.raises(PlannerFailed, match=f"{one} returned"):
+            await sidestream.load(state_of(), tmp_path / "a", planner=silent(DefaultLoadPlanner, one))
+
+
+async def test_keys_that_have_no_order(tmp_path: Path) -> None:
+    await sidestream.save(state_of(), tmp_path / "a")
+    target: dict[Any, Any] = {**state_of(), 1: torch.ones(1)}
+    with pytest.raises(InvalidOption, match="keys"):
+        await sidestream.load(target, tmp_path / "a", planner=DefaultLoadPlanner(allow_partial_load=True))
+
+
 @pytest.mark.parametrize("step", LOAD_STEPS)
 async def test_load_planners_that_fail(step: str, tmp_path: Path) -> None:
     await sidestream.save(state_of(), tmp_path / "a")

@@ -80,6 +80,8 @@ class PlannedWriting:
         self._deciding = deciding
         self._stop = Stop()
         self._free: Future[None] = Future()
+        self.may_write: Future[None] = Future()
+        """Set when somebody has looked at the target that a part is written into."""
         self._own: AsyncStager | None = None
         if stager is None:
             stager = self._own = AsyncStager(timeout_s=order.deadline.timeout_s)
@@ -185,6 +187,15 @@ class PlannedWriting:
             raise order.deadline.exceeded("staging")
         return staged.result(0)
 
+    def _wait_to_write(self) -> None:
+        """Until somebody has looked at the target; not for long, since that takes the loop, and code on the loop may
+        block at a fence until this save gives memory back. The commit looks again."""
+        woken: Future[None] = Future()
+        with self._stop.waking(partial(_wake, woken)):
+            self._stop.check()
+            wait([self.may_write, woken], _GRACE_S, FIRST_COMPLETED)
+        self._stop.check()
+
     def _write(self, decided: Decided) -> list[WriteResult]:
         order, store = self._order, self._order.location.store
         tag = "" if order.apart is None else tag_of(order.save_id)
@@ -200,6 +211,8 @@ class PlannedWriting:
         )
         write = store.write
         try:
+            if order.apart is not None:
+                self._wait_to_write()
             if order.saver is not None:
                 order.saver.start()
                 write = partial(order.saver.write, store, fall_back=order.fall_back, url=order.location.url)
@@ -263,13 +276,18 @@ class PlannedJob(SaveJob):
 class PartJob(SaveJob):
     """One save of one of several ranks that do not talk to each other: its part, in the target itself."""
 
+    source: PlannedWriting
+    _known: frozenset[str] = frozenset()
+
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+        order = self.order
+        assert order.apart is not None
         try:
-            assert self.order.apart is not None
-            await look_for_room(self.order.location, self.order.apart, self.order.deadline)
+            self._known = await look_for_room(order.location, order.apart, order.deadline)
         except BaseException:
             await finish(self._give_up)
             raise
+        self.source.may_write.set_result(None)
         return await SaveJob.run(self, staged)
 
     async def _give_up(self) -> None:
@@ -279,7 +297,9 @@ class PartJob(SaveJob):
         order, sizes = self.order, _sizes(written)
         assert plan.metadata is not None
         assert order.apart is not None
-        metadata = complete(plan.metadata, [written], order.location.url, order.apart.save_id)
+        metadata = await io_threads().run(
+            complete, plan.metadata, [written], order.location.url, order.apart.save_id, deadline=order.deadline
+        )
         about = Manifest(order.save_id, {}, sizes, metadata=order.metadata)
         await commit_as_part(
             order.location,
@@ -291,6 +311,7 @@ class PartJob(SaveJob):
             durability=order.durability,
             deadline=order.deadline,
             saved_at=order.saved_at,
+            known=self._known,
         )
         self._mark("committed")
         return sum(sizes.values())
@@ -303,7 +324,7 @@ class PlannedJointSave(JointSave):
     async def _receipt(self, planned: Any, written: Any) -> bytes:
         sizes = _sizes(written)
         told = {"files": sizes, "nbytes": sum(sizes.values()), "seconds": dict(self.seconds), "results": written}
-        return pickle.dumps(told)
+        return await io_threads().run(pickle.dumps, told, deadline=self.order.deadline)
 
     def _take(self, receipts: Sequence[bytes], planned: Any) -> list[dict[str, Any]]:
         return [pickle.loads(receipt) for receipt in receipts]
