@@ -63,7 +63,7 @@ async def commit_as_part(
     durability: Durability,
     deadline: Deadline,
     saved_at: int,
-    known: frozenset[str],
+    known: frozenset[str] = frozenset(),
 ) -> None:
     """As ``commit``, of a part whose data files are complete: its manifest, and then the file that readers look for.
 
