@@ -27,6 +27,7 @@ from sidestream.errors import (
     PlannerFailed,
     StorageError,
 )
+from sidestream.planners import parts
 from sidestream.runs import restoring
 
 if TYPE_CHECKING:
@@ -176,6 +177,26 @@ async def test_another_save_that_commits_meanwhile(where: str, tmp_path: Path) -
     target = whole_of(9)
     await sidestream.load(target, path)
     same(target, whole_of())
+
+
+async def test_a_part_of_another_save_that_comes_with_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save_part(1, tmp_path / "other", save_id="step 6")
+    commit_part = parts.commit_part
+
+    async def with_another(*args: Any, **options: Any) -> None:
+        await commit_part(*args, **options)
+        for path in (tmp_path / "other").iterdir():
+            shutil.copy(path, tmp_path / "a" / path.name)
+
+    monkeypatch.setattr(parts, "commit_part", with_another)
+    apart = sidestream.Apart(rank=0, world_size=WORLD, save_id="step 5")
+    pending = sidestream.async_save(part_of(0), tmp_path / "a", apart=apart)
+    with pytest.raises(Conflict, match="rank 1 of 'step 6'"):
+        await pending
+    assert pending.outcome == "committed"
+    assert (tmp_path / "a" / "__0.metadata").exists()
 
 
 class Noting(DefaultSavePlanner):
