@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ._threads import Deadline, io_threads
-from .errors import Corrupt
+from .errors import Corrupt, Incomplete
 from .foreign import agree
 from .foreign_manifest import read_file
 from .format.apart import PartMarker, find_part_marker, part_manifest_name, part_metadata_name, whole
@@ -41,6 +41,16 @@ async def read_part_markers(
 
 async def is_whole(store: Store, directory: str, names: Mapping[str, int], deadline: Deadline) -> bool:
     """Whether it is a checkpoint in parts of ours. Raises ``Incomplete``, ``Corrupt``."""
+    files = [name for name in sorted(names) if is_rank_file(name)]
+    for one in (await read_part_markers(store, directory, dict.fromkeys(files[:1], 0), deadline)).values():
+        if one is not None and one.world_size != len(files):  # the others would tell nothing new
+            missing = [rank for rank in range(one.world_size) if part_metadata_name(rank) not in names]
+            raise Incomplete(
+                f"the save {one.save_id!r} of {one.world_size} ranks, each by itself, is not whole: there are parts of "
+                f"{len(files)} ranks",
+                save_id=one.save_id,
+                missing=missing,
+            )
     markers = await read_part_markers(store, directory, names, deadline)
     return any(markers.values()) and bool(whole(markers))
 
@@ -50,7 +60,15 @@ async def read_apart(
 ) -> Manifest:
     """The checkpoint that the parts make, not yet validated. Raises ``Incomplete``, ``Corrupt``."""
     found = whole(markers)
-    parts = [await read_part(store, directory, sizes, marker, deadline) for marker in found]
+    read: dict[int, Manifest] = {}
+    queue = iter(found)
+
+    async def work() -> None:
+        for marker in queue:
+            read[marker.rank] = await read_part(store, directory, sizes, marker, deadline)
+
+    await in_parallel(work)
+    parts = [read[marker.rank] for marker in found]
     manifest, replicas = await io_threads().run(_merged, parts, deadline=deadline)
     for replica in replicas:
         if not await agree(store, directory, replica, deadline):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 import uuid
 from pathlib import Path
@@ -16,13 +18,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import sidestream
 from sidestream.errors import (
+    AccessDenied,
     CheckpointNotFound,
     Conflict,
     Corrupt,
     Incomplete,
     InvalidOption,
     PlannerFailed,
+    StorageError,
 )
+from sidestream.planners import parts
+from sidestream.runs import restoring
 
 if TYPE_CHECKING:
     from conftest import Groups
@@ -156,12 +162,99 @@ async def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["local", "memory"])
+async def test_another_save_that_commits_meanwhile(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "a" if where == "local" else f"memory://{uuid.uuid4().hex}/meanwhile"
+    planner = Gated()
+    apart = sidestream.Apart(rank=0, world_size=WORLD, save_id="step 5")
+    pending = sidestream.async_save(part_of(0), path, planner=planner, apart=apart)
+    await asyncio.to_thread(planner.began.wait, 60)
+    await sidestream.save(whole_of(), path)
+    planner.go_on.set()
+    with pytest.raises(Conflict, match="already"):
+        await pending
+    await pending.ended()
+    assert pending.outcome == "absent"
+    target = whole_of(9)
+    await sidestream.load(target, path)
+    same(target, whole_of())
+
+
+async def test_a_part_of_another_save_that_comes_with_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save_part(1, tmp_path / "other", save_id="step 6")
+    commit_part = parts.commit_part
+
+    async def with_another(*args: Any, **options: Any) -> None:
+        await commit_part(*args, **options)
+        for path in (tmp_path / "other").iterdir():
+            shutil.copy(path, tmp_path / "a" / path.name)
+
+    monkeypatch.setattr(parts, "commit_part", with_another)
+    apart = sidestream.Apart(rank=0, world_size=WORLD, save_id="step 5")
+    pending = sidestream.async_save(part_of(0), tmp_path / "a", apart=apart)
+    with pytest.raises(Conflict, match="rank 1 of 'step 6'"):
+        await pending
+    assert pending.outcome == "committed"
+    assert (tmp_path / "a" / "__0.metadata").exists()
+
+
+class Noting(DefaultSavePlanner):
+    """Notes that it was asked for data."""
+
+    asked = False
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.asked = True
+        return super().resolve_data(write_item)
+
+
+async def test_nothing_is_written_before_somebody_has_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await sidestream.save(part_of(0), tmp_path / "a")
+    monkeypatch.setattr("sidestream.planners.saving._GRACE_S", 60.0)  # it waits no longer than that
+    planner = Noting()
+    with pytest.raises(Conflict):
+        await save_part(0, tmp_path / "a", planner=planner)
+    assert not planner.asked
+
+
+async def test_a_link_that_worked_and_was_told_of_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over NFS, when the answer to the first request was lost."""
+    link = os.link
+
+    def twice(source: Any, target: Any) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr("os.link", twice)
+    await save_all(tmp_path / "a")
+    same(await (await sidestream.open_checkpoint(tmp_path / "a")).state_dict(), whole_of())
+    await sidestream.convert(tmp_path / "a", tmp_path / "a.safetensors", select="layer*")
+    before = sorted(path.name for path in (tmp_path / "a").iterdir())
+    with pytest.raises(Conflict):
+        await save_part(0, tmp_path / "a")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == before
+
+
+async def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    with pytest.raises(StorageError, match="makes no hard links") as raised:
+        await save_part(0, tmp_path / "a")
+    assert not isinstance(raised.value, AccessDenied)
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
 async def test_two_that_save_one_part_at_once(where: str, tmp_path: Path) -> None:
     path = tmp_path / "a" if where == "local" else f"memory://{uuid.uuid4().hex}/twice"
     planners = [Gated(), Gated()]
     saves = [asyncio.ensure_future(save_part(0, path, planner=planner)) for planner in planners]
     for planner in planners:
         await asyncio.to_thread(planner.began.wait, 60)
+    for planner in planners:
         planner.go_on.set()
     ended = await asyncio.gather(*saves, return_exceptions=True)
     assert sorted(type(one).__name__ for one in ended) == ["Conflict", "SaveInfo"], ended
@@ -247,6 +340,22 @@ async def test_steps_that_were_saved_apart_are_listed_when_they_are_whole(tmp_pa
         await (await checkpointer.save({"x": 1}, step=6))
         (tmp_path / "step-5" / "__2.metadata").unlink()
         assert await checkpointer.steps() == [6]
+
+
+async def test_a_step_that_loses_a_part_while_it_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when somebody deletes it file by file, behind the back of every lease."""
+    load_from = restoring.load_from
+
+    async def late(location: Any, *rest: Any) -> Any:
+        if location.name == "step-5":
+            (tmp_path / "step-5" / "__1.metadata").unlink()
+        return await load_from(location, *rest)
+
+    monkeypatch.setattr(restoring, "load_from", late)
+    async with sidestream.Checkpointer(tmp_path) as checkpointer:
+        await (await checkpointer.save({"common": part_of(0)["common"]}, step=1))
+        await save_all(tmp_path / "step-5")
+        assert await checkpointer.restore({"common": part_of(0, 9)["common"]}) == 1
 
 
 async def test_copied_and_converted(tmp_path: Path) -> None:

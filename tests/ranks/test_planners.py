@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import uuid
 from collections.abc import Coroutine
 from pathlib import Path
@@ -218,6 +219,69 @@ async def test_a_planner_that_takes_too_long(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+async def waiting_for_memory(stager: sidestream.AsyncStager) -> None:
+    async with asyncio.timeout(60):
+        while not stager.statistics().waiters:
+            await asyncio.sleep(0.01)
+
+
+async def all_memory_is_back(stager: sidestream.AsyncStager) -> None:
+    async with asyncio.timeout(60):
+        while stager.statistics().leases:
+            gc.collect()
+            await asyncio.sleep(0.01)
+        (await stager.stage({"next": torch.ones(200_000)})).release()
+
+
+class Relaying:
+    """A stager of somebody else's, which nothing can be said to."""
+
+    def __init__(self, stager: sidestream.AsyncStager) -> None:
+        self.stager = stager
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        return self.stager.stage(state_dict)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"apart": sidestream.Apart(rank=0, world_size=1, save_id="x")}], ids=["alone", "part"]
+)
+async def test_a_cancel_while_it_waits_for_staging_memory(options: dict[str, Any], tmp_path: Path) -> None:
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        held = await stager.stage({"held": torch.ones(200_000)})
+        pending = sidestream.async_save(
+            {"more": torch.ones(200_000)}, tmp_path / "a", planner=DefaultSavePlanner(), stager=stager, **options
+        )
+        await waiting_for_memory(stager)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        await asyncio.wait_for(pending.ended(), 60)
+        assert stager.statistics().waiters == 0
+        held.release()
+        await all_memory_is_back(stager)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_what_is_staged_when_nobody_waits_for_it_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sidestream.planners.saving._GRACE_S", 0.01)
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        held = await stager.stage({"held": torch.ones(200_000)})
+        pending = sidestream.async_save(
+            {"more": torch.ones(200_000)}, tmp_path / "a", planner=DefaultSavePlanner(), stager=Relaying(stager)
+        )
+        await waiting_for_memory(stager)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        await asyncio.wait_for(pending.ended(), 60)
+        held.release()
+        await asyncio.wrap_future(stager.stage({"behind it": torch.ones(200_000)}))
+        await all_memory_is_back(stager)
+
+
 @pytest.mark.parametrize("step", SAVE_STEPS)
 async def test_save_planners_that_fail(step: str, tmp_path: Path) -> None:
     pending = sidestream.async_save(state_of(), tmp_path / "a", planner=failing(DefaultSavePlanner, step))
@@ -227,6 +291,29 @@ async def test_save_planners_that_fail(step: str, tmp_path: Path) -> None:
     assert isinstance(raised.value.__cause__, KeyError)
     assert list(tmp_path.iterdir()) == []
     await sidestream.save(state_of(), tmp_path / "a", planner=DefaultSavePlanner())
+
+
+def silent(base: type, step: str) -> Any:
+    """A planner that has forgotten to return something."""
+    return type("Silent", (base,), {step: lambda *_, **__: None})()
+
+
+@pytest.mark.parametrize("step", ["create_local_plan", "create_global_plan", "finish_plan"])
+async def test_planners_that_return_nothing(step: str, tmp_path: Path) -> None:
+    with pytest.raises(PlannerFailed, match=f"{step} returned"):
+        await sidestream.save(state_of(), tmp_path / "a", planner=silent(DefaultSavePlanner, step))
+    assert list(tmp_path.iterdir()) == []
+    await sidestream.save(state_of(), tmp_path / "a")
+    for one in (step, "resolve_tensor"):
+        with pytest.raises(PlannerFailed, match=f"{one} returned"):
+            await sidestream.load(state_of(), tmp_path / "a", planner=silent(DefaultLoadPlanner, one))
+
+
+async def test_keys_that_have_no_order(tmp_path: Path) -> None:
+    await sidestream.save(state_of(), tmp_path / "a")
+    target: dict[Any, Any] = {**state_of(), 1: torch.ones(1)}
+    with pytest.raises(InvalidOption, match="keys"):
+        await sidestream.load(target, tmp_path / "a", planner=DefaultLoadPlanner(allow_partial_load=True))
 
 
 @pytest.mark.parametrize("step", LOAD_STEPS)

@@ -52,6 +52,8 @@ class _Save:
     order: Order | None = None
     alone: bool = True
     verdict: Verdict = field(default_factory=Verdict)
+    known: frozenset[str] = frozenset()
+    """What there is nothing to say against in the target of a part."""
     process: Callable[..., None] | None = None
     """What writes in the place of the store."""
     net: Any = None
@@ -143,7 +145,7 @@ class StorageWriter(DcpStorageWriter):
         apart = self._apart
         if apart is not None:
             orders = [replace(orders[0], rank=apart.rank)]
-            run_anywhere(lambda: look_for_room(save.location, apart, save.deadline))
+            save.known = run_anywhere(lambda: look_for_room(save.location, apart, save.deadline))
         save.order, save.alone = orders[0], len(plans) == 1
         self._write(save, orders[0], (), self._place if apart is None else "apart")
         save.net = weakref.finalize(self, _discard, save.location.store, orders[0].attempt, save.verdict)
@@ -252,6 +254,7 @@ class StorageWriter(DcpStorageWriter):
                     durability=self._durability,
                     deadline=deadline,
                     saved_at=int(time.time()),
+                    known=save.known,
                 )
                 return
             files = await io_threads().run(files_of_commit, metadata, about, deadline=deadline)

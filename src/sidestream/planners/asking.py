@@ -7,12 +7,21 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
 from ..errors import InvalidOption, PlannerFailed, SidestreamError
 
 __all__ = ["Asked", "asked_load_planner", "asked_save_planner", "local_save_plan", "packed", "unpacked"]
+
+
+_ANSWERS: dict[str, tuple[type, ...]] = {
+    "create_local_plan": (SavePlan, LoadPlan),
+    "create_global_plan": (list, tuple),
+    "finish_plan": (SavePlan, LoadPlan),
+    "resolve_tensor": (torch.Tensor,),
+}
 
 
 class Asked:
@@ -26,7 +35,10 @@ class Asked:
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             try:
-                return method(*args, **kwargs)
+                answer = method(*args, **kwargs)
+                if name in _ANSWERS and not isinstance(answer, _ANSWERS[name]):
+                    raise PlannerFailed(f"{type(self.planner).__qualname__}.{name} returned a {type(answer).__name__}")
+                return answer
             except SidestreamError:
                 raise
             except Exception as error:
@@ -59,9 +71,7 @@ def local_save_plan(asked: Asked, state: Any, url: str, *, first: bool) -> SaveP
         asked.set_up_planner(state_dict=state, storage_meta=StorageMeta(checkpoint_id=url), is_coordinator=first)
     else:  # a planner that was written for an early DCP
         asked.set_up_planner(state, first)
-    plan = asked.create_local_plan()
-    if not isinstance(plan, SavePlan):
-        raise PlannerFailed(f"{type(asked.planner).__qualname__}.create_local_plan made a {type(plan).__name__}")
+    plan: SavePlan = asked.create_local_plan()
     return plan
 
 

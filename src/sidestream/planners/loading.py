@@ -45,6 +45,10 @@ async def load_planned(
         raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
     if operation is not None:
         deadline = operation.deadline
+    try:
+        sorted(state)
+    except TypeError:
+        raise InvalidOption("a planner is given the keys of the state in order, and these cannot be compared") from None
     work = _Load(state, options, operation, deadline, asked_load_planner(options.planner))
     try:
         return await work.run(location)
@@ -91,7 +95,7 @@ class _Load:
         await finish(install)
         if operation is not None:
             await operation.agree("hand over")
-        return self._report(location, manifest, plan)
+        return await threads.run(self._report, location, manifest, plan)
 
     def written(self) -> tuple[str, ...]:
         return tuple(self.touched)
@@ -106,16 +110,16 @@ class _Load:
         local = await threads.run(self._local, state_dict, manifest, location.url, deadline=self.deadline)
         merged = await self._merge(local, manifest, location.url)
         plan = await threads.run(self.planner.finish_plan, merged, deadline=self.deadline)
-        values, tensors = _kinds(plan)
-        entries = values_of(values, manifest, location.url)
+        values, tensors = await threads.run(_kinds, plan, deadline=self.deadline)
+        entries = await threads.run(values_of, values, manifest, location.url, deadline=self.deadline)
         if self.operation is not None:
             self.operation.step = "read"
         found: Mapping[str, bytes] = {}
         if entries:
             allow, trust = self.options.allow, self.options.trust
             found = await read_bytes(location, manifest, entries, self.deadline, allow=allow, trust=trust)
-        self.total = sum(_nbytes(item, manifest) for item in politely(tensors))
-        for batch in in_batches(tensors):
+        self.total, batches = await threads.run(_apportioned, tensors, manifest, deadline=self.deadline)
+        for batch in batches:
             await self._read_batch(location, manifest, batch)
         return location, manifest, plan, found
 
@@ -233,6 +237,11 @@ def _kinds(plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:
     """Values, and tensors."""
     values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
     return values, [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+
+
+def _apportioned(items: Sequence[ReadItem], manifest: Manifest) -> tuple[int, list[list[ReadItem]]]:
+    """About how many bytes they are, and what is read of them at a time."""
+    return sum(_nbytes(item, manifest) for item in politely(items)), list(in_batches(items))
 
 
 def _nbytes(item: ReadItem, manifest: Manifest) -> int:

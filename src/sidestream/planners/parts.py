@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from .._threads import Deadline, Stop, Threads, io_threads
 from ..apart import read_part_markers
 from ..commit import Verdict, commit_part
-from ..errors import Conflict
+from ..errors import Conflict, NotDurable, SidestreamError
 from ..format.apart import part_metadata_name
 from ..format.marker import METADATA_NAME
 from ..format.records import Manifest
@@ -26,13 +26,18 @@ def tag_of(save_id: str) -> str:
     return f"-{save_id[:_ID_CHARS]}"
 
 
-async def look_for_room(location: Location, apart: Apart, deadline: Deadline) -> None:
+async def look_for_room(
+    location: Location, apart: Apart, deadline: Deadline, known: frozenset[str] = frozenset()
+) -> frozenset[str]:
     """Raises ``Conflict`` where this part is there already, or a whole checkpoint, or a part of another save. Of two
-    saves that begin at once neither may see the other: then the reader does."""
+    saves that begin at once neither may see the other: then the reader does.
+
+    Returns the names that there is nothing to say against; given as ``known``, they are not looked into again."""
     try:
         found = await location.store.sizes(location.name, deadline=deadline)
     except FileNotFoundError:
-        return
+        return known
+    found = {name: nbytes for name, nbytes in found.items() if name not in known}
     own = part_metadata_name(apart.rank)
     for name in found:
         if name in (METADATA_NAME, own) or name.startswith("manifest-"):
@@ -44,6 +49,7 @@ async def look_for_room(location: Location, apart: Apart, deadline: Deadline) ->
                 f"{location.url} has a part of another save: rank {rank} of {other}, this one is {apart.save_id!r} of "
                 f"{apart.world_size}; save to a new directory"
             )
+    return known | found.keys()
 
 
 async def commit_as_part(
@@ -57,14 +63,28 @@ async def commit_as_part(
     durability: Durability,
     deadline: Deadline,
     saved_at: int,
+    known: frozenset[str] = frozenset(),
 ) -> None:
-    """As ``commit``, of a part whose data files are complete: its manifest, and then the file that readers look for."""
+    """As ``commit``, of a part whose data files are complete: its manifest, and then the file that readers look for.
+
+    Raises ``Conflict`` too if another save has come to the same place meanwhile, also when this part is committed by
+    then: what readers take there may be the other one. ``known`` as ``look_for_room`` returned it."""
     threads, part_id = io_threads(), about.save_id[:_ID_CHARS]
     files = await threads.run(files_of_part, metadata, about, apart, part_id, saved_at, deadline=deadline)
     (manifest, raw), (name, content) = files.items()
     store, target = location.store, location.name
     await threads.run(_write, store, attempt, target, manifest, raw, durability, deadline, deadline=deadline)
+    known = await look_for_room(location, apart, deadline, known)
     await commit_part(store, attempt, target, name, content, verdict, durability=durability, deadline=deadline)
+    try:
+        await look_for_room(location, apart, deadline, known | {name})
+    except Conflict:
+        raise
+    except SidestreamError as error:
+        raise NotDurable(
+            f"the part is committed, and whether another save has come to {location.url} meanwhile could not be seen: "
+            f"{error}"
+        ) from error
 
 
 def _write(

@@ -84,7 +84,12 @@ class DecidingTogether:
 
 
 def _merged(planner: Asked, local: list[SavePlan]) -> tuple[Sequence[SavePlan], Metadata]:
-    plans, metadata = planner.create_global_plan(local)
+    answer = planner.create_global_plan(local)
+    if not (len(answer) == 2 and isinstance(answer[0], Sequence) and isinstance(answer[1], Metadata)):
+        raise PlannerFailed(
+            f"{type(planner.planner).__qualname__}.create_global_plan returned something else than plans and a Metadata"
+        )
+    plans, metadata = answer
     if len(plans) != len(local):
         raise PlannerFailed(
             f"{type(planner.planner).__qualname__}.create_global_plan made {len(plans)} plans of {len(local)}"

@@ -21,7 +21,7 @@ from ..format.records import Manifest
 from ..job import SaveJob
 from ..joint.saving import JointSave, maker_of_attempt, terms_of
 from ..pending import SaveInfo, SaveProgress
-from ..staging import AsyncStager
+from ..staging import AsyncStager, Staging
 from ..staging.tree import StagedState
 from ..storage import Place
 from ..writing import SaveOrder, Stager, first_copy, resolve_staged
@@ -80,13 +80,26 @@ class PlannedWriting:
         self._deciding = deciding
         self._stop = Stop()
         self._free: Future[None] = Future()
+        self.may_write: Future[None] = Future()
+        """Set when somebody has looked at the target that a part is written into."""
         self._own: AsyncStager | None = None
         if stager is None:
             stager = self._own = AsyncStager(timeout_s=order.deadline.timeout_s)
         self._stager: Any = stager
-        self._staged: Any = stager.stage(state) if isinstance(stager, AsyncStager) else first_copy(state, stager)
+        self._staging: Staging[Any] | None = None
+        """What can be made to give way. Of another stager's copies only their end is known."""
+        self._staged: Any
+        if isinstance(stager, AsyncStager):
+            self._staging, self._staged = stager.launch_state(state, order.deadline)
+        else:
+            self._staged = first_copy(state, stager)
         self._threads = Threads("sidestream-plan", _WRITE_THREADS)
-        self._done = self._threads.submit(self._work)
+        try:
+            self._done = self._threads.submit(self._work)
+        except BaseException:  # the system grants no more threads
+            self._give_way()
+            _let_go_when_there(self._staged)
+            raise
         self._done.add_done_callback(lambda _: self._threads.close())
 
     async def launch(self) -> PlannedWriting:
@@ -94,11 +107,13 @@ class PlannedWriting:
         return self
 
     def pass_on(self, staged: asyncio.Future[None]) -> None:
-        asyncio.wrap_future(self._free).add_done_callback(partial(resolve_staged, staged))
+        free: Future[None] = self._free if self._staging is None else self._staging.free
+        asyncio.wrap_future(free).add_done_callback(partial(resolve_staged, staged))
 
     async def ended(self) -> tuple[Decided, list[WriteResult]]:
         """When all data is on storage: what was decided, and a receipt for each item."""
-        return await self._threads.wait(self._done, "writing", stop=self._stop, deadline=self._order.deadline)
+        with self._stop.waking(self._give_way):
+            return await self._threads.wait(self._done, "writing", stop=self._stop, deadline=self._order.deadline)
 
     def progress(self) -> SaveProgress:
         """Of a planner's save only its end is known."""
@@ -108,32 +123,43 @@ class PlannedWriting:
         return SaveProgress(nbytes, nbytes, nbytes)
 
     async def release(self) -> None:
-        """No copy reads a source any more when this returns, unless a device hangs beyond the deadline. The planner
-        may keep the staged copy for as long as it likes."""
-        if isinstance(self._staged, Future):
-            copied = asyncio.wrap_future(self._staged)
-            copied.add_done_callback(lambda done: done.cancelled() or done.exception())  # told by other means
-            await asyncio.wait([copied], timeout=max(self._order.deadline.remaining_s(), _GRACE_S))
-        self._staged = None
+        """No copy reads a source any more when this returns, unless a device hangs beyond the deadline, or another
+        stager goes on. The planner may keep the staged copy for as long as it likes."""
+        self._give_way()
+        copied: Any = self._staged if self._staging is None else self._staging.copied
+        if isinstance(copied, Future):
+            patience_s = _GRACE_S if self._staging is None else max(self._order.deadline.remaining_s(), _GRACE_S)
+            ended = asyncio.wrap_future(copied)
+            ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # told by other means
+            await asyncio.wait([ended], timeout=patience_s)
+        self._staging = self._staged = None
         if self._own is not None:
             await self._own.aclose()
 
     def interrupt(self) -> None:
         self._stop.set()
+        self._give_way()
 
     def abandon(self) -> None:
-        self._stop.set()
+        self.interrupt()
         wait([self._done], _GRACE_S)
         self._order.location.store.discard_here(self._order.attempt)
         if self._own is not None:
             self._own.close()
 
+    def _give_way(self) -> None:
+        """From any thread: a stage that waits for memory, or copies, ends. One that has ended stays what it is."""
+        staging = self._staging
+        if staging is not None:
+            staging.release()
+
     # --- the thread ---
 
     def _work(self) -> tuple[Decided, list[WriteResult]]:
         state: Any = None
+        staged = self._staged
         try:
-            state = self._copied()
+            state = self._copied(staged)
             self._free.set_result(None)
             decided = self._deciding.decide(state)
             return decided, self._write(decided)
@@ -142,12 +168,12 @@ class PlannedWriting:
                 self._free.set_exception(error)
             raise
         finally:
-            if isinstance(state, StagedState):
-                state.release()
+            _let_go_when_there(staged)
+            del staged, state
 
-    def _copied(self) -> Any:
+    def _copied(self, staged: Any) -> Any:
         """The staged state, when it is there."""
-        staged, order = self._staged, self._order
+        order = self._order
         if not isinstance(staged, Future):
             if getattr(self._stager, "should_synchronize_after_execute", False):
                 self._stager.synchronize_staging()
@@ -160,6 +186,15 @@ class PlannedWriting:
         if not staged.done():
             raise order.deadline.exceeded("staging")
         return staged.result(0)
+
+    def _wait_to_write(self) -> None:
+        """Until somebody has looked at the target; not for long, since that takes the loop, and code on the loop may
+        block at a fence until this save gives memory back. The commit looks again."""
+        woken: Future[None] = Future()
+        with self._stop.waking(partial(_wake, woken)):
+            self._stop.check()
+            wait([self.may_write, woken], _GRACE_S, FIRST_COMPLETED)
+        self._stop.check()
 
     def _write(self, decided: Decided) -> list[WriteResult]:
         order, store = self._order, self._order.location.store
@@ -176,6 +211,8 @@ class PlannedWriting:
         )
         write = store.write
         try:
+            if order.apart is not None:
+                self._wait_to_write()
             if order.saver is not None:
                 order.saver.start()
                 write = partial(order.saver.write, store, fall_back=order.fall_back, url=order.location.url)
@@ -194,6 +231,19 @@ class PlannedWriting:
             return outgoing.results(lambda name: store.published_name(order.attempt, name))
         finally:
             outgoing.close()
+
+
+def _let_go_when_there(staged: Any) -> None:
+    """What was staged, or will be although nobody waits for it any more, gives its memory back."""
+
+    def let_go(done: Future[Any]) -> None:
+        if done.cancelled() or done.exception() is not None:  # told by other means
+            return
+        if isinstance(done.result(), StagedState):
+            done.result().release()
+
+    if isinstance(staged, Future):
+        staged.add_done_callback(let_go)
 
 
 def _wake(woken: Future[None]) -> None:
@@ -226,13 +276,18 @@ class PlannedJob(SaveJob):
 class PartJob(SaveJob):
     """One save of one of several ranks that do not talk to each other: its part, in the target itself."""
 
+    source: PlannedWriting
+    _known: frozenset[str] = frozenset()
+
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+        order = self.order
+        assert order.apart is not None
         try:
-            assert self.order.apart is not None
-            await look_for_room(self.order.location, self.order.apart, self.order.deadline)
+            self._known = await look_for_room(order.location, order.apart, order.deadline)
         except BaseException:
             await finish(self._give_up)
             raise
+        self.source.may_write.set_result(None)
         return await SaveJob.run(self, staged)
 
     async def _give_up(self) -> None:
@@ -242,7 +297,9 @@ class PartJob(SaveJob):
         order, sizes = self.order, _sizes(written)
         assert plan.metadata is not None
         assert order.apart is not None
-        metadata = complete(plan.metadata, [written], order.location.url, order.apart.save_id)
+        metadata = await io_threads().run(
+            complete, plan.metadata, [written], order.location.url, order.apart.save_id, deadline=order.deadline
+        )
         about = Manifest(order.save_id, {}, sizes, metadata=order.metadata)
         await commit_as_part(
             order.location,
@@ -254,6 +311,7 @@ class PartJob(SaveJob):
             durability=order.durability,
             deadline=order.deadline,
             saved_at=order.saved_at,
+            known=self._known,
         )
         self._mark("committed")
         return sum(sizes.values())
@@ -266,7 +324,7 @@ class PlannedJointSave(JointSave):
     async def _receipt(self, planned: Any, written: Any) -> bytes:
         sizes = _sizes(written)
         told = {"files": sizes, "nbytes": sum(sizes.values()), "seconds": dict(self.seconds), "results": written}
-        return pickle.dumps(told)
+        return await io_threads().run(pickle.dumps, told, deadline=self.order.deadline)
 
     def _take(self, receipts: Sequence[bytes], planned: Any) -> list[dict[str, Any]]:
         return [pickle.loads(receipt) for receipt in receipts]

@@ -9,7 +9,7 @@ from typing import Any
 
 from .._threads import Deadline
 from ..catalog import Step, look_at
-from ..errors import CheckpointNotFound, Corrupt
+from ..errors import CheckpointNotFound, Corrupt, Incomplete
 from ..loading import LoadOptions, LoadReport, PassedOver, load_from
 from ..storage import Location, Store
 from .choosing import Wish, choose
@@ -50,7 +50,7 @@ class Restoring:
             step, lease = chosen
             try:
                 report = await self._load(step, state)
-            except CheckpointNotFound:  # deleted before it was leased, or without asking: look again
+            except (CheckpointNotFound, Incomplete):  # deleted before it was leased, or without asking: look again
                 continue
             except Corrupt as error:
                 if lease is None and step.damage is None and await look_at(self.store, step, deadline) is None:

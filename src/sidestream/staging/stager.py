@@ -128,19 +128,7 @@ class AsyncStager:
         ``UnsupportedTensor`` for what has no bytes, ``ArenaExhausted`` when the budget does not suffice, and
         ``Skipped``. Cancelling an awaiter leaves the copy going.
         """
-        self._check_usable()
-        future: StagingFuture[StagedState] = StagingFuture()
-        staging = self._launch(
-            capture(state_dict, convert),
-            partial(plan_stage, self._plans),
-            Deadline.after(self._timeout_s),
-            wait_streams,
-            lambda staging: _deliver(staging, future),
-            outcome=future,
-        )
-        self._ledger.track(future)
-        self.settle(staging)
-        return future
+        return self.launch_state(state_dict, Deadline.after(self._timeout_s), wait_streams, convert)[1]
 
     def synchronize_staging(self) -> Awaitable[None]:
         """Await it: the sources of every stage launched so far may change. Raises what one of them raised."""
@@ -228,6 +216,29 @@ class AsyncStager:
         staging = self._launch(captured, lay_out, deadline, wait_streams, lambda _: None)
         self._ledger.track(staging.copied)
         return staging
+
+    def launch_state(
+        self,
+        state_dict: Mapping[str, Any],
+        deadline: Deadline,
+        wait_streams: Sequence[Any] = (),
+        convert: Callable[[Any], Any] = copy.deepcopy,
+    ) -> tuple[Staging[StagePlan], StagingFuture[StagedState]]:
+        """``stage()``, and beside its future what makes it give way: ``release()`` stops it, and leaves alone what has
+        been delivered."""
+        self._check_usable()
+        future: StagingFuture[StagedState] = StagingFuture()
+        staging = self._launch(
+            capture(state_dict, convert),
+            partial(plan_stage, self._plans),
+            deadline,
+            wait_streams,
+            lambda staging: _deliver(staging, future),
+            outcome=future,
+        )
+        self._ledger.track(future)
+        self.settle(staging)
+        return staging, future
 
     def settle(self, staging: Staging[Any]) -> None:
         """Keep the promise of ``mode="snapshot"`` for sources in host memory, which are copied before this returns: it

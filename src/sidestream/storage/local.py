@@ -42,6 +42,7 @@ _RUN_BYTES = 16 << 20  # one system call; with 2 MiB a load without verification
 _RUN_RANGES = 512  # with the gaps between them, what one readv takes (IOV_MAX)
 _WRITERS = 4  # so many direct writes in flight keep a fast disk busy
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 _ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 _RETIRED = ".retired-"
 _RACES = 100  # so often in a row another process may make, or remove, the directory that this one needs or removes
@@ -398,7 +399,7 @@ def _publish(attempt: Path, target: Path, mode: int, durability: Durability, rep
 
 def _publish_file(attempt: Path, target: Path, durability: Durability) -> None:
     try:
-        os.link(attempt / target.name, target)  # unlike a rename it replaces nothing
+        _link(attempt / target.name, target)
     except FileExistsError as error:
         raise Conflict(f"{target} exists already") from error
     except OSError as error:
@@ -412,6 +413,27 @@ def _publish_file(attempt: Path, target: Path, durability: Durability) -> None:
         ) from error
     finally:
         shutil.rmtree(attempt, ignore_errors=True)
+
+
+def _link(hidden: Path, path: Path) -> None:
+    """``hidden`` is called ``path`` too: unlike a rename it replaces nothing. Raises ``FileExistsError`` if that is
+    another file."""
+    try:
+        os.link(hidden, path)
+    except FileExistsError:
+        # NFS sends a request again whose answer was lost, and is told of what the first one did.
+        with suppress(OSError):
+            if os.path.samestat(os.stat(hidden, follow_symlinks=False), os.stat(path, follow_symlinks=False)):
+                return
+        raise
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            raise OSError(
+                errno.EOPNOTSUPP,  # not EPERM, which link(2) says here: nobody lacks a permission
+                f"this file system makes no hard links ({error.strerror}), and nothing else lets a file appear whole "
+                "without replacing another",
+            ) from error
+        raise
 
 
 def _make_shared(directory: Path, durability: Durability) -> None:
@@ -428,7 +450,7 @@ def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop, de
         _write(hidden, body, durability, stop, deadline)
         if durability == "fsync":
             _sync_directory(path.parent)  # the names of what it speaks of
-        os.link(hidden, path)  # unlike a rename it replaces nothing
+        _link(hidden, path)
     except FileExistsError as error:
         if isinstance(error, SidestreamError):
             raise
