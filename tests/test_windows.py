@@ -59,7 +59,7 @@ async def test_what_is_sent_in_one_request_passes_through_it_too() -> None:
     state, url = large_state(), f"memory://{uuid.uuid4().hex}/c"
     policy = sidestream.StorePolicy(part_bytes=512 * MIB)
     async with AsyncStager(budget_bytes=5 * MIB) as stager:
-        await sidestream.save(state, url, stager=stager, store_policy=policy, timeout_s=60)
+        await sidestream.save(state, url, stager=stager, store_policy=policy, saver="thread", timeout_s=60)
     assert_same(state, await (await sidestream.open_checkpoint(url)).state_dict())
 
 
