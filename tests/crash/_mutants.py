@@ -320,7 +320,8 @@ async def cancels(place: Path, chance: random.Random) -> AsyncIterator[list[str]
     from _cancelling import OPERATIONS, cancelled, made, sweep
 
     async with made(place) as bench:
-        for name in ("save", "Checkpointer.save and aclose"):
+        # Again and again: a thread that is left behind may be through before anybody looks.
+        for name in ("save", "Checkpointer.save and aclose") * 8:
             _, violations = await sweep(bench, OPERATIONS[name], cancelled, lambda at: {at})
             yield [str(one) for one in violations]
 
