@@ -255,25 +255,8 @@ class Checkpointer:
             operation.close()
             return self._give_way(state, step, noted, planner)
         name = step_name(step, generation)
-        url = f"{self.url}/{name}"
-
-        def start(operation: Operation) -> SaveWork:
-            return start_save(
-                state,
-                Location(self._store, name, url),
-                stager=self._stager,
-                durability=self._durability,
-                timeout_s=self._timeout_s,
-                step=step,
-                generation=generation,
-                metadata=noted,
-                digest=self._digest,
-                saver=(self._saver, self._fall_back),
-                operation=operation,
-                planner=planner,
-            )
-
-        work = start_together(start, operation, url)
+        launch = partial(self._launch, state, step, generation, noted, planner)
+        work = start_together(launch, operation, f"{self.url}/{name}")
         if operation.rank == 0:
             self._taken[step] = generation
             work = LeasedSave(work, self._leases.announce(name, "save"))
@@ -307,25 +290,37 @@ class Checkpointer:
     ) -> SaveWork:
         async with self._starting:
             generation = await self._next_generation(step)
-            name = step_name(step, generation)
             if not promised:  # for those closing waits, and they are made whatever became of others
                 self._check_usable()  # it may have been closed while this waited
                 self._raise_unheard()
-            job = start_save(
-                state,
-                Location(self._store, name, f"{self.url}/{name}"),
-                stager=self._stager,
-                durability=self._durability,
-                timeout_s=self._timeout_s,
-                step=step,
-                generation=generation,
-                metadata=noted,
-                digest=self._digest,
-                saver=(self._saver, self._fall_back),
-                planner=planner,
-            )
+            work = self._launch(state, step, generation, noted, planner)
             self._taken[step] = generation
-            return LeasedSave(job, self._leases.announce(name, "save"))
+            return LeasedSave(work, self._leases.announce(step_name(step, generation), "save"))
+
+    def _launch(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        generation: int,
+        noted: Node,
+        planner: Any,
+        operation: Operation | None = None,
+    ) -> SaveWork:
+        name = step_name(step, generation)
+        return start_save(
+            state,
+            Location(self._store, name, f"{self.url}/{name}"),
+            stager=self._stager,
+            durability=self._durability,
+            timeout_s=self._timeout_s,
+            step=step,
+            generation=generation,
+            metadata=noted,
+            digest=self._digest,
+            saver=(self._saver, self._fall_back),
+            operation=operation,
+            planner=planner,
+        )
 
     def _watch_over(self, pending: PendingSave, step: int) -> PendingSave:
         order = next(self._orders)

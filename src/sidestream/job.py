@@ -1,4 +1,4 @@
-"""One save of one process, from launched copies to the commit."""
+"""What every save is while it runs, and the save of one process, from launched copies to the commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .format.records import Manifest
 from .pending import SaveInfo, SaveProgress
 from .writing import SaveOrder
 
-__all__ = ["SaveJob", "Source", "Writer"]
+__all__ = ["Job", "SaveJob", "Source", "Writer"]
 
 
 class Writer(Protocol):
@@ -46,9 +46,9 @@ class Source(Protocol):
     def abandon(self) -> None: ...
 
 
-@dataclass(slots=True)
-class SaveJob:
-    """One save, from launched copies to the commit."""
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A save of this process, or this rank's part in one."""
 
     order: SaveOrder
     source: Source
@@ -63,6 +63,14 @@ class SaveJob:
     @property
     def progress(self) -> SaveProgress:
         return self.source.progress()
+
+    def _mark(self, phase: str) -> None:
+        self.seconds.setdefault(phase, time.monotonic() - self.started)
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveJob(Job):
+    """One save, from launched copies to the commit."""
 
     def abandon(self) -> None:
         self.source.abandon()
@@ -112,6 +120,3 @@ class SaveJob:
         )
         self._mark("committed")
         return sum(files.values())
-
-    def _mark(self, phase: str) -> None:
-        self.seconds.setdefault(phase, time.monotonic() - self.started)

@@ -220,5 +220,5 @@ def start_save(
         assert stager is not None
         source = ForeignStage(order, state, stager, lay_out)
     if operation is not None and planning is not None:
-        return JointSave(order, operation, planning, source)
-    return SaveJob(order, source)
+        return JointSave(order=order, source=source, operation=operation, planning=planning)
+    return SaveJob(order=order, source=source)

@@ -17,7 +17,7 @@ from sidestream.errors import RankFailures
 from sidestream.ranks import has_ended, this_process
 from sidestream.ranks.failure import Stopped
 from sidestream.ranks.group import Hub, Spoke
-from sidestream.ranks.operation import Operation
+from sidestream.ranks.operation import Exchange, Operation
 from sidestream.ranks.owner import Link, owner
 from sidestream.ranks.rendezvous import deadline_of
 from sidestream.ranks.wire import Frame, Kind
@@ -167,7 +167,7 @@ async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None
     operations[0].answer("share", b"later")
     in_owner(lambda: three.spokes[1]._send(Frame(Kind.DATA, number, "share", b"x" * 100)))
     again = Operation(three.hub, number, "load", Deadline.after(LONG_S))
-    three.hub.step(again, "share", b"x" * 100, Future(), late := Future())
+    three.hub.step(again, Exchange("share", b"x" * 100, Future(), late := Future()))
     with pytest.raises(Stopped):
         await asyncio.wait_for(asyncio.wrap_future(late), LONG_S)
     after = [group.begin("load", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]

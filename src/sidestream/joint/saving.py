@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,7 +23,7 @@ from ..format.marker import METADATA_NAME, Marker, manifest_name
 from ..format.records import Manifest
 from ..format.shard import BlockSums
 from ..format.shared import PartName, Root, part_name, write_part
-from ..job import Source, Writer
+from ..job import Job, Writer
 from ..pending import SaveInfo, SaveProgress
 from ..plan.rank_save import RankPlan
 from ..ranks import Operation, Stopped, has_ended
@@ -93,25 +92,12 @@ class FailedSave:
         self.operation.report(self.error)
 
 
-@dataclass(slots=True)
-class JointSave:
+@dataclass(slots=True, kw_only=True)
+class JointSave(Job):
     """One save, from launched copies to the commit, as one rank sees it."""
 
-    order: SaveOrder
     operation: Operation
     planning: Agreeing
-    source: Source
-    verdict: Verdict = field(default_factory=Verdict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def url(self) -> str:
-        return self.order.location.url
-
-    @property
-    def progress(self) -> SaveProgress:
-        return self.source.progress()
 
     def abandon(self) -> None:
         self.operation.report(asyncio.CancelledError())
@@ -158,9 +144,6 @@ class JointSave:
             order.durability,
             MappingProxyType(told["seconds"]),
         )
-
-    def _mark(self, phase: str) -> None:
-        self.seconds.setdefault(phase, time.monotonic() - self.started)
 
     # --- how it fails ---
 
@@ -310,8 +293,24 @@ class JointSave:
             )
 
     def _take(self, receipts: Sequence[bytes], planned: Any) -> list[dict[str, Any]]:
-        """In a worker thread: what all ranks have told, with ``files`` (sizes by name), ``nbytes`` and ``seconds``."""
-        return _take(receipts, planned)
+        """In a worker thread: what all ranks have told, with ``files`` (sizes by name), ``nbytes`` and ``seconds``, and
+        the places of this very save; new ones are kept for the next if they will hold for it."""
+        told = []
+        for rank, receipt in enumerate(politely(receipts, 8)):
+            head, chunks, values = struct.unpack_from("<3Q", receipt)
+            start = struct.calcsize("<3Q")
+            one: dict[str, Any] = json.loads(receipt[start : start + head])
+            one["values"] = receipt[start + head + chunks : start + head + chunks + values]
+            if one["new"]:
+                one["chunks"] = receipt[start + head : start + head + chunks]
+                if one["stable"]:
+                    planned.agreement.fragments[rank] = (one["layout"], one["chunks"])
+            else:
+                layout, one["chunks"] = planned.fragments.get(rank, ("", b""))
+                if layout != one["layout"]:
+                    raise SidestreamError(f"rank {rank} relies on places of its tensors that rank 0 does not have")
+            told.append(one)
+        return told
 
     def _files(self, told: Sequence[Mapping[str, Any]], planned: Any) -> dict[str, list[bytes]]:
         """In a worker thread: the root of the manifest, and ``.metadata``, which has 100 MB where 512 ranks save 2,000
@@ -383,24 +382,3 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], store: Store, attemp
         new,
         stable,
     )
-
-
-def _take(receipts: Sequence[bytes], planned: Planned) -> list[dict[str, Any]]:
-    """On rank 0, in a worker thread: what all have told, with the places of this very save; new ones are kept for the
-    next if they will hold for it."""
-    told = []
-    for rank, receipt in enumerate(politely(receipts, 8)):
-        head, chunks, values = struct.unpack_from("<3Q", receipt)
-        start = struct.calcsize("<3Q")
-        one: dict[str, Any] = json.loads(receipt[start : start + head])
-        one["values"] = receipt[start + head + chunks : start + head + chunks + values]
-        if one["new"]:
-            one["chunks"] = receipt[start + head : start + head + chunks]
-            if one["stable"]:
-                planned.agreement.fragments[rank] = (one["layout"], one["chunks"])
-        else:
-            layout, one["chunks"] = planned.fragments.get(rank, ("", b""))
-            if layout != one["layout"]:
-                raise SidestreamError(f"rank {rank} relies on places of its tensors that rank 0 does not have")
-        told.append(one)
-    return told

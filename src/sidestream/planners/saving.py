@@ -54,12 +54,13 @@ def start_planned(
             raise InvalidOption('saver="process" is not there for ranks that save apart: leave it out')
         rank = order.apart.rank
         alone = DecidingAlone(asked, url, rank, first=rank == 0)
-        return PartJob(order, PlannedWriting(order, state, alone, stager))
+        return PartJob(order=order, source=PlannedWriting(order, state, alone, stager))
     if order.operation is None:
-        return PlannedJob(order, PlannedWriting(order, state, DecidingAlone(asked, url), stager))
+        return PlannedJob(order=order, source=PlannedWriting(order, state, DecidingAlone(asked, url), stager))
     terms, prepare = terms_of(order, planner=True), maker_of_attempt(order)
     together = DecidingTogether(asked, url, order.operation, terms, prepare)
-    return PlannedJointSave(order, order.operation, together, PlannedWriting(order, state, together, stager))
+    source = PlannedWriting(order, state, together, stager)
+    return PlannedJointSave(order=order, source=source, operation=order.operation, planning=together)
 
 
 class Deciding(Protocol):
@@ -251,7 +252,7 @@ def _wake(woken: Future[None]) -> None:
         woken.set_result(None)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class PlannedJob(SaveJob):
     """One save of one process."""
 
@@ -272,7 +273,7 @@ class PlannedJob(SaveJob):
         return sum(sizes.values())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class PartJob(SaveJob):
     """One save of one of several ranks that do not talk to each other: its part, in the target itself."""
 
@@ -317,7 +318,7 @@ class PartJob(SaveJob):
         return sum(sizes.values())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class PlannedJointSave(JointSave):
     """One save by all ranks of a group, as one rank sees it."""
 

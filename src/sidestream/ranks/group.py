@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 from .._threads import Deadline
 from ..errors import ForkedProcess, RankFailure, RankFailures
 from .failure import Stopped, died, pack, pack_all, unpack, unpack_all
-from .operation import VERDICT_GRACE_S, Operation
+from .operation import VERDICT_GRACE_S, Exchange, Operation
 from .owner import Link, Owner, owner
 from .wire import Frame, Kind
 
@@ -29,7 +30,7 @@ _REMEMBERED = 256
 _UNKNOWN = "unknown"  # how far rank 0 has come
 
 
-class Group:
+class Group(ABC):
     """What both sides have in common. Methods of the first half may be called from any thread, the rest run in the
     owner's."""
 
@@ -58,15 +59,8 @@ class Group:
         """Known once this rank has heard of rank 0, which it has when it was answered once."""
         return hashlib.blake2b(f"{self.token} {number}".encode(), digest_size=16).hexdigest()
 
-    def step(
-        self,
-        operation: Operation,
-        step: str,
-        part: bytes,
-        gathered: Gathered | None,
-        answered: Future[bytes],
-    ) -> None:
-        self._owner.post(lambda: self._step(operation, step, part, gathered, answered))
+    def step(self, operation: Operation, exchange: Exchange) -> None:
+        self._owner.post(lambda: self._step(operation, exchange))
 
     def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None:
         """Only rank 0 has answers."""
@@ -86,31 +80,24 @@ class Group:
     def close(self, operation: Operation) -> None:
         self._owner.post(lambda: self._close(operation))
 
+    @abstractmethod
     def shut(self) -> None:
         """In the owner's thread: close every connection."""
-        raise NotImplementedError
 
-    def _begin(self, operation: Operation) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _begin(self, operation: Operation) -> None: ...
 
-    def _step(
-        self,
-        operation: Operation,
-        step: str,
-        part: bytes,
-        gathered: Gathered | None,
-        answered: Future[bytes],
-    ) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _step(self, operation: Operation, exchange: Exchange) -> None: ...
 
-    def _fail(self, operation: Operation, told: dict[str, Any], undone: bool) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _fail(self, operation: Operation, told: dict[str, Any], undone: bool) -> None: ...
 
-    def _leave(self, operation: Operation) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _leave(self, operation: Operation) -> None: ...
 
-    def _close(self, operation: Operation) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _close(self, operation: Operation) -> None: ...
 
 
 # --- rank 0 --------------------------------------------------------------------------------------------------------
@@ -196,23 +183,17 @@ class Hub(Group):
             self._note(state, died(rank, "start"))
         self._owner.post_at(operation.deadline.at, lambda: self._expire(state))  # which lets go of what has ended
 
-    def _step(
-        self,
-        operation: Operation,
-        step: str,
-        part: bytes,
-        gathered: Gathered | None,
-        answered: Future[bytes],
-    ) -> None:
+    def _step(self, operation: Operation, exchange: Exchange) -> None:
         state = self._state(operation.number)
         if state.stopping:
-            for future in (gathered, answered):
+            for future in (exchange.gathered, exchange.answered):
                 if future is not None and not future.done():
                     future.set_exception(Stopped())
             return
-        assert gathered is not None
-        state.gathered[step], state.answered[step] = gathered, answered
-        self._part(state, 0, step, part)
+        assert exchange.gathered is not None
+        step = exchange.step
+        state.gathered[step], state.answered[step] = exchange.gathered, exchange.answered
+        self._part(state, 0, step, exchange.part)
 
     def _part(self, state: _State, rank: int, step: str, part: bytes) -> None:
         parts = state.parts.setdefault(step, {})
@@ -386,20 +367,13 @@ class Spoke(Group):
         late, number = operation.deadline.at + VERDICT_GRACE_S / 3, operation.number
         self._owner.post_at(late, lambda: self._expire(number))
 
-    def _step(
-        self,
-        operation: Operation,
-        step: str,
-        part: bytes,
-        gathered: Gathered | None,
-        answered: Future[bytes],
-    ) -> None:
+    def _step(self, operation: Operation, exchange: Exchange) -> None:
         if operation.stopping:
-            if not answered.done():
-                answered.set_exception(Stopped())
+            if not exchange.answered.done():
+                exchange.answered.set_exception(Stopped())
             return
-        self._answered[operation.number, step] = answered
-        self._send(Frame(Kind.DATA, operation.number, step, part))
+        self._answered[operation.number, exchange.step] = exchange.answered
+        self._send(Frame(Kind.DATA, operation.number, exchange.step, exchange.part))
 
     def _send(self, frame: Frame) -> None:
         if self._link is not None:

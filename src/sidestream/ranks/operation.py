@@ -11,13 +11,14 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from .._threads import Deadline
 from ..errors import RankFailures
 from .failure import Stopped
 
-__all__ = ["Decide", "Operation"]
+__all__ = ["Decide", "Exchange", "Operation"]
 
 Decide: TypeAlias = Callable[[Sequence[bytes]], "bytes | Sequence[bytes]"]
 """On rank 0: from the parts of all ranks, by rank, to one answer for all or one for each."""
@@ -26,6 +27,17 @@ T = TypeVar("T")
 
 VERDICT_GRACE_S = 30.0
 """How long past the deadline a rank waits for what rank 0 has to say before it judges for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One step as one rank takes part in it: what it gives, and where its answer arrives. ``gathered`` is where rank 0
+    finds what all gave; the others have None."""
+
+    step: str
+    part: bytes
+    gathered: Future[Sequence[bytes]] | None
+    answered: Future[bytes]
 
 
 class Traffic(Protocol):
@@ -37,14 +49,7 @@ class Traffic(Protocol):
 
     def id_of(self, number: int) -> str: ...
 
-    def step(
-        self,
-        operation: Operation,
-        step: str,
-        part: bytes,
-        gathered: Future[Sequence[bytes]] | None,
-        answered: Future[bytes],
-    ) -> None: ...
+    def step(self, operation: Operation, exchange: Exchange) -> None: ...
 
     def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None: ...
 
@@ -124,7 +129,7 @@ class Operation:
             if self._stopping:
                 raise Stopped
             self._waiting.update(one for one in (gathered, answered) if one is not None)
-        self.group.step(self, step, part, gathered, answered)
+        self.group.step(self, Exchange(step, part, gathered, answered))
         return gathered, answered
 
     def answer(self, step: str, answers: bytes | Sequence[bytes]) -> None:
