@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import anyio
 
+from ._turns import give_turns
 from .errors import Closed, DeadlineExceeded, ForkedProcess
 
 __all__ = ["Deadline", "Stop", "Threads", "io_threads", "let_go", "politely"]
@@ -162,6 +163,7 @@ class Threads(Executor):
         *args: *Ts,
         stop: Stop | None = None,
         deadline: Deadline | None = None,
+        idle: bool = False,
     ) -> T:
         """Run ``fn`` in a thread and return what it returns; when this returns or raises, the thread has left ``fn``.
 
@@ -171,15 +173,27 @@ class Threads(Executor):
         There is one exception: a thread that sits in a system call for 5 s after the deadline is left behind, and the
         error says so (``left_behind``). So that this is safe, ``fn`` owns what it uses: it opens and closes its own
         descriptors and holds its own references.
+
+        Meanwhile a busy loop lets the thread have the interpreter now and then (``give_turns``), unless it is ``idle``:
+        something that sleeps for as long as nothing happens.
         """
-        return await self.wait(self.submit(fn, *args), fn.__name__.strip("_"), stop=stop, deadline=deadline)
+        future = self.submit(fn, *args)
+        return await self.wait(future, fn.__name__.strip("_"), stop=stop, deadline=deadline, idle=idle)
 
     async def wait(
-        self, future: Future[T], name: str, *, stop: Stop | None = None, deadline: Deadline | None = None
+        self,
+        future: Future[T],
+        name: str,
+        *,
+        stop: Stop | None = None,
+        deadline: Deadline | None = None,
+        idle: bool = False,
     ) -> T:
         """``run``, of work called ``name`` that has been submitted before."""
         waiter = asyncio.wrap_future(future)
         waiter.add_done_callback(_consume)
+        if not idle:
+            give_turns(future)
         cancelled: asyncio.CancelledError | None = None
         expired = False
         with anyio.CancelScope(shield=True):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from .._threads import Deadline
+from .._turns import give_turns
 from ..errors import RankFailures
 from .failure import Stopped
 
@@ -149,6 +150,7 @@ class Operation:
     async def _await(self, future: Future[T], *, final: bool = False) -> T:
         """A cancel is told to the others and raised when it is known whether they heard of it in time."""
         waiter = asyncio.wrap_future(future)
+        give_turns(future)
         cancelled: asyncio.CancelledError | None = None
         while not waiter.done():
             try:

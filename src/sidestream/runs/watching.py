@@ -94,7 +94,7 @@ class _Changes:
     async def wait(self, timeout_s: float) -> None:
         """Return when something has changed, or the time is over."""
         stop = Stop()
-        await self._threads.run(self._wait, timeout_s, stop, stop=stop)
+        await self._threads.run(self._wait, timeout_s, stop, stop=stop, idle=True)
 
     def _wait(self, timeout_s: float, stop: Stop) -> None:
         ended = threading.Event()

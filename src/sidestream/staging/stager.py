@@ -20,6 +20,7 @@ import torch
 
 from .._tasks import finish
 from .._threads import Deadline, Stop, Threads
+from .._turns import give_turns
 from ..errors import (
     ArenaExhausted,
     Closed,
@@ -345,6 +346,7 @@ class AsyncStager:
             raise
         for earlier in older:
             earlier.supersede()
+        give_turns(staging.copied)
         return staging
 
     def _split(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
