@@ -122,10 +122,12 @@ class Writing:
         if stager is None:
             timeout_s = order.deadline.timeout_s
             stager = self._own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=timeout_s)
+        filler = None
         if order.saver is not None:
             stager.share()
+            filler = order.saver.filler()
         planned = partial(lay_out, stager.plans, stager.budget_bytes)
-        self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline)
+        self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline, filler=filler)
         self._sums: list[BlockSums] = []
         self._written: list[set[int]] = []  # of each shard
         if order.digest is not None:

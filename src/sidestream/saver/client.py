@@ -15,6 +15,7 @@ from .._threads import Deadline, Stop, Threads, io_threads
 from ..errors import InvalidOption, SaverLost
 from ..options import Durability, SaverChoice, SaverProcess, check_saver
 from ..storage import Body, Place, SharedStore, Store, StoreAddress
+from .filling import LinkFiller
 from .job import Job, Order
 from .link import Handed, Link
 from .process import available
@@ -48,6 +49,11 @@ class Saver:
         link = self._link
         if link is not None and link.up.done() and link.lost is None:
             await io_threads().run(_hand, link, memories, deadline=deadline)
+
+    def filler(self) -> LinkFiller | None:
+        """Who copies for a stage, if the process is up and may read the memory of this one."""
+        link = self._link
+        return LinkFiller(link) if link is not None and link.reads_memory and link.lost is None else None
 
     def hold(self) -> None:
         """Somebody will come back: the process stays, once it was started, until as many have let go of it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -229,28 +229,46 @@ class _Exchange:
             said = pack([file.name, body.digest])
             packed = pack_layout(body.layout)
             self._send(Kind.SHARD_FILE, _text(said) + packed)
-            for window, image in enumerate(body.images):
-                self._hand_window(file, index, window, image)
+            self._hand_windows(file, index, body.images)
         else:
             assert isinstance(body, BytesBody)
             self._send(Kind.BYTES_FILE, _text(file.name.encode()) + body.content)
 
-    def _hand_window(self, file: _File, index: int, window: int, image: Any) -> None:
+    def _hand_windows(self, file: _File, index: int, images: Sequence[Any]) -> None:
+        """As they become whole; of those that are there already the process is told at once."""
+        found: dict[int, tuple[Any, _Lease, Any]] = {}
+        for window, image in enumerate(images):
+            if found and not image.whole:
+                self._tell(index, found)
+                found = {}
+            found[window] = self._window(file, image)
+        self._tell(index, found)
+
+    def _window(self, file: _File, image: Any) -> tuple[Any, _Lease, Any]:
+        """Its memory, when it is whole."""
         try:
             image.wait(image.nbytes, deadline=self._order.deadline, stop=self._halt)
             lease: _Lease = image.lease()
-            memory, array = lease.shared, lease.array
+            array = lease.array
         except Closed as error:
             if file.given_up:
                 raise SaverLost("the memory of what was written was wanted by others") from error
             raise
-        if memory is None:
+        if lease.shared is None:
             raise InvalidOption('this stager has private memory: make it with AsyncStager(backing="shared")')
-        self._send(memory)
+        self._send(lease.shared)
+        return array, lease, image
+
+    def _tell(self, index: int, found: dict[int, tuple[Any, _Lease, Any]]) -> None:
         with self._changed:
             self._halt.check()
-            self._in_use[index, window] = (array, lease, image)
-        self._send(Kind.READY, READY.pack(index, window, memory.number, lease.start, image.nbytes))
+            self._in_use.update(((index, window), used) for window, used in found.items())
+        ready = (
+            READY.pack(index, window, lease.shared.number, lease.start, image.nbytes)
+            for window, (_, lease, image) in found.items()
+            if lease.shared is not None
+        )
+        self._send(Kind.READY, b"".join(ready))
 
     def _send(self, what: Kind | Handed, body: bytes = b"") -> None:
         self._sending = True
@@ -281,11 +299,12 @@ class _Exchange:
                 self._unused(self._sent[index], window, self._in_use.pop((index, window), None))
             elif frame.kind == Kind.FILE_DONE:
                 self._sent[SUMS.unpack_from(frame.body)[0]].finish(frame.body)
-            elif frame.kind == Kind.DONE:
-                self._done = True
-            elif frame.kind == Kind.FAILED:
-                self._failure = unpack_error(frame.body)
-            self._changed.notify_all()
+            else:
+                if frame.kind == Kind.DONE:
+                    self._done = True
+                elif frame.kind == Kind.FAILED:
+                    self._failure = unpack_error(frame.body)
+                self._changed.notify_all()  # and not before: who waits for the end only takes time to see that it is not
         if frame.kind == Kind.FAILED:
             self._halt.set()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import select
 import subprocess
 import threading
 import time
@@ -18,11 +18,12 @@ from ..events import emit
 from ..options import SaverProcess
 from .faults import unpack_event
 from .process import spawn
-from .wire import Channel, Frame, Kind, pack
+from .wire import Channel, Frame, Kind, pack, unpack
 
 __all__ = ["Handed", "Link", "Listener"]
 
 _TICK_S = 0.25
+_PROBE_BYTES = 16
 _START_S = 60.0
 _REAP_S = 5.0
 _ENDED = "the saver process has ended"
@@ -65,6 +66,9 @@ class Link:
         """Done when it is ready to write; ``SaverLost`` if it never was."""
         self.lost: str | None = None
         self.pid: int | None = None
+        self.reads_memory = False
+        """Whether the system lets it read that of this process; known once it is up."""
+        self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
         self._options = options
         self._lock = threading.Lock()
         self._requests: dict[int, Listener] = {}
@@ -170,6 +174,7 @@ class Link:
                     "io_priority": options.io_priority,
                     "affinity": None if options.affinity is None else sorted(options.affinity),
                     "rate_bytes_per_s": options.rate_bytes_per_s,
+                    "probe": [ctypes.addressof(self._probe), self._probe.raw],
                 }),
             )  # fmt: skip
             reason = self._listen()
@@ -183,19 +188,20 @@ class Link:
     def _listen(self) -> str:
         """Until the process is gone, silent, or not wanted any more; returns why."""
         assert self._channel is not None
-        poll = select.poll()
-        poll.register(self._channel.socket, select.POLLIN)
+        self._channel.tick(_TICK_S)
         started = time.monotonic()
-        silent = 0
+        silent, gone = 0, False
         while True:
-            if not poll.poll(_TICK_S * 1000):
-                silent += 1  # counted, not measured: a machine that slept is no reason
-                if self._has_ended() and not poll.poll(0):  # forked workers of the trainer may keep the socket open
+            try:
+                frames = self._channel.receive()
+            except TimeoutError:
+                if gone:  # and has said nothing more: forked workers of the trainer may keep the socket open
                     return self._killed or _ENDED
+                gone = self._has_ended()
+                silent += 1  # counted, not measured: a machine that slept is no reason
                 if silent * _TICK_S >= self._options.silence_s and self.up.done():
                     return f"the saver process did not answer for {self._options.silence_s:g} s and was killed"
             else:
-                frames = self._channel.receive()
                 if frames is None:
                     return self._killed or _ENDED
                 silent = 0
@@ -222,6 +228,7 @@ class Link:
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == Kind.UP:
+            self.reads_memory = unpack(frame.body)["reads_memory"]
             self.up.set_result(None)
         elif frame.kind == Kind.EVENT:
             emit(unpack_event(frame.body))

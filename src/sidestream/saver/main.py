@@ -12,6 +12,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 import traceback
 from contextlib import suppress
 from mmap import MAP_POPULATE, MAP_SHARED, mmap
@@ -21,6 +22,7 @@ from ..events import Event, observe
 from ..format.checksum import CRC_ENGINE
 from ..options import StorePolicy
 from ..storage import Store, Where, locate_run
+from .copying import Copier, read_memory
 from .faults import pack_event
 from .wire import Channel, Frame, Kind, pack, unpack
 from .work import READY, UNUSED, Rate, Request
@@ -28,6 +30,7 @@ from .work import READY, UNUSED, Rate, Request
 __all__ = ["main"]
 
 _BEAT_S = 1.0
+_GATHER_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -42,7 +45,7 @@ def main(descriptor: int, trainer: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        _Saver(channel).serve()
+        _Saver(channel, trainer).serve()
     except BrokenPipeError:
         pass  # the trainer is gone
     except BaseException:  # the edge of the process: the trainer sees it end, whoever looks at stderr sees why
@@ -61,8 +64,10 @@ def _die_with(trainer: int) -> None:
 
 
 class _Saver:
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, trainer: int) -> None:
         self._channel = channel
+        self._trainer = trainer
+        self._copier = Copier(trainer, self._answer)
         self._memories: dict[int, mmap] = {}
         self._requests: dict[int, Request] = {}
         self._rate = Rate(None)
@@ -84,13 +89,17 @@ class _Saver:
             self._memories.pop(frame.number, None)
         elif frame.kind == Kind.WRITE:
             self._begin(frame)
+        elif frame.kind == Kind.FILL:
+            self._copier.fill(frame.number, frame.body, self._memories)
+        elif frame.kind == Kind.CANCEL and self._copier.cancel(frame.number):
+            """It is answered when nothing is copied any more."""
         else:
             request = self._requests.get(frame.number)
             if request is not None:
                 request.handle(frame, self._memories)
             elif frame.kind == Kind.READY:  # it has failed, and this comes too late
-                file, window, *_ = READY.unpack(frame.body)
-                self._later(Kind.UNUSED, frame.number, UNUSED.pack(file, window))
+                for file, window, *_ in READY.iter_unpack(frame.body):
+                    self._later(Kind.UNUSED, frame.number, UNUSED.pack(file, window))
 
     def _set_up(self, asked: dict[str, Any]) -> None:
         """Before any thread is started: on Linux these are properties of threads, and inherited."""
@@ -105,17 +114,35 @@ class _Saver:
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write(_OOM_SCORE)  # where memory is short, the trainer is worth more
         self._rate = Rate(asked["rate_bytes_per_s"])
-        self._channel.send(Kind.UP, 0, pack({"pid": os.getpid(), "crc": CRC_ENGINE}))
+        about = {"pid": os.getpid(), "crc": CRC_ENGINE, "reads_memory": self._reads_memory(*asked["probe"])}
+        self._channel.send(Kind.UP, 0, pack(about))
         threading.Thread(target=self._beat, name="sidestream-beat", daemon=True).start()
 
+    def _reads_memory(self, address: int, expected: bytes) -> bool:
+        """Whether the system lets this process read the trainer's: some security modules do not."""
+        found = ctypes.create_string_buffer(len(expected))
+        try:
+            read_memory(self._trainer, address, ctypes.addressof(found), len(expected))
+        except (OSError, AttributeError):
+            return False
+        return found.raw == expected
+
     def _beat(self) -> None:
-        """Also sends what finalizers left here, which must not block."""
+        """Also sends what finalizers left here, which must not block, and what need not be told one by one: each time
+        that the trainer is woken up costs it more than what it is told."""
         with suppress(OSError):
             while True:
-                try:
-                    self._channel.send(*self._outbox.get(timeout=_BEAT_S))
-                except queue.Empty:
-                    self._channel.send(Kind.BEAT)
+                frames = []
+                with suppress(queue.Empty):
+                    frames.append(self._outbox.get(timeout=_BEAT_S))
+                    time.sleep(_GATHER_S)
+                    while True:
+                        frames.append(self._outbox.get_nowait())
+                self._channel.send_all(frames or [(Kind.BEAT, 0, b"")])
+
+    def _answer(self, kind: Kind, number: int, body: bytes) -> None:
+        with suppress(OSError):  # the trainer is gone: the thread that reads hears of it too, and ends this process
+            self._channel.send(kind, number, body)
 
     def _later(self, kind: Kind, number: int, body: bytes) -> None:
         self._outbox.put((kind, number, body))

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ class Kind(IntEnum):
     READY = 7
     END = 8
     CANCEL = 9
+    FILL = 10
     # from the saver
     UP = 20
     BEAT = 21
@@ -44,6 +45,8 @@ class Kind(IntEnum):
     DONE = 24
     FAILED = 25
     EVENT = 26
+    FILLED = 27
+    UNFILLED = 28
 
 
 class Frame(NamedTuple):
@@ -62,6 +65,12 @@ class Channel:
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
 
+    def send_all(self, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
+        """In one piece, so that the other end is woken up once."""
+        packed = b"".join(_HEAD.pack(kind, number, len(body)) + body for kind, number, body in frames)
+        with self._lock:
+            self.socket.sendall(packed)
+
     def send(self, kind: Kind, number: int = 0, body: bytes = b"", *, descriptor: int | None = None) -> None:
         """Blocks while the other end does not read. Raises ``OSError`` when it is gone."""
         head = _HEAD.pack(kind, number, len(body))
@@ -75,10 +84,18 @@ class Channel:
             if body:
                 self.socket.sendall(body)
 
+    def tick(self, seconds: float) -> None:
+        """From now on ``receive`` raises ``TimeoutError`` when nothing has come for so long."""
+        # By the system, not by Python, which would poll first, and have to get the GIL back twice for each read.
+        parts = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, parts)
+
     def receive(self) -> list[Frame] | None:
         """Block for what comes next; None when the other end is gone. Whoever gets a descriptor owns it."""
         try:
             data, extra, _, _ = self.socket.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _DESCRIPTORS))
+        except BlockingIOError:
+            raise TimeoutError from None
         except ConnectionError:
             return None
         for level, kind, raw in extra:

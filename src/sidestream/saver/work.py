@@ -132,8 +132,8 @@ class Request:
 
     def handle(self, frame: Frame, memories: dict[int, mmap]) -> None:
         if frame.kind == Kind.READY:
-            file, window, memory, start, _ = READY.unpack(frame.body)
-            self._images[file][window].arrive(memories[memory], start)
+            for file, window, memory, start, _ in READY.iter_unpack(frame.body):
+                self._images[file][window].arrive(memories[memory], start)
         elif frame.kind == Kind.CANCEL:
             self._stop.set()
             self._files.put(None)

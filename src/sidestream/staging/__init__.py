@@ -7,6 +7,7 @@ from .capture import Captured, capture
 from .composite import Composite, Sharding
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
+from .fill import Filler, Piece
 from .future import StagingFuture
 from .host import HostEngine
 from .image import Copy, ImageLayout, StagedImage
@@ -26,9 +27,11 @@ __all__ = [
     "CudaDriver",
     "DeviceEngine",
     "Driver",
+    "Filler",
     "HostEngine",
     "ImageLayout",
     "Lease",
+    "Piece",
     "PlanCache",
     "Sharding",
     "StageMode",

@@ -48,6 +48,7 @@ class StagedImage:
         self._changed = threading.Condition()
         self._lease: Lease | None = None
         self._filled = -1
+        self._wanted = 0  # the reader waits for so many bytes
         self._error: BaseException | None = None
         self._writers = 0
         self._released = False
@@ -83,7 +84,8 @@ class StagedImage:
         """All copies that lie below offset ``filled`` have ended."""
         with self._changed:
             self._filled = filled
-            self._changed.notify_all()
+            if filled >= self._wanted:  # a thread that is woken up in vain makes the loop slower
+                self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
@@ -99,6 +101,7 @@ class StagedImage:
         ``Closed`` once ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
+            self._wanted = end
             while self._filled < end:
                 stop.check()
                 if self._error is not None:
@@ -116,6 +119,11 @@ class StagedImage:
             f"no {self.nbytes} bytes of staging memory became free within {deadline.timeout_s:g} s: "
             "release() staged state dicts, or raise budget_bytes="
         )
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can be had without waiting."""
+        return self._filled >= self.nbytes
 
     @property
     def staged_bytes(self) -> int:

@@ -13,6 +13,7 @@ from .._threads import Deadline, Stop
 from ..errors import Closed, SidestreamError, Skipped, without_frames
 from .capture import Captured
 from .device import DeviceStage
+from .fill import Filler
 from .future import StagingFuture
 from .image import ImageLayout, StagedImage
 from .pace import Pace
@@ -62,6 +63,8 @@ class Staging(Generic[P]):
         self.copied: StagingFuture[None] = StagingFuture(outcome)
         self.free: StagingFuture[None] = StagingFuture(self.copied)
         self.stop = Stop()
+        self.filler: Filler | None = None
+        """Who fills images in place of the stager, as long as that works."""
         self.waiting = False
         """Whether it is waiting for memory right now."""
         self.then: Callable[[], None] = _nothing

@@ -7,14 +7,15 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -36,6 +37,7 @@ from .capture import Captured, capture
 from .device import DeviceEngine, StageMode
 from .driver import driver_for
 from .fence import Forecast, guard, hold_back
+from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
 from .image import Copy, ImageLayout, StagedImage
@@ -48,6 +50,7 @@ from .tree import StagedState, StagePlan, plan_stage
 __all__ = ["AsyncStager"]
 
 P = TypeVar("P", bound=Laid)
+_Image: TypeAlias = tuple[ImageLayout, StagedImage]
 _IS_CPU = attrgetter("is_cpu")
 
 
@@ -207,14 +210,21 @@ class AsyncStager:
         self._arena.share()
 
     def launch(
-        self, captured: Captured, lay_out: Callable[[Captured], P], deadline: Deadline, wait_streams: Sequence[Any] = ()
+        self,
+        captured: Captured,
+        lay_out: Callable[[Captured], P],
+        deadline: Deadline,
+        wait_streams: Sequence[Any] = (),
+        *,
+        filler: Filler | None = None,
     ) -> Staging[P]:
         """Launch the filling of the images that ``lay_out`` plans, in order; it is called in the stager's thread.
 
         Memory is leased image by image, so that a state larger than the budget passes through if earlier images are
-        released as they are read. Whoever reads them calls ``settle()`` when it is ready to.
+        released as they are read. Whoever reads them calls ``settle()`` when it is ready to. Where this process would
+        copy host memory without being waited for, and at its full speed, ``filler`` does it.
         """
-        staging = self._launch(captured, lay_out, deadline, wait_streams, lambda _: None)
+        staging = self._launch(captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler)
         self._ledger.track(staging.copied)
         return staging
 
@@ -317,6 +327,7 @@ class AsyncStager:
         wait_streams: Sequence[Any],
         then: Callable[[Staging[P]], None],
         outcome: StagingFuture[Any] | None = None,
+        filler: Filler | None = None,
     ) -> Staging[P]:
         self._check_usable()
         on_device = self._split(captured.tensors)
@@ -334,6 +345,8 @@ class AsyncStager:
         pace = Pace(self._bytes_per_second)
         staging: Staging[P] = Staging(captured, deadline, pace, device=stage, host=host, outcome=outcome)
         staging.then = partial(self._ended, staging, then)
+        if stage is None and self._mode != "snapshot" and self._bytes_per_second is None:
+            staging.filler = filler
         if stage is not None and self._device is not None and not staging.reads_later:
             self._device.watch_ready(stage, staging.freed)
         try:
@@ -390,16 +403,58 @@ class AsyncStager:
         if staging.device is not None and self._device is not None:
             self._device.lease_scratch(staging.device, partial(self._lease, staging))
         rest = sum(layout.nbytes for layout in plan.images)
-        for layout, image in zip(plan.images, staging.images, strict=True):
-            rest -= layout.nbytes
-            image.begin(self._lease(staging, layout.nbytes, rest))
+        left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
+        while left:
+            batch: list[_Image] = []
             try:
-                self._fill_image(staging, layout, image)
+                for layout, image, lease in self._leases(staging, left, rest):
+                    image.begin(lease)
+                    batch.append((layout, image))
+                    rest -= layout.nbytes
+                if not self._filled_elsewhere(staging, batch):
+                    for layout, image in batch:
+                        self._fill_image(staging, layout, image)
             except BaseException as error:
-                image.fail(error)  # before finish(), which takes an image without an error for a filled one
+                for _, image in batch:
+                    image.fail(error)  # before finish(), which takes an image without an error for a filled one
                 raise
             finally:
-                image.finish()
+                for _, image in batch:
+                    image.finish()
+
+    def _leases(
+        self, staging: Staging[Any], left: deque[_Image], rest: int
+    ) -> Iterator[tuple[ImageLayout, StagedImage, Lease]]:
+        """Memory for what is filled next, ``rest`` bytes with all that follows: one image, or where somebody else fills
+        them, as many as make it worth the asking and find memory at once."""
+        room = 0 if staging.filler is None else BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
+        first = True
+        while left and (first or room >= left[0][0].nbytes):
+            nbytes = left[0][0].nbytes
+            rest -= nbytes
+            try:
+                lease = self._lease(staging, nbytes, rest, at_once=not first)
+            except ArenaExhausted:
+                if first:
+                    raise
+                return
+            room -= nbytes
+            first = False
+            yield (*left.popleft(), lease)
+
+    def _filled_elsewhere(self, staging: Staging[Any], batch: Sequence[_Image]) -> bool:
+        """Whether the images have been filled without the time of this process."""
+        if staging.filler is None:
+            return False
+        images = [(layout, image.lease()) for layout, image in batch]
+        pieces = pieces_of(images)
+        if pieces is None:
+            return False
+        if not staging.filler.fill(pieces, deadline=staging.deadline, stop=staging.stop):
+            staging.filler = None
+            return False
+        check_sources(images, pieces)
+        return True
 
     def _check_room(self, staging: Staging[Any], images: Sequence[int]) -> None:
         """Refuse what never fits, and what ``when_full`` says."""
@@ -421,9 +476,9 @@ class AsyncStager:
             "choose another when_full="
         )
 
-    def _lease(self, staging: Staging[Any], nbytes: int, more_bytes: int = 0) -> Lease:
+    def _lease(self, staging: Staging[Any], nbytes: int, more_bytes: int = 0, *, at_once: bool = False) -> Lease:
         # What is free may be in pieces: policies that do not wait do not wait for the first image either.
-        at_once = self._when_full in ("skip", "fail") and not staging.committed
+        at_once = at_once or (self._when_full in ("skip", "fail") and not staging.committed)
         deadline = Deadline.after(0.0) if at_once else staging.deadline
         staging.waiting = True
         try:
