@@ -50,6 +50,8 @@ from .options import (
 from .pending import PendingSave, SaveWork
 from .plan.metadata import encode_metadata
 from .plan.objects import allowed_types
+from .plan.save import plan_save
+from .plan.values import copy_value
 from .ranks import GroupChoice, Member, Operation, group_of
 from .runs.choosing import Wish, choose
 from .runs.health import Health
@@ -64,7 +66,7 @@ from .runs.upkeep import Upkeep
 from .runs.watching import Watch
 from .saver.client import choose_saver
 from .saving import start_save, start_together
-from .staging import AsyncStager
+from .staging import AsyncStager, capture
 from .staging.arena import Backing
 from .storage import Location, Where, locate_run
 from .verifying import VerifyReport, verify_at
@@ -159,8 +161,9 @@ class Checkpointer:
     # --- saving ---
 
     async def prewarm(self, state: Mapping[str, Any] | int | None = None) -> None:
-        """Do now what the first save would have to: start the saver process, if there is one, and map staging memory
-        for ``state`` (or so many bytes). Nothing is copied. Raises ``SaverLost``, ``ArenaExhausted``.
+        """Do now what the first save would have to: start the saver process, if there is one, map staging memory for
+        ``state`` (or so many bytes), and, in a run of one process, plan. Nothing is copied. Raises ``SaverLost``,
+        ``ArenaExhausted``, and what a save of ``state`` would raise because of what is in it.
 
         Cancelling it leaves what has been done by then.
         """
@@ -172,8 +175,16 @@ class Checkpointer:
             await self._saver.up(deadline)
         if state is not None and isinstance(self._stager, AsyncStager):
             await self._stager.prewarm(state)
+            if not isinstance(state, int) and self._together() is None:
+                await self._plan(self._stager, state, deadline)
             if self._saver is not None:
                 await self._saver.hand(self._stager.shared_memory(), deadline)
+
+    @staticmethod
+    async def _plan(stager: AsyncStager, state: Mapping[str, Any], deadline: Deadline) -> None:
+        captured = capture(state, copy_value)
+        if not captured.sharded:  # or it takes a group to plan
+            await io_threads().run(plan_save, stager.plans, stager.budget_bytes, captured, deadline=deadline)
 
     async def save(
         self,

@@ -15,7 +15,16 @@ import torch.distributed.checkpoint as dcp
 from states import assert_same, model_and_optimizer
 
 import sidestream
-from sidestream.errors import CheckpointNotFound, Closed, Conflict, Corrupt, ForkedProcess, InvalidOption, WrongLoop
+from sidestream.errors import (
+    CheckpointNotFound,
+    Closed,
+    Conflict,
+    Corrupt,
+    ForkedProcess,
+    InvalidOption,
+    UnsafeObject,
+    WrongLoop,
+)
 
 
 async def test_save_and_restore_the_newest(tmp_path: Path) -> None:
@@ -222,3 +231,17 @@ async def test_after_a_fork(tmp_path: Path) -> None:
         assert staged["t"].tolist() == [1.0] * 10
         assert stager.statistics().leases == 1
         staged.release()
+
+
+async def test_prewarm_plans(tmp_path: Path) -> None:
+    """What the first save would have to plan is known, and a state that cannot be saved is refused."""
+    state = {"w": torch.ones(300, 7), "rows": [torch.ones(5), torch.zeros(3)], "lr": 0.1}
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await checkpoints.prewarm(state)
+        assert isinstance(checkpoints._stager, sidestream.AsyncStager)
+        assert checkpoints._stager.plans.made == 1
+        await (await checkpoints.save(state, step=1))
+        assert checkpoints._stager.plans.made == 1
+        with pytest.raises(UnsafeObject):
+            await checkpoints.prewarm({"w": object()})
+        assert await checkpoints.steps() == [1]

@@ -39,6 +39,7 @@ def _no_saver_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     while left := _descriptors() - before:
         assert time.monotonic() < end, f"left open: {sorted(left)}"
         time.sleep(0.01)
+        gc.collect()  # an error that a test raised refers to its frame, and a thread may have held both until now
 
 
 def _descriptors() -> set[tuple[str, str]]:

@@ -304,7 +304,7 @@ class _Exchange:
                     self._done = True
                 elif frame.kind == Kind.FAILED:
                     self._failure = unpack_error(frame.body)
-                self._changed.notify_all()  # and not before: who waits for the end only takes time to see that it is not
+                self._changed.notify_all()  # not before: whoever waits for the end is not to be woken up in vain
         if frame.kind == Kind.FAILED:
             self._halt.set()
 

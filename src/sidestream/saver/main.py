@@ -8,11 +8,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import queue
 import signal
 import socket
 import threading
-import time
 import traceback
 from contextlib import suppress
 from mmap import MAP_POPULATE, MAP_SHARED, mmap
@@ -24,7 +22,7 @@ from ..options import StorePolicy
 from ..storage import Store, Where, locate_run
 from .copying import Copier, read_memory
 from .faults import pack_event
-from .wire import Channel, Frame, Kind, pack, unpack
+from .wire import Channel, Frame, Kind, Outbox, pack, unpack
 from .work import READY, UNUSED, Rate, Request
 
 __all__ = ["main"]
@@ -66,12 +64,12 @@ def _die_with(trainer: int) -> None:
 class _Saver:
     def __init__(self, channel: Channel, trainer: int) -> None:
         self._channel = channel
+        self._outbox = Outbox(channel)
         self._trainer = trainer
         self._copier = Copier(trainer, self._answer)
         self._memories: dict[int, mmap] = {}
         self._requests: dict[int, Request] = {}
         self._rate = Rate(None)
-        self._outbox: queue.SimpleQueue[tuple[Kind, int, bytes]] = queue.SimpleQueue()
 
     def serve(self) -> None:
         logging.getLogger("sidestream").addHandler(logging.NullHandler())  # the trainer logs what it is told
@@ -99,7 +97,7 @@ class _Saver:
                 request.handle(frame, self._memories)
             elif frame.kind == Kind.READY:  # it has failed, and this comes too late
                 for file, window, *_ in READY.iter_unpack(frame.body):
-                    self._later(Kind.UNUSED, frame.number, UNUSED.pack(file, window))
+                    self._outbox.later(Kind.UNUSED, frame.number, UNUSED.pack(file, window))
 
     def _set_up(self, asked: dict[str, Any]) -> None:
         """Before any thread is started: on Linux these are properties of threads, and inherited."""
@@ -115,7 +113,7 @@ class _Saver:
             file.write(_OOM_SCORE)  # where memory is short, the trainer is worth more
         self._rate = Rate(asked["rate_bytes_per_s"])
         about = {"pid": os.getpid(), "crc": CRC_ENGINE, "reads_memory": self._reads_memory(*asked["probe"])}
-        self._channel.send(Kind.UP, 0, pack(about))
+        self._outbox.now(Kind.UP, 0, pack(about))
         threading.Thread(target=self._beat, name="sidestream-beat", daemon=True).start()
 
     def _reads_memory(self, address: int, expected: bytes) -> bool:
@@ -128,24 +126,14 @@ class _Saver:
         return found.raw == expected
 
     def _beat(self) -> None:
-        """Also sends what finalizers left here, which must not block, and what need not be told one by one: each time
-        that the trainer is woken up costs it more than what it is told."""
         with suppress(OSError):
             while True:
-                frames = []
-                with suppress(queue.Empty):
-                    frames.append(self._outbox.get(timeout=_BEAT_S))
-                    time.sleep(_GATHER_S)
-                    while True:
-                        frames.append(self._outbox.get_nowait())
-                self._channel.send_all(frames or [(Kind.BEAT, 0, b"")])
+                if not self._outbox.send_what_waits(_BEAT_S, _GATHER_S):
+                    self._outbox.now(Kind.BEAT, 0)
 
     def _answer(self, kind: Kind, number: int, body: bytes) -> None:
         with suppress(OSError):  # the trainer is gone: the thread that reads hears of it too, and ends this process
-            self._channel.send(kind, number, body)
-
-    def _later(self, kind: Kind, number: int, body: bytes) -> None:
-        self._outbox.put((kind, number, body))
+            self._outbox.now(kind, number, body)
 
     def _map(self, frame: Frame) -> None:
         assert frame.descriptor is not None
@@ -164,8 +152,7 @@ class _Saver:
             number,
             asked,
             lambda: self._store(asked["address"]),
-            self._channel,
-            self._later,
+            self._outbox,
             self._rate,
             self._ended,
         )
@@ -183,4 +170,4 @@ class _Saver:
     def _tell(self, event: Event) -> None:
         packed = pack_event(event)
         if packed is not None:
-            self._later(Kind.EVENT, 0, packed)
+            self._outbox.later(Kind.EVENT, 0, packed)

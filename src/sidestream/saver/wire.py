@@ -8,15 +8,18 @@ from __future__ import annotations
 import array
 import base64
 import json
+import queue
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = ["Channel", "Frame", "Kind", "Unsendable", "pack", "unpack"]
+__all__ = ["Channel", "Frame", "Kind", "Outbox", "Unsendable", "pack", "unpack"]
 
 _HEAD = struct.Struct("<BQQ")  # kind, number, bytes of the body
 _READ_BYTES = 256 << 10
@@ -124,6 +127,46 @@ class Channel:
 
     def close(self) -> None:
         self.socket.close()
+
+
+class Outbox:
+    """What goes to the other end at once, and what can wait: each time that the trainer is woken up costs it more than
+    what it is told."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._frames: queue.SimpleQueue[tuple[Kind, int, bytes]] = queue.SimpleQueue()
+        self._there: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def later(self, kind: Kind, number: int, body: bytes) -> None:
+        """Also for finalizers: it neither blocks nor takes a lock."""
+        self._frames.put((kind, number, body))
+        self._there.put(None)
+
+    def now(self, kind: Kind, number: int, body: bytes = b"") -> None:
+        """After what has been left here, and with it. Raises ``OSError`` when the other end is gone."""
+        self._send([(kind, number, body)])
+
+    def send_what_waits(self, timeout_s: float, gather_s: float) -> bool:
+        """Wait for something, and some more for what comes with it. False if nothing was sent. Raises ``OSError``."""
+        with suppress(queue.Empty):
+            self._there.get(timeout=timeout_s)
+            time.sleep(gather_s)
+            while True:
+                self._there.get_nowait()
+        return self._send([])
+
+    def _send(self, last: list[tuple[Kind, int, bytes]]) -> bool:
+        with self._lock:
+            frames: list[tuple[Kind, int, bytes]] = []
+            with suppress(queue.Empty):
+                while True:
+                    frames.append(self._frames.get_nowait())
+            frames += last
+            if frames:
+                self._channel.send_all(frames)
+            return bool(frames)
 
 
 class Unsendable(Exception):

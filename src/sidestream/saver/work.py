@@ -20,7 +20,7 @@ from ..options import Durability
 from ..storage import Body, Store
 from .body import BytesBody, ShardBody
 from .faults import pack_error
-from .wire import Channel, Frame, Kind, unpack
+from .wire import Frame, Kind, Outbox, unpack
 
 __all__ = ["READY", "Rate", "Request", "name_and_rest"]
 
@@ -107,8 +107,7 @@ class Request:
         number: int,
         asked: dict[str, Any],
         store: Callable[[], Store],
-        channel: Channel,
-        later: Callable[[Kind, int, bytes], None],
+        outbox: Outbox,
         rate: Rate,
         ended: Callable[[int], None],
     ) -> None:
@@ -116,8 +115,7 @@ class Request:
         self._order = _Order(asked["attempt"], asked["target"], asked["durability"], deadline)
         self._number = number
         self._store = store
-        self._channel = channel
-        self._later = later
+        self._outbox = outbox
         self._rate = rate
         self._ended = ended
         self._stop = Stop()
@@ -159,7 +157,7 @@ class Request:
         return name, ShardBody(layout, images, digest)
 
     def _unused(self, file: int, window: int) -> Callable[[], None]:
-        packed, number, later = UNUSED.pack(file, window), self._number, self._later
+        packed, number, later = UNUSED.pack(file, window), self._number, self._outbox.later
         return lambda: later(Kind.UNUSED, number, packed)  # wherever the last reference dies
 
     # --- the thread that writes ---
@@ -179,7 +177,7 @@ class Request:
 
     def _say(self, kind: Kind, body: bytes) -> None:
         try:
-            self._channel.send(kind, self._number, body)
+            self._outbox.now(kind, self._number, body)
         except OSError:
             """The trainer is gone: the thread that reads hears of it too, and ends this process."""
 
@@ -210,7 +208,7 @@ class Request:
             yield item
             crcs, digests = pack_sums(item[1].sums) if isinstance(item[1], ShardBody) else (b"", b"")
             del item
-            self._channel.send(Kind.FILE_DONE, self._number, SUMS.pack(file, len(crcs)) + crcs + digests)
+            self._outbox.now(Kind.FILE_DONE, self._number, SUMS.pack(file, len(crcs)) + crcs + digests)
 
     def _next(self) -> tuple[str, Body] | None:
         try:

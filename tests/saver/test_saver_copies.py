@@ -1,0 +1,267 @@
+"""Host memory that the saver process copies: what it reads, when it lets go, and who copies when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from states import assert_same
+
+import sidestream
+from sidestream._threads import Deadline, Stop
+from sidestream.errors import Closed, UnsupportedTensor
+from sidestream.options import SaverProcess
+from sidestream.plan.save import plan_save
+from sidestream.plan.values import copy_value
+from sidestream.saver.client import saver_process
+from sidestream.saver.filling import LinkFiller
+from sidestream.staging import AsyncStager, Piece, Staging, capture
+
+Until = Callable[[Callable[[], bool]], None]
+Children = Callable[[], list[int]]
+MIB = 1 << 20
+
+
+def state_of(value: float) -> dict[str, object]:
+    torch.manual_seed(5)
+    base = torch.randn(3000, 700) + value
+    return {
+        "plain": base,
+        "tail": base.view(-1)[1_000_001:],  # the same memory, from within
+        "transposed": base.t(),
+        "large": torch.arange(11 * MIB, dtype=torch.float32),  # several of its pieces, and several windows
+        "small": [torch.full((number,), value) for number in range(1, 40)],
+        "scalar": torch.tensor(value),
+        "empty": torch.zeros(0, 3),
+        "bytes": torch.arange(2 * MIB + 3).to(torch.uint8),
+        "value": value,
+    }
+
+
+async def back(url: Path) -> object:
+    return await (await sidestream.open_checkpoint(url)).state_dict()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
+    """What the process was asked to copy, and whether it did; None as long as it is at it."""
+    answers: list[bool | None] = []
+    fill = LinkFiller.fill
+
+    def noted(self: LinkFiller, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
+        number = len(answers)
+        answers.append(None)
+        answers[number] = fill(self, pieces, deadline=deadline, stop=stop)
+        return bool(answers[number])
+
+    monkeypatch.setattr(LinkFiller, "fill", noted)
+    return answers
+
+
+async def up(options: SaverProcess | None = None) -> None:
+    await saver_process(options or SaverProcess()).up(Deadline.after(60))
+
+
+async def test_it_copies_what_lies_in_rows(tmp_path: Path, asked: list[bool | None]) -> None:
+    await up()
+    state = state_of(1.0)
+    async with AsyncStager(backing="shared") as stager:
+        await sidestream.save(state, tmp_path / "c", saver="process", stager=stager)
+        assert stager.statistics().leased_bytes == 0
+    assert asked
+    assert set(asked) == {True}
+    assert_same(state, await back(tmp_path / "c"))
+    assert (await sidestream.verify(tmp_path / "c")).ok
+
+
+@pytest.mark.parametrize("budget_mib", [6, 24, 200])
+async def test_within_any_budget(budget_mib: int, tmp_path: Path, asked: list[bool | None]) -> None:
+    await up()
+    state = state_of(2.0)
+    async with AsyncStager(budget_bytes=budget_mib * MIB) as stager:
+        await sidestream.save(state, tmp_path / "c", saver="process", stager=stager)
+        assert stager.statistics().peak_leased_bytes <= budget_mib * MIB
+    assert set(asked) == {True}
+    assert_same(state, await back(tmp_path / "c"))
+
+
+async def test_the_sources_may_change_once_it_has_copied(tmp_path: Path, asked: list[bool | None]) -> None:
+    await up()
+    state = {"w": torch.ones(8 * MIB), "v": torch.ones(MIB)}
+    pending = sidestream.async_save(state, tmp_path / "c", saver=SaverProcess())
+    await pending.staged
+    for tensor in state.values():
+        tensor.zero_()
+    await pending
+    assert set(asked) == {True}
+    assert_same({"w": torch.ones(8 * MIB), "v": torch.ones(MIB)}, await back(tmp_path / "c"))
+
+
+async def test_one_that_is_not_up_is_not_waited_for(tmp_path: Path, asked: list[bool | None]) -> None:
+    assert saver_process(SaverProcess()).filler() is None
+    await sidestream.save(state_of(1.0), tmp_path / "c", saver="process")
+    assert asked == []
+
+
+async def test_one_that_the_system_does_not_let_read(tmp_path: Path, asked: list[bool | None]) -> None:
+    saver = saver_process(SaverProcess())
+    await up()
+    assert saver._current().reads_memory
+    saver._current().reads_memory = False
+    await sidestream.save(state_of(1.0), tmp_path / "c", saver="process")
+    assert asked == []
+    assert_same(state_of(1.0), await back(tmp_path / "c"))
+
+
+async def test_paced_and_snapshot_stages_are_copied_here(tmp_path: Path, asked: list[bool | None]) -> None:
+    await up()
+    for name, options in {"paced": {"max_bytes_per_second": 1e9}, "snapshot": {"mode": "snapshot"}}.items():
+        async with AsyncStager(**options) as stager:  # type: ignore[arg-type]
+            await sidestream.save(state_of(1.0), tmp_path / name, saver="process", stager=stager)
+    assert asked == []
+
+
+async def test_one_that_is_killed_while_it_copies(tmp_path: Path, asked: list[bool | None], children: Children) -> None:
+    await up()
+    (pid,) = children()
+    os.kill(pid, signal.SIGSTOP)
+    pending = sidestream.async_save(state_of(3.0), tmp_path / "c", saver="process")
+    async with asyncio.timeout(60):
+        while not asked:
+            await asyncio.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    await pending
+    assert asked == [False], "from then on the trainer copies"
+    assert_same(state_of(3.0), await back(tmp_path / "c"))
+
+
+async def test_one_that_is_stopped_while_it_copies_and_a_cancel(
+    tmp_path: Path, asked: list[bool | None], children: Children, until: Until
+) -> None:
+    """Memory comes back when the process cannot write into it any more: it is gone."""
+    saver = SaverProcess(silence_s=3600)
+    await up(saver)
+    (pid,) = children()
+    os.kill(pid, signal.SIGSTOP)
+    async with AsyncStager(backing="shared") as stager:
+        pending = sidestream.async_save(state_of(3.0), tmp_path / "c", saver=saver, stager=stager)
+        async with asyncio.timeout(60):
+            while not asked:
+                await asyncio.sleep(0.01)
+        pending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending
+        await pending.ended()
+        assert pid not in children()
+        until(lambda: stager.statistics().leased_bytes == 0)
+        assert list(tmp_path.iterdir()) == []
+        await sidestream.save(state_of(4.0), tmp_path / "c", saver=saver, stager=stager)
+    assert_same(state_of(4.0), await back(tmp_path / "c"))
+
+
+async def test_a_source_that_it_cannot_read(children: Children) -> None:
+    """Whoever asked is told, nothing else happens, and the process goes on."""
+    await up()
+    saver = saver_process(SaverProcess())
+    filler, source = saver.filler(), torch.arange(5 * MIB, dtype=torch.float32)
+    assert filler is not None
+    async with AsyncStager(backing="shared") as stager:
+        staged = await stager.stage({"t": torch.zeros(6 * MIB)})
+        target = staged["t"]
+        (memory,) = stager.shared_memory()
+        start = target.data_ptr() - ctypes.addressof(ctypes.c_char.from_buffer(memory))  # type: ignore[call-overload]
+        good = Piece(memory, source.data_ptr(), start, source.nbytes)
+        bad = Piece(memory, 16, start + source.nbytes, 4096)
+
+        def fill(*pieces: Piece) -> bool:
+            return filler.fill(pieces, deadline=Deadline.after(60), stop=Stop())
+
+        assert await asyncio.to_thread(fill, good)
+        assert torch.equal(target[: 5 * MIB], source)
+        assert not await asyncio.to_thread(fill, good, bad)
+        assert not target[5 * MIB :].any()
+        assert await asyncio.to_thread(fill)
+        del target
+        staged.release()
+    assert len(children()) == 1
+    assert saver.filler() is not None
+
+
+class Moving:
+    """A filler of this process: copies, and does what it is told before it answers."""
+
+    def __init__(self, answer: Callable[[], bool]) -> None:
+        self.answer = answer
+        self.pieces: list[Piece] = []
+        self.threads: set[str] = set()
+
+    def fill(self, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
+        self.threads.add(threading.current_thread().name)
+        self.pieces += pieces
+        for piece in pieces:
+            target = ctypes.addressof(ctypes.c_char.from_buffer(piece.memory, piece.offset))  # type: ignore[call-overload]
+            ctypes.memmove(target, piece.address, piece.nbytes)
+        return self.answer()
+
+
+def launched(stager: AsyncStager, state: dict[str, object], filler: Moving) -> Staging[object]:
+    def lay_out(captured: object) -> object:
+        return plan_save(stager.plans, stager.budget_bytes, captured)  # type: ignore[arg-type]
+
+    deadline = Deadline.after(60)
+    return stager.launch(capture(state, copy_value), lay_out, deadline, filler=filler)  # type: ignore[arg-type,type-var]
+
+
+async def test_when_nobody_else_copies_the_stager_does() -> None:
+    tensors = [torch.full((4 * MIB,), float(number)) for number in range(8)]
+    async with AsyncStager(backing="shared") as stager:
+        filler = Moving(lambda: False)
+        staging = launched(stager, {f"t{number}": tensor for number, tensor in enumerate(tensors)}, filler)
+        await staging.copied
+        assert 0 < len(filler.pieces) < 8, "it was asked once"
+        content = b"".join(bytes(image.lease().view) for image in staging.images)
+        assert all(tensor.numpy().tobytes()[: 1 << 16] in content for tensor in tensors)
+        staging.release()
+
+
+async def test_a_source_that_moves_meanwhile_is_an_error() -> None:
+    moved = torch.ones(MIB)
+
+    def move() -> bool:
+        moved.untyped_storage().resize_(64 * MIB)
+        return True
+
+    async with AsyncStager(backing="shared") as stager:
+        staging = launched(stager, {"t": moved}, Moving(move))
+        with pytest.raises(UnsupportedTensor, match="resized"):
+            await staging.copied
+        staging.release()
+        assert stager.statistics().leased_bytes == 0
+
+
+async def test_what_it_raises_ends_the_stage_and_gives_memory_back() -> None:
+    def stop() -> bool:
+        raise Closed("stopped")
+
+    async with AsyncStager(backing="shared") as stager:
+        staging = launched(stager, {"t": torch.ones(MIB)}, Moving(stop))
+        with pytest.raises(Closed):
+            await staging.copied
+        staging.release()
+        assert stager.statistics().leased_bytes == 0
+
+
+async def test_small_tensors_are_not_worth_the_asking() -> None:
+    async with AsyncStager(backing="shared") as stager:
+        filler = Moving(lambda: True)
+        staging = launched(stager, {f"t{number}": torch.ones(64) for number in range(500)}, filler)
+        await staging.copied
+        assert filler.pieces == []
+        staging.release()
