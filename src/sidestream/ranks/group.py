@@ -26,6 +26,8 @@ Gathered: TypeAlias = "Future[Sequence[bytes]]"
 
 _STOP_S = 10.0
 """How long ranks that were told to stop have, before the verdict is given without them."""
+_LATER_S = VERDICT_GRACE_S / 3
+"""How long past its deadline a rank above 0 leaves the judgement to rank 0."""
 _REMEMBERED = 256
 _UNKNOWN = "unknown"  # how far rank 0 has come
 
@@ -312,6 +314,10 @@ class Hub(Group):
         operation = state.own
         if operation is None or state.closed or state.sealed or state.stopping:
             return
+        expires_at = operation.expires_at
+        if expires_at > time.monotonic():  # it was given more time
+            self._owner.post_at(expires_at, lambda: self._expire(state))
+            return
         step, missing = operation.step, set(range(self.world))
         for waited, parts in state.parts.items():
             step, missing = waited, set(range(self.world)) - set(parts)
@@ -364,8 +370,11 @@ class Spoke(Group):
         if self._lost is not None:
             self._judge_alone(operation, died(0, _UNKNOWN))
             return
-        late, number = operation.deadline.at + VERDICT_GRACE_S / 3, operation.number
-        self._owner.post_at(late, lambda: self._expire(number))
+        self._expire_later(operation)
+
+    def _expire_later(self, operation: Operation) -> None:
+        number = operation.number
+        self._owner.post_at(operation.expires_at + _LATER_S, lambda: self._expire(number))
 
     def _step(self, operation: Operation, exchange: Exchange) -> None:
         if operation.stopping:
@@ -415,10 +424,14 @@ class Spoke(Group):
     def _expire(self, number: int) -> None:
         """Rank 0 should have judged by now."""
         operation = self._operations.get(number)
-        if operation is not None:
-            limit = operation.deadline.timeout_s
-            text = f"it did not answer within timeout_s={limit:g}"
-            self._judge_alone(operation, RankFailure(0, _UNKNOWN, "DeadlineExceeded", text))
+        if operation is None:
+            return
+        if operation.expires_at + _LATER_S > time.monotonic():  # it was given more time
+            self._expire_later(operation)
+            return
+        limit = operation.deadline.timeout_s
+        text = f"it did not answer within timeout_s={limit:g}"
+        self._judge_alone(operation, RankFailure(0, _UNKNOWN, "DeadlineExceeded", text))
 
     def _judge_alone(self, operation: Operation, failure: RankFailure) -> None:
         self._close(operation)
