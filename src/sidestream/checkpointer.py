@@ -186,7 +186,9 @@ class Checkpointer:
         planner: Any = None,
     ) -> PendingSave:
         """Launch the copies of ``state`` and return; see ``async_save`` for the result. With ``overlap="wait"`` this
-        waits for a free slot first, with the other policies for nothing but the listing of the run.
+        waits for a free slot first, with the other policies for nothing but the listing of the run. Over several ranks
+        it waits for the others to come to the call too, but with ``overlap="latest"`` for nothing at all: the copies
+        are launched when all have called and rank 0 has a slot, unless all have called a newer save by then.
 
         ``metadata`` is plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
         ``planner`` is as for ``save``; two saves that overlap need one each. A step

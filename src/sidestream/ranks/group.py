@@ -270,6 +270,7 @@ class Hub(Group):
         state.closed = True
         state.own = None
         state.forget()
+        self._settle(state)  # others may have failed meanwhile, and wait for everybody
 
     def _seal(self, state: _State) -> bool:
         state.sealed = state.sealed or not state.stopping
@@ -397,6 +398,11 @@ class Spoke(Group):
         self._send(Frame(Kind.LEFT, operation.number, "", b""))
 
     def _close(self, operation: Operation) -> None:
+        if operation.number in self._operations and operation.stopping:  # it went well here, and rank 0 waits for it
+            self._leave(operation)
+        self._forget(operation)
+
+    def _forget(self, operation: Operation) -> None:
         self._operations.pop(operation.number, None)
         for key in [key for key in self._answered if key[0] == operation.number]:
             del self._answered[key]
@@ -413,7 +419,7 @@ class Spoke(Group):
         elif frame.kind is Kind.STOP:
             operation.stop()
         elif frame.kind is Kind.VERDICT:
-            self._close(operation)
+            self._forget(operation)
             operation.judge(unpack_all(frame.payload))
 
     def _on_close(self, why: str) -> None:
@@ -434,5 +440,5 @@ class Spoke(Group):
         self._judge_alone(operation, RankFailure(0, _UNKNOWN, "DeadlineExceeded", text))
 
     def _judge_alone(self, operation: Operation, failure: RankFailure) -> None:
-        self._close(operation)
+        self._forget(operation)
         operation.judge(RankFailures([failure]))

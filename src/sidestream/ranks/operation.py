@@ -176,7 +176,8 @@ class Operation:
                     self.group.fail(self, cancel, undone=False)
                 cancelled = cancelled or cancel
         if cancelled is not None:
-            self.went_on = final and waiter.exception() is None
+            error = waiter.exception()  # looked at in any case, or asyncio would log it
+            self.went_on = final and error is None
             raise cancelled
         return waiter.result()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from .._threads import Deadline
 from ..errors import InvalidOption
@@ -23,6 +22,37 @@ from .together import call_together
 __all__ = ["JointTurn", "Starts"]
 
 
+class Line:
+    """Members come to the front in the order in which they joined; one that leaves earlier holds up nobody."""
+
+    def __init__(self) -> None:
+        self._joined = 0
+        self._front = 0
+        self._left: set[int] = set()
+        self._waiting: dict[int, asyncio.Event] = {}
+
+    def join(self) -> int:
+        self._joined += 1
+        return self._joined - 1
+
+    async def at_front(self, member: int) -> None:
+        if self._front < member:
+            waiting = self._waiting[member] = asyncio.Event()
+            await waiting.wait()
+
+    def leave(self, member: int) -> None:
+        """Any number of times."""
+        if member < self._front:
+            return
+        self._left.add(member)
+        self._waiting.pop(member, None)
+        while self._front in self._left:
+            self._left.remove(self._front)
+            self._front += 1
+        if self._front in self._waiting:
+            self._waiting[self._front].set()
+
+
 class Starts:
     """What the saves of one run know of each other. ``claim`` finds the generation for a step, on rank 0."""
 
@@ -30,22 +60,11 @@ class Starts:
         self.slots = slots
         self.timeout_s = timeout_s
         self.claim = claim
+        self.asking = Line()
+        """For a place in the queue of rank 0."""
+        self.beginning = Line()
         self.queued: JointTurn | None = None
         """On rank 0: the one that gives way to the next."""
-        self.last = _Passed(asyncio.Event(), asyncio.Event())
-        self.last.both()
-
-
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """Whether a save has taken its place in rank 0's queue, and whether it has begun; also set if it never will."""
-
-    asked: asyncio.Event
-    begun: asyncio.Event
-
-    def both(self) -> None:
-        self.asked.set()
-        self.begun.set()
 
 
 class JointTurn:
@@ -67,8 +86,8 @@ class JointTurn:
         self._promised = promised
         self._superseded = asyncio.Event()
         self._holds = False
-        self._earlier = starts.last
-        self._passed = starts.last = _Passed(asyncio.Event(), asyncio.Event())
+        self._asking = starts.asking.join()
+        self._beginning = starts.beginning.join()
 
     async def come(self) -> bool:
         if await call_together(self._operation, self.agree):
@@ -98,7 +117,8 @@ class JointTurn:
 
     def begun(self) -> None:
         """The next one may."""
-        self._passed.both()
+        self._starts.asking.leave(self._asking)
+        self._starts.beginning.leave(self._beginning)
 
     def give_way(self) -> None:
         self._superseded.set()
@@ -136,7 +156,7 @@ class JointTurn:
 
     async def _slot(self, policy: Overlap) -> bool:
         starts = self._starts
-        await self._earlier.asked.wait()
+        await starts.asking.at_front(self._asking)
         if policy in ("skip", "fail") and starts.slots.full:
             return False
         if policy == "latest":
@@ -144,7 +164,7 @@ class JointTurn:
                 starts.queued.give_way()
             starts.queued = self
         place = starts.slots.ask()
-        self._passed.asked.set()
+        starts.asking.leave(self._asking)
         self._holds = await starts.slots.granted(place, unless=self._superseded)
         return self._holds
 
@@ -159,7 +179,7 @@ class JointTurn:
 
     async def _follow(self) -> None:
         """Rank 0 has taken its slot by now; the others take theirs in the order in which all begin."""
-        await self._earlier.begun.wait()
+        await self._starts.beginning.at_front(self._beginning)
         if not self._holds:
             await self._starts.slots.acquire()
             self._holds = True
