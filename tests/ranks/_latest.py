@@ -224,6 +224,7 @@ def killed(rank: int, world: int, directory: Path, who: int) -> list[Any]:
             die()
         started = time.monotonic()
         told = [await outcome(second), time.monotonic() - started]
+        assert not first.done()
         one.held.let_go(1)
         told.append(await outcome(first))
         await checkpoints.aclose()

@@ -152,6 +152,25 @@ async def test_the_time_of_one_that_is_suspended_does_not_run_out(three: Ranks) 
     assert {one.kind for one in verdict.failures} == {"DeadlineExceeded"}
 
 
+async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
+    ranks = [Rank(group, 1, "") for group in (three.hub, *three.spokes)]
+    for rank in ranks:
+        await rank.slots.acquire()
+        rank.save(0, promised=False)
+    in_owner(lambda: None)
+    operation = three.hub._states[1].own
+    assert operation is not None
+    async with asyncio.timeout(LONG_S):
+        while not operation._suspended:  # all have called
+            await asyncio.sleep(0.001)
+    operation.deadline = Deadline(time.monotonic() - 1.0, LONG_S)  # as if it had waited for that long
+    in_owner(lambda: three.hub._expire(three.hub._states[1]))
+    assert not operation.stopping
+    for rank in ranks:
+        rank.slots.release()
+    assert [await rank.outcome(0) for rank in ranks] == ["committed"] * WORLD
+
+
 async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
