@@ -56,12 +56,13 @@ from .ranks import GroupChoice, Member, Operation, group_of
 from .runs.choosing import Wish, choose
 from .runs.health import Health
 from .runs.leases import Leases
-from .runs.overlap import LeasedSave, QueuedSave, SkippedSave, Slots
+from .runs.overlap import LeasedSave, OwnTurn, QueuedSave, SkippedSave, Slots
 from .runs.preemption import Preemption, Then
 from .runs.pruning import Pruned, Pruner
 from .runs.restoring import Restoring
 from .runs.retention import KeepAll, Retention
-from .runs.together import RestoringTogether, agree_on_step, call_together
+from .runs.starting import JointTurn, Starts
+from .runs.together import RestoringTogether, call_together
 from .runs.upkeep import Upkeep
 from .runs.watching import Watch
 from .saver.client import choose_saver
@@ -132,7 +133,8 @@ class Checkpointer:
         self._own_stager = AsyncStager(timeout_s=timeout_s, backing=backing) if stager is None else None
         self._stager = stager if self._own_stager is None else self._own_stager
         self._slots = Slots(in_flight)
-        self._queued: QueuedSave | None = None
+        self._queued: OwnTurn | None = None
+        self._starts = Starts(self._slots, timeout_s, self._claim_generation)
         self._starting = asyncio.Lock()  # a generation is chosen by one save at a time
         self._overlap: Overlap = overlap
         self._durability: Durability = durability
@@ -195,7 +197,9 @@ class Checkpointer:
         planner: Any = None,
     ) -> PendingSave:
         """Launch the copies of ``state`` and return; see ``async_save`` for the result. With ``overlap="wait"`` this
-        waits for a free slot first, with the other policies for nothing but the listing of the run.
+        waits for a free slot first, with the other policies for nothing but the listing of the run. Over several ranks
+        it waits for the others to come to the call too, but with ``overlap="latest"`` for nothing at all: the copies
+        are launched when all have called and rank 0 has a slot, unless all have called a newer save by then.
 
         ``metadata`` is plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
         ``planner`` is as for ``save``; two saves that overlap need one each. A step
@@ -210,8 +214,10 @@ class Checkpointer:
         check_step(step)
         noted = encode_metadata(metadata)
         self._raise_unheard()
-        if self._overlap != "wait" and self._slots.full:
-            return self._give_way(state, step, noted, planner)
+        if self._slots.full and self._overlap == "latest":
+            return self._queue(state, step, noted, planner)
+        if self._slots.full and self._overlap != "wait":
+            return self._give_way(step)
         return await self._in_turn(state, step, noted, planner)
 
     async def _in_turn(
@@ -238,42 +244,55 @@ class Checkpointer:
         step: int,
         metadata: Mapping[str, Any] | None,
         planner: Any = None,
+        *,
+        promised: bool = False,
     ) -> PendingSave:
         operation = member.begin("save", self._deadline())
+        overlap: Overlap = "wait" if promised else self._overlap
+        turn = JointTurn(self._starts, operation, step, self._overlap, promised=promised)
 
-        async def begin() -> tuple[int | None, Node]:
-            if self._overlap == "latest":
-                raise InvalidOption('overlap="latest" is for one process: ranks would have to agree on which is latest')
+        async def begin() -> Node:
             check_step(step)
             noted = encode_metadata(metadata)
-            self._raise_unheard()
-            if self._overlap == "wait":
-                await self._slots.acquire()
-            try:
-                generation = await agree_on_step(
-                    operation, step, self._overlap, lambda: self._slots.full, lambda: self._next_generation(step)
-                )
-                if self._overlap != "wait" and generation is not None:
-                    await self._slots.acquire()
-            except BaseException:
-                if self._overlap == "wait":
-                    self._slots.release()
-                raise
-            return generation, noted
+            if not promised:
+                self._raise_unheard()
+            if overlap != "latest":
+                await turn.agree()
+            return noted
 
-        generation, noted = await call_together(operation, begin)
-        if generation is None:
-            operation.close()
-            return self._give_way(state, step, noted, planner)
+        try:
+            noted = await call_together(operation, begin)
+            if overlap != "latest" and turn.generation is None:
+                operation.close()
+                turn.leave()
+                return self._give_way(step)
+            start = partial(self._start_together, turn, operation, state, step, noted, planner)
+            if overlap == "latest":
+                queued = QueuedSave(f"{self.url}/{step_name(step, 1)}", turn, start)
+                return self._watch_over(PendingSave(queued), step)
+            pending = PendingSave(await start())
+        except BaseException:
+            turn.leave()
+            raise
+        pending.when_done(turn.leave)
+        return self._watch_over(pending, step)
+
+    async def _start_together(
+        self,
+        turn: JointTurn,
+        operation: Operation,
+        state: Mapping[str, Any],
+        step: int,
+        noted: Node,
+        planner: Any,
+    ) -> SaveWork:
+        generation = turn.generation
+        assert generation is not None
         name = step_name(step, generation)
         launch = partial(self._launch, state, step, generation, noted, planner)
         work = start_together(launch, operation, f"{self.url}/{name}")
-        if operation.rank == 0:
-            self._taken[step] = generation
-            work = LeasedSave(work, self._leases.announce(name, "save"))
-        pending = PendingSave(work)
-        pending.when_done(self._slots.release)
-        return self._watch_over(pending, step)
+        turn.begun()
+        return work if operation.rank else LeasedSave(work, self._leases.announce(name, "save"))
 
     @property
     def _keeps_up(self) -> bool:
@@ -285,16 +304,25 @@ class Checkpointer:
         generation = await next_generation(self._store, step, self._deadline())
         return max(generation, self._taken.get(step, 0) + 1)
 
-    def _give_way(self, state: Mapping[str, Any], step: int, noted: Node, planner: Any) -> PendingSave:
+    async def _claim_generation(self, step: int) -> int:
+        """On rank 0 of several: no other save gets this one."""
+        async with self._starting:
+            generation = await self._next_generation(step)
+            self._taken[step] = generation
+            return generation
+
+    def _give_way(self, step: int) -> PendingSave:
         url = f"{self.url}/{step_name(step, 1)}"
         if self._overlap == "fail":
             raise Busy(f"{url} was not saved: {self._slots.taken} saves are in flight, as many as in_flight= allows")
-        if self._overlap == "skip":
-            return PendingSave(SkippedSave(url, f"{self._slots.taken} saves are in flight"))
+        return PendingSave(SkippedSave(url, f"{self._slots.taken} saves are in flight"))
+
+    def _queue(self, state: Mapping[str, Any], step: int, noted: Node, planner: Any) -> PendingSave:
         if self._queued is not None:
             self._queued.give_way()
-        self._queued = QueuedSave(url, self._slots, partial(self._start, state, step, noted, planner, promised=True))
-        return self._watch_over(PendingSave(self._queued), step)
+        self._queued = OwnTurn(self._slots)
+        start = partial(self._start, state, step, noted, planner, promised=True)
+        return self._watch_over(PendingSave(QueuedSave(f"{self.url}/{step_name(step, 1)}", self._queued, start)), step)
 
     async def _start(
         self, state: Mapping[str, Any], step: int, noted: Node, planner: Any = None, *, promised: bool = False
@@ -565,7 +593,7 @@ class Checkpointer:
                 check_step(step)
                 member = self._together()
                 if member is not None:
-                    await (await self._save_together(member, state, step, None))
+                    await (await self._save_together(member, state, step, None, promised=True))
                 else:
                     await (await self._in_turn(state, step, encode_metadata(None), promised=True))
         except Exception:

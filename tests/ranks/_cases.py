@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sidestream
+from sidestream import _threads, writing
 from sidestream.joint import planning
+from sidestream.ranks import group
 from sidestream.staging import HostEngine
 from sidestream.storage import local
 
@@ -40,6 +42,7 @@ def warm_up() -> None:
     for module in pkgutil.walk_packages(sidestream.__path__, "sidestream."):
         if "__main__" not in module.name:
             importlib.import_module(module.name)
+    importlib.import_module("torch._dynamo")  # which the first DTensor or optimizer of every rank would import
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -250,6 +253,8 @@ def failing_save(
 ) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world,))
     told: dict[str, Any] = {}
+    if how == "hang":  # and does not stop when it is told to
+        group._STOP_S = writing._GRACE_S = _threads._GRACE_S = 1.0
 
     async def save() -> None:
         await sidestream.save(large(mesh), directory / "before", timeout_s=TIMEOUT_S)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Replicate, Shard
 import sidestream
 from sidestream import events
 from sidestream.joint import hosts
+from sidestream.ranks import group
 
 MATRIX = torch.arange(8 << 20, dtype=torch.float32).reshape(-1, 512)  # 32 MiB
 MEMORY_BYTES = 16 << 20
@@ -173,6 +174,8 @@ def fail_while_sharing(rank: int, world: int, directory: Path, how: str, who: in
         while how == "hang" and not flag.exists():
             time.sleep(0.05)
 
+    if how == "hang":  # and does not stop when it is told to
+        group._STOP_S = 1.0
     options: dict[str, Any] = {"reading": "per_host", "timeout_s": 3.0 if how == "hang" else TIMEOUT_S}
     failures = failures_of(sidestream.load(target, directory / "ours", progress=progress, **options))
     told = {"failures": [[one, kind] for one, kind, _ in failures], "left": what_is_left()}

@@ -20,6 +20,7 @@ from typing import Any
 import _cases
 import _ends
 import _hosts
+import _latest
 import _planned
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def run(number: int, case: str, world: int, directory: str, options: dict[str, A
 
 
 def find(case: str) -> Any:
-    return next(getattr(module, case) for module in (_cases, _hosts, _ends, _planned) if hasattr(module, case))
+    return next(getattr(module, case) for module in (_cases, _hosts, _ends, _planned, _latest) if hasattr(module, case))
 
 
 def read_json(path: Path) -> Any:

@@ -7,55 +7,20 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
+from _hub import LONG_S, Ranks, in_owner
 
 from sidestream._threads import Deadline
 from sidestream.errors import RankFailures
 from sidestream.ranks import has_ended, this_process
 from sidestream.ranks.failure import Stopped
-from sidestream.ranks.group import Hub, Spoke
+from sidestream.ranks.group import Hub
 from sidestream.ranks.operation import Exchange, Operation
-from sidestream.ranks.owner import Link, owner
 from sidestream.ranks.rendezvous import deadline_of
 from sidestream.ranks.wire import Frame, Kind
-
-LONG_S = 60.0
-
-
-class Ranks:
-    """A hub and its spokes in one process; ``ends``: of each spoke, the hub's end of the connection."""
-
-    def __init__(self, world: int) -> None:
-        self.hub = Hub(world, "token")
-        self.spokes = [Spoke(rank, world) for rank in range(1, world)]
-        self.ends: list[socket.socket] = []
-        for rank, spoke in enumerate(self.spokes, 1):
-            one, other = socket.socketpair()
-            self.ends.append(one)
-            in_owner(lambda rank=rank, one=one: self.hub.connected(rank, Link(owner(), one)))  # type: ignore[misc]
-            in_owner(lambda spoke=spoke, other=other: spoke.connected(Link(owner(), other), "token"))  # type: ignore[misc]
-
-    def close(self) -> None:
-        for group in (self.hub, *self.spokes):
-            in_owner(group.shut)
-
-
-def in_owner(work: Callable[[], None]) -> None:
-    """Done when this returns."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-            raise
-
-    owner().post(run)
-    done.result(LONG_S)
 
 
 @pytest.fixture

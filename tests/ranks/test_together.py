@@ -53,10 +53,10 @@ def test_replicas_are_shared_evenly(world: int, groups: Groups, tmp_path: Path) 
     assert max(written) <= 1.05 * min(written), written
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_read_what_they_need(world: int, groups: Groups, tmp_path: Path) -> None:
+def test_ranks_read_what_they_need(groups: Groups, tmp_path: Path) -> None:
     groups.run("read_bytes", 3, tmp_path)
-    assert max(groups.run("read_bytes", world, tmp_path).results) <= 1.05
+    for world in (2, 4):
+        assert max(groups.run("read_bytes", world, tmp_path).results) <= 1.05
 
 
 def test_a_run(groups: Groups, tmp_path: Path) -> None:

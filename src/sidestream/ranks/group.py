@@ -26,6 +26,8 @@ Gathered: TypeAlias = "Future[Sequence[bytes]]"
 
 _STOP_S = 10.0
 """How long ranks that were told to stop have, before the verdict is given without them."""
+_LATER_S = VERDICT_GRACE_S / 3
+"""How long past its deadline a rank above 0 leaves the judgement to rank 0."""
 _REMEMBERED = 256
 _UNKNOWN = "unknown"  # how far rank 0 has come
 
@@ -268,6 +270,7 @@ class Hub(Group):
         state.closed = True
         state.own = None
         state.forget()
+        self._settle(state)  # others may have failed meanwhile, and wait for everybody
 
     def _seal(self, state: _State) -> bool:
         state.sealed = state.sealed or not state.stopping
@@ -311,6 +314,10 @@ class Hub(Group):
         """At rank 0's deadline: the ranks that it still waits for have failed."""
         operation = state.own
         if operation is None or state.closed or state.sealed or state.stopping:
+            return
+        expires_at = operation.expires_at
+        if expires_at > time.monotonic():  # it was given more time
+            self._owner.post_at(expires_at, lambda: self._expire(state))
             return
         step, missing = operation.step, set(range(self.world))
         for waited, parts in state.parts.items():
@@ -364,8 +371,11 @@ class Spoke(Group):
         if self._lost is not None:
             self._judge_alone(operation, died(0, _UNKNOWN))
             return
-        late, number = operation.deadline.at + VERDICT_GRACE_S / 3, operation.number
-        self._owner.post_at(late, lambda: self._expire(number))
+        self._expire_later(operation)
+
+    def _expire_later(self, operation: Operation) -> None:
+        number = operation.number
+        self._owner.post_at(operation.expires_at + _LATER_S, lambda: self._expire(number))
 
     def _step(self, operation: Operation, exchange: Exchange) -> None:
         if operation.stopping:
@@ -388,6 +398,11 @@ class Spoke(Group):
         self._send(Frame(Kind.LEFT, operation.number, "", b""))
 
     def _close(self, operation: Operation) -> None:
+        if operation.number in self._operations and operation.stopping:  # it went well here, and rank 0 waits for it
+            self._leave(operation)
+        self._forget(operation)
+
+    def _forget(self, operation: Operation) -> None:
         self._operations.pop(operation.number, None)
         for key in [key for key in self._answered if key[0] == operation.number]:
             del self._answered[key]
@@ -404,7 +419,7 @@ class Spoke(Group):
         elif frame.kind is Kind.STOP:
             operation.stop()
         elif frame.kind is Kind.VERDICT:
-            self._close(operation)
+            self._forget(operation)
             operation.judge(unpack_all(frame.payload))
 
     def _on_close(self, why: str) -> None:
@@ -415,11 +430,15 @@ class Spoke(Group):
     def _expire(self, number: int) -> None:
         """Rank 0 should have judged by now."""
         operation = self._operations.get(number)
-        if operation is not None:
-            limit = operation.deadline.timeout_s
-            text = f"it did not answer within timeout_s={limit:g}"
-            self._judge_alone(operation, RankFailure(0, _UNKNOWN, "DeadlineExceeded", text))
+        if operation is None:
+            return
+        if operation.expires_at + _LATER_S > time.monotonic():  # it was given more time
+            self._expire_later(operation)
+            return
+        limit = operation.deadline.timeout_s
+        text = f"it did not answer within timeout_s={limit:g}"
+        self._judge_alone(operation, RankFailure(0, _UNKNOWN, "DeadlineExceeded", text))
 
     def _judge_alone(self, operation: Operation, failure: RankFailure) -> None:
-        self._close(operation)
+        self._forget(operation)
         operation.judge(RankFailures([failure]))

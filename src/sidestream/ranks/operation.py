@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -81,6 +82,7 @@ class Operation:
         self._on_stop: list[Callable[[], None]] = []
         self._waiting: set[Future[bytes] | Future[Sequence[bytes]]] = set()
         self._ended = False
+        self._suspended = False
 
     @property
     def rank(self) -> int:
@@ -94,6 +96,22 @@ class Operation:
     def save_id(self) -> str:
         """32 hexadecimal digits that every rank knows, and no other operation has."""
         return self.group.id_of(self.number)
+
+    # --- its time ---
+
+    def suspend(self) -> None:
+        """Its deadline does not count, on this rank, until ``resume``."""
+        self._suspended = True
+
+    def resume(self, deadline: Deadline) -> None:
+        """From now on it has until ``deadline``, which is as long as the first one was."""
+        self.deadline = deadline
+        self._suspended = False
+
+    @property
+    def expires_at(self) -> float:
+        """Not before then (``time.monotonic``) has its time run out. Of one that is suspended, a time to look again."""
+        return time.monotonic() + self.deadline.timeout_s if self._suspended else self.deadline.at
 
     # --- steps ---
 
@@ -160,7 +178,8 @@ class Operation:
                     self.group.fail(self, cancel, undone=False)
                 cancelled = cancelled or cancel
         if cancelled is not None:
-            self.went_on = final and waiter.exception() is None
+            error = waiter.exception()  # looked at in any case, or asyncio would log it
+            self.went_on = final and error is None
             raise cancelled
         return waiter.result()
 

@@ -3,34 +3,94 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from ..commit import Verdict
 from ..errors import Skipped
 from ..pending import SaveInfo, SaveProgress, SaveWork
 from .leases import Lease
 
-__all__ = ["LeasedSave", "QueuedSave", "SkippedSave", "Slots"]
+__all__ = ["LeasedSave", "OwnTurn", "QueuedSave", "SkippedSave", "Slots", "Turn"]
 
 
 class Slots:
-    """``size`` saves may be on their way at once."""
+    """``size`` saves may be on their way at once. Slots are given in the order in which they were asked for."""
 
     def __init__(self, size: int) -> None:
-        self._semaphore = asyncio.Semaphore(size)
-        self.taken = 0
+        self._size = size
+        self._free = size
+        self._asked: deque[asyncio.Future[None]] = deque()
+        self._watchers: list[Callable[[], None]] = []
+
+    @property
+    def taken(self) -> int:
+        return self._size - self._free
 
     @property
     def full(self) -> bool:
-        return self._semaphore.locked()
+        return not self._free
+
+    def ask(self) -> asyncio.Future[None]:
+        """Take a place in the queue, now; done when the slot is there. See that it comes to ``granted``."""
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._free:
+            self._free -= 1
+            slot.set_result(None)
+            self._tell()
+        else:
+            self._asked.append(slot)
+        return slot
+
+    async def granted(self, slot: asyncio.Future[None], *, unless: asyncio.Event) -> bool:
+        """Wait until the slot is there; False, and without one, if ``unless`` was set before. Nor is there one after a
+        cancel."""
+        otherwise = asyncio.ensure_future(unless.wait())
+        either: list[asyncio.Future[Any]] = [slot, otherwise]
+        taken = False
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            taken = slot.done()
+        finally:
+            otherwise.cancel()
+            if not taken:
+                self._give_up(slot)
+        return taken
 
     async def acquire(self) -> None:
-        await self._semaphore.acquire()
-        self.taken += 1
+        slot = self.ask()
+        try:
+            await slot
+        except asyncio.CancelledError:
+            self._give_up(slot)
+            raise
 
     def release(self) -> None:
-        self.taken -= 1
-        self._semaphore.release()
+        while self._asked:
+            slot = self._asked.popleft()
+            if not slot.done():
+                slot.set_result(None)
+                return
+        self._free += 1
+        self._tell()
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher`` whenever ``taken`` has changed."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Callable[[], None]) -> None:
+        self._watchers.remove(watcher)
+
+    def _give_up(self, slot: asyncio.Future[None]) -> None:
+        if not slot.done():
+            slot.cancel()
+        elif not slot.cancelled():
+            self.release()
+
+    def _tell(self) -> None:
+        for watcher in list(self._watchers):
+            watcher()
 
 
 class LeasedSave:
@@ -79,16 +139,55 @@ class SkippedSave:
         """There is nothing to let go of."""
 
 
+class Turn(Protocol):
+    """The place of a save in the queue."""
+
+    async def come(self) -> bool:
+        """Wait for a slot. False if a newer save came first."""
+
+    def give_way(self) -> None:
+        """A newer save has come. Has no effect once this one has its slot."""
+
+    def leave(self) -> None:
+        """Give back what this place in the queue has brought."""
+
+    def abandon(self) -> None:
+        """As ``leave``, where nobody ever waited for it."""
+
+
+class OwnTurn:
+    """The turn of a save by one process."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._superseded = asyncio.Event()
+        self._holds = False
+
+    async def come(self) -> bool:
+        self._holds = await self._slots.granted(self._slots.ask(), unless=self._superseded)
+        return self._holds
+
+    def give_way(self) -> None:
+        self._superseded.set()
+
+    def leave(self) -> None:
+        if self._holds:
+            self._holds = False
+            self._slots.release()
+
+    def abandon(self) -> None:
+        self.leave()
+
+
 class QueuedSave:
     """A save that waits for a slot, in the background, until a newer one takes its place."""
 
-    def __init__(self, url: str, slots: Slots, start: Callable[[], Awaitable[SaveWork]]) -> None:
+    def __init__(self, url: str, turn: Turn, start: Callable[[], Awaitable[SaveWork]]) -> None:
         self._url = url
-        self._slots = slots
+        self._turn = turn
         self._start: Callable[[], Awaitable[SaveWork]] | None = start  # with the state: not kept once it has begun
         self._begun: SaveWork | None = None
         self._verdict = Verdict()
-        self._superseded = asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -102,43 +201,31 @@ class QueuedSave:
     def progress(self) -> SaveProgress:
         return SaveProgress() if self._begun is None else self._begun.progress
 
-    def give_way(self) -> None:
-        """A newer save has come. Has no effect once this one has its slot."""
-        self._superseded.set()
-
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
-        taken = False
         try:
-            taken = await self._slot()
+            begun = await self._begin()
+            if begun is None:
+                raise Skipped(f"{self.url} was not saved: a newer save came before it had begun")
+            self._begun = begun
+            return await begun.run(staged)
         finally:
-            start, self._start = self._start, None
-        if not taken:
-            del start
-            raise Skipped(f"{self.url} was not saved: a newer save came before it had begun")
+            self._turn.leave()
+
+    async def _begin(self) -> SaveWork | None:
+        """None if a newer save came first. In either case the state is let go of here."""
+        start = None
         try:
-            assert start is not None
-            begun = start()
-            del start
-            self._begun = await begun
-            return await self._begun.run(staged)
+            if await self._turn.come():
+                start = self._start
         finally:
-            self._slots.release()
+            self._start = None
+        if start is None:
+            return None
+        begun = start()
+        del start
+        return await begun
 
     def abandon(self) -> None:
         """Nothing has been begun."""
         self._start = None
-
-    async def _slot(self) -> bool:
-        """Wait for one; False if a newer save came first."""
-        slot = asyncio.ensure_future(self._slots.acquire())
-        newer = asyncio.ensure_future(self._superseded.wait())
-        taken = False
-        try:
-            await asyncio.wait([slot, newer], return_when=asyncio.FIRST_COMPLETED)
-            taken = slot.done() and not self._superseded.is_set()
-        finally:
-            newer.cancel()
-            if not taken:
-                slot.add_done_callback(lambda slot: None if slot.cancelled() else self._slots.release())
-                slot.cancel()
-        return taken
+        self._turn.abandon()

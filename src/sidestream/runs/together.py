@@ -11,36 +11,17 @@ from typing import Any
 
 from .._threads import Deadline
 from ..catalog import Step, look_at
-from ..errors import CheckpointNotFound, Corrupt, InvalidOption, NotShared, RankFailures, SidestreamError
+from ..errors import CheckpointNotFound, Corrupt, NotShared, RankFailures, SidestreamError
 from ..loading import LoadOptions, LoadReport, PassedOver, load_from, together
-from ..options import Overlap
 from ..ranks import Member, Operation
 from ..storage import Location, Store
 from .choosing import Wish, choose
 from .leases import Lease, Leases
 
-__all__ = ["RestoringTogether", "agree_on_step", "call_together"]
+__all__ = ["RestoringTogether", "call_together"]
 
 _RANKS_SHOWN = 10
 _log = logging.getLogger("sidestream")
-
-
-async def agree_on_step(
-    operation: Operation, step: int, overlap: Overlap, full: Callable[[], bool], next_one: Callable[[], Awaitable[int]]
-) -> int | None:
-    """The generation that all ranks save as; None where rank 0 finds every slot taken and does not wait for one. On
-    rank 0, ``InvalidOption`` where ranks mean different steps."""
-
-    async def decide(parts: Sequence[bytes]) -> bytes:
-        steps = [json.loads(part) for part in parts]
-        if any(other != step for other in steps):
-            raise InvalidOption(f"ranks that save together have to save one step, not {sorted(set(steps))}")
-        if overlap != "wait" and full():
-            return json.dumps(None).encode()
-        return json.dumps(await next_one()).encode()
-
-    generation: int | None = json.loads(await operation.aexchange("begin", json.dumps(step).encode(), decide))
-    return generation
 
 
 async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:

@@ -1,0 +1,45 @@
+"""Rank 0 and the others in one process, with socket pairs between them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from sidestream.ranks.group import Hub, Spoke
+from sidestream.ranks.owner import Link, owner
+
+LONG_S = 60.0
+
+
+class Ranks:
+    """A hub and its spokes in one process; ``ends``: of each spoke, the hub's end of the connection."""
+
+    def __init__(self, world: int) -> None:
+        self.hub = Hub(world, "token")
+        self.spokes = [Spoke(rank, world) for rank in range(1, world)]
+        self.ends: list[socket.socket] = []
+        for rank, spoke in enumerate(self.spokes, 1):
+            one, other = socket.socketpair()
+            self.ends.append(one)
+            in_owner(lambda rank=rank, one=one: self.hub.connected(rank, Link(owner(), one)))  # type: ignore[misc]
+            in_owner(lambda spoke=spoke, other=other: spoke.connected(Link(owner(), other), "token"))  # type: ignore[misc]
+
+    def close(self) -> None:
+        for group in (self.hub, *self.spokes):
+            in_owner(group.shut)
+
+
+def in_owner(work: Callable[[], None]) -> None:
+    """Done when this returns."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+            raise
+
+    owner().post(run)
+    done.result(LONG_S)

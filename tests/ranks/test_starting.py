@@ -1,0 +1,193 @@
+"""Three ranks in one process call saves at random speeds; and the time of one that waits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from _hub import LONG_S, Ranks, in_owner
+
+from sidestream._threads import Deadline
+from sidestream.commit import Verdict
+from sidestream.errors import RankFailures, Skipped
+from sidestream.pending import PendingSave, SaveInfo, SaveProgress
+from sidestream.ranks import Operation, Stopped
+from sidestream.ranks.group import Group
+from sidestream.ranks.owner import owner
+from sidestream.runs.overlap import QueuedSave, Slots
+from sidestream.runs.starting import JointTurn, Starts
+from sidestream.runs.together import call_together
+
+WORLD = 3
+SAVES = 8
+
+
+@pytest.fixture
+def three() -> Iterator[Ranks]:
+    ranks = Ranks(WORLD)
+    yield ranks
+    ranks.close()
+
+
+# --- which of them go -----------------------------------------------------------------------------------------------
+
+
+class Work:
+    """What a save has to do with others: it plans with them while no other of this rank can, and ends with them."""
+
+    def __init__(self, rank: Rank, operation: Operation, step: int) -> None:
+        self.verdict = Verdict()
+        self.url = str(step)
+        self.progress = SaveProgress()
+        self._rank = rank
+        self._operation = operation
+        rank.begun.append(step)
+
+    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+        await call_together(self._operation, self._all)
+        self._operation.close()
+        return SaveInfo(self.url, "", int(self.url), 1, 0, "fsync", {})
+
+    async def _all(self) -> None:
+        async with self._rank.stager:
+            await self._operation.agree("plan")
+        await self._rank.dawdle()
+        await self._operation.agree("commit")
+
+    def abandon(self) -> None:
+        self._operation.report(asyncio.CancelledError())
+
+
+class Rank:
+    def __init__(self, group: Group, in_flight: int, seed: str) -> None:
+        self.group = group
+        self.slots = Slots(in_flight)
+        self.starts = Starts(self.slots, LONG_S, self._claim)
+        self.stager = asyncio.Lock()
+        self.begun: list[int] = []
+        self.pendings: list[PendingSave] = []
+        self._random = random.Random(seed)
+
+    async def _claim(self, step: int) -> int:
+        await self.dawdle()
+        return step
+
+    async def dawdle(self) -> None:
+        for _ in range(self._random.choice([0, 1, 2, 5, 20])):
+            await asyncio.sleep(self._random.choice([0.0, 0.0, 0.001]))
+
+    def save(self, step: int, *, promised: bool) -> PendingSave:
+        operation = self.group.begin("save", Deadline.after(LONG_S))
+        turn = JointTurn(self.starts, operation, step, "latest", promised=promised)
+
+        async def start() -> Work:
+            work = Work(self, operation, step)
+            turn.begun()
+            return work
+
+        self.pendings.append(PendingSave(QueuedSave(str(step), turn, start)))
+        return self.pendings[-1]
+
+    async def outcome(self, step: int) -> str:
+        try:
+            await self.pendings[step]
+        except (Skipped, RankFailures, asyncio.CancelledError) as error:
+            return f"{type(error).__name__} {error}"
+        return "committed"
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_ranks_agree_at_any_speed(seed: int, three: Ranks) -> None:
+    chance = random.Random(seed)
+    in_flight = chance.choice([1, 1, 2, 3])
+    ranks = [Rank(group, in_flight, f"{seed} {n}") for n, group in enumerate((three.hub, *three.spokes))]
+    promised = {step for step in range(SAVES) if chance.random() < 0.2}
+    cancelled = {step: chance.randrange(WORLD) for step in range(SAVES - 1) if chance.random() < 0.15}
+
+    async def calls(number: int, rank: Rank) -> None:
+        for step in range(SAVES):
+            pending = rank.save(step, promised=step in promised)
+            await rank.dawdle()
+            if cancelled.get(step) == number:
+                pending.cancel()
+
+    async with asyncio.timeout(LONG_S):
+        await asyncio.gather(*(calls(number, rank) for number, rank in enumerate(ranks)))
+        outcomes = [[await rank.outcome(step) for rank in ranks] for step in range(SAVES)]
+    for step, on_ranks in enumerate(outcomes):
+        told = [one for number, one in enumerate(on_ranks) if cancelled.get(step) != number]
+        assert len(set(told)) == 1, (step, told)
+        assert told[0] == "committed" or step in cancelled or told[0].startswith("Skipped"), told
+        assert step not in promised or not told[0].startswith("Skipped"), told
+    assert outcomes[-1] == ["committed"] * WORLD
+    for rank in ranks:
+        assert rank.begun == sorted(rank.begun)
+        assert rank.slots.taken == 0
+
+
+# --- its time -------------------------------------------------------------------------------------------------------
+
+
+def later(seconds: float) -> None:
+    """What was due in so many seconds, the owner has done when this returns."""
+    done: Future[None] = Future()
+    owner().post_at(time.monotonic() + seconds, lambda: done.set_result(None))
+    done.result(LONG_S)
+
+
+async def test_the_time_of_one_that_is_suspended_does_not_run_out(three: Ranks) -> None:
+    operations = [group.begin("save", Deadline.after(0.05)) for group in (three.hub, *three.spokes)]
+    operations[0].suspend()
+    await asyncio.to_thread(later, 0.5)
+    assert not operations[0].stopping
+    for operation in operations:
+        operation.on_stop(lambda operation=operation: operation.report(Stopped()))  # type: ignore[misc]
+    operations[0].resume(Deadline.after(0.05))
+    verdict = await asyncio.wait_for(asyncio.wrap_future(operations[0].verdict), LONG_S)
+    assert {one.kind for one in verdict.failures} == {"DeadlineExceeded"}
+
+
+async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
+    ranks = [Rank(group, 1, "") for group in (three.hub, *three.spokes)]
+    for rank in ranks:
+        await rank.slots.acquire()
+        rank.save(0, promised=False)
+    in_owner(lambda: None)
+    operation = three.hub._states[1].own
+    assert operation is not None
+    async with asyncio.timeout(LONG_S):
+        while not operation._suspended:  # all have called
+            await asyncio.sleep(0.001)
+    operation.deadline = Deadline(time.monotonic() - 1.0, LONG_S)  # as if it had waited for that long
+    in_owner(lambda: three.hub._expire(three.hub._states[1]))
+    assert not operation.stopping
+    for rank in ranks:
+        rank.slots.release()
+    assert [await rank.outcome(0) for rank in ranks] == ["committed"] * WORLD
+
+
+async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
+    three: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is silent: a rank above it gives up when it has waited, with nothing on its way, for as long as it may."""
+    monkeypatch.setattr("sidestream.ranks.group._LATER_S", 0.0)
+    rank = Rank(three.spokes[0], 1, "")
+    rank.starts.timeout_s = 0.05
+    await rank.slots.acquire()
+    operation = rank.group.begin("save", Deadline.after(0.05))
+    turn = JointTurn(rank.starts, operation, 1, "latest")
+    coming: asyncio.Task[Any] = asyncio.ensure_future(turn.come())
+    await asyncio.sleep(0)
+    await asyncio.to_thread(later, 0.5)
+    assert not operation.stopping
+    rank.slots.release()
+    with pytest.raises(RankFailures, match=r"rank 0 .*did not answer within timeout_s"):
+        await asyncio.wait_for(coming, LONG_S)
+    turn.leave()
+    in_owner(lambda: None)
+    assert rank.slots.taken == 0
