@@ -14,9 +14,12 @@ class GatedEngine(HostEngine):
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()
+        self.begun = threading.Event()
+        """The first copy is about to be made."""
         self.fail: Exception | None = None
 
     def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
+        self.begun.set()
         assert self.gate.wait(60)
         if self.fail is not None:
             raise self.fail

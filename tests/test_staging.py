@@ -180,6 +180,7 @@ async def test_fence_and_guard_hold_the_writer_back() -> None:
         handle = stager.guard(optimizer)
         parameter.grad = torch.ones(4)
         future = stager.stage({"p": parameter})
+        assert await asyncio.to_thread(engine.begun.wait, 60), "it has its memory"
         with pytest.raises(DeadlineExceeded):
             stager.fence(timeout_s=0.01)
         stepping = asyncio.create_task(asyncio.to_thread(optimizer.step))
