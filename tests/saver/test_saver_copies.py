@@ -265,3 +265,11 @@ async def test_small_tensors_are_not_worth_the_asking() -> None:
         await staging.copied
         assert filler.pieces == []
         staging.release()
+
+
+async def test_a_stage_that_skips_does_not_skip_once_it_has_begun(tmp_path: Path, asked: list[bool | None]) -> None:
+    await up()
+    for when in ("skip", "fail"):
+        async with AsyncStager(budget_bytes=24 * MIB, when_full=when) as stager:  # type: ignore[arg-type]
+            await sidestream.save(state_of(2.0), tmp_path / when, saver="process", stager=stager)
+    assert set(asked) == {True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import queue
 import struct
@@ -24,20 +25,24 @@ class _Run(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-_read = ctypes.CDLL(None, use_errno=True).process_vm_readv
-_read.restype = ctypes.c_ssize_t
-_read.argtypes = (ctypes.c_int, *(2 * (ctypes.c_void_p, ctypes.c_ulong)), ctypes.c_ulong)
+_read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)  # not on every system
+if _read is not None:
+    _read.restype = ctypes.c_ssize_t
+    _read.argtypes = (ctypes.c_int, *(2 * (ctypes.c_void_p, ctypes.c_ulong)), ctypes.c_ulong)
 
 
 def read_memory(pid: int, address: int, target: int, nbytes: int) -> None:
     """Copy from the memory of process ``pid`` to address ``target`` here. Raises ``OSError``."""
+    if _read is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     done = 0
     while done < nbytes:
-        local, remote = _Run(target + done, nbytes - done), _Run(address + done, nbytes - done)
+        step = min(nbytes - done, 128 << 10)
+        local, remote = _Run(target + done, step), _Run(address + done, step)
         copied = _read(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
         if copied <= 0:
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error))
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
         done += copied
 
 
@@ -63,6 +68,9 @@ class Copier:
         self._jobs: dict[int, _Job] = {}
         self._threads = 0
         self._chunks: queue.SimpleQueue[tuple[_Job, int, int, int]] = queue.SimpleQueue()
+        while self._threads < max(1, min(4, (os.cpu_count() or 1) // 2)):
+            threading.Thread(target=self._serve, name="sidestream-copy", daemon=True).start()
+            self._threads += 1
 
     def fill(self, number: int, body: bytes, memories: dict[int, mmap]) -> None:
         chunks: list[tuple[int, int, int]] = []
@@ -76,9 +84,6 @@ class Copier:
             self._answer(Kind.FILLED, number, b"")
             return
         job = self._jobs[number] = _Job(number, len(chunks), tuple(used.values()))
-        while self._threads < max(1, min(4, (os.cpu_count() or 1) // 2)):  # as many as copy in the trainer
-            threading.Thread(target=self._serve, name="sidestream-copy", daemon=True).start()
-            self._threads += 1
         for chunk in chunks:
             self._chunks.put((job, *chunk))
 

@@ -478,13 +478,14 @@ class AsyncStager:
 
     def _lease(self, staging: Staging[Any], nbytes: int, more_bytes: int = 0, *, at_once: bool = False) -> Lease:
         # What is free may be in pieces: policies that do not wait do not wait for the first image either.
-        at_once = at_once or (self._when_full in ("skip", "fail") and not staging.committed)
+        refuse = self._when_full in ("skip", "fail") and not staging.committed
+        at_once = at_once or refuse
         deadline = Deadline.after(0.0) if at_once else staging.deadline
         staging.waiting = True
         try:
             lease = self._arena.lease(nbytes, deadline=deadline, stop=staging.stop, more_bytes=more_bytes)
         except ArenaExhausted as error:
-            if at_once:
+            if refuse:
                 raise self._full(nbytes) from error
             raise
         finally:
