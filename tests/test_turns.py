@@ -14,11 +14,13 @@ import weakref
 from concurrent.futures import Future
 from pathlib import Path
 
+import pytest
 import torch
 
 import sidestream
 from sidestream import _turns
-from sidestream._threads import Threads
+from sidestream._threads import Deadline, Threads
+from sidestream.errors import DeadlineExceeded
 
 PATIENCE_S = 60.0
 
@@ -74,6 +76,31 @@ async def test_what_only_sleeps_is_given_no_turns() -> None:
     finally:
         ended.set()
         threads.close()
+
+
+async def test_a_thread_that_is_left_behind_is_given_no_more() -> None:
+    threads, ended = Threads("test-turns", 1), threading.Event()
+    try:
+        with pytest.raises(DeadlineExceeded):
+            await threads.run(ended.wait, deadline=Deadline.after(0.01))
+        await until_none_is_planned()
+    finally:
+        ended.set()
+        threads.close()
+
+
+async def test_a_loop_that_sleeps_by_itself_is_woken_up_ever_less() -> None:
+    work: Future[None] = Future()
+    _turns.give_turns(work)
+    turns = _turns._of_loops[asyncio.get_running_loop()]
+    async with asyncio.timeout(PATIENCE_S):
+        while turns._intervals < _turns._MOST_INTERVALS:
+            await asyncio.sleep(0.001)
+        assert await busy_until(1)
+        while turns._intervals > 1:
+            await asyncio.sleep(0)
+    work.set_result(None)
+    await until_none_is_planned()
 
 
 async def test_works_that_overlap_share_the_turns() -> None:

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import anyio
 
-from ._turns import give_turns
+from ._turns import give_turns, no_more_turns
 from .errors import Closed, DeadlineExceeded, ForkedProcess
 
 __all__ = ["Deadline", "Stop", "Threads", "io_threads", "let_go", "politely"]
@@ -210,6 +210,7 @@ class Threads(Executor):
                 if expired:
                     with self._lock:
                         self._count -= 1  # another one may take the place of the thread that hangs
+                    no_more_turns(future)
                     raise _left_behind(cancelled or deadline.exceeded(f"a system call of {name}()"))
                 expired = True
                 _stop_work(future, stop)

@@ -14,19 +14,21 @@ import asyncio
 import sys
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-__all__ = ["give_turns"]
+__all__ = ["give_turns", "no_more_turns"]
 
 _HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 _NAP_S = 1e-6  # the system makes some 60 us of it, enough for another thread to wake up and take the GIL
+_MOST_INTERVALS = 16
 
 
 def give_turns(work: Future[Any]) -> None:
     """Until ``work``, which threads do, has ended, the running loop really lets go of the GIL once in each switch
-    interval (``sys.getswitchinterval()``, 5 ms), for some 60 us. Returns at once. Does nothing where no loop runs, or
-    there is no GIL."""
+    interval (``sys.getswitchinterval()``, 5 ms), for some 60 us, if it is busy. Returns at once. Does nothing where no
+    loop runs, or there is no GIL."""
     if not _HAS_GIL:
         return
     try:
@@ -38,6 +40,12 @@ def give_turns(work: Future[Any]) -> None:
     _of_loops[loop].until_ended(work, loop)
 
 
+def no_more_turns(work: Future[Any]) -> None:
+    """``work`` is given up, though it may never end."""
+    with suppress(RuntimeError, KeyError):
+        _of_loops[asyncio.get_running_loop()].give_up(work)
+
+
 class _Turns:
     """Those of one loop, which nothing in here refers to: a closed one is not kept."""
 
@@ -45,20 +53,36 @@ class _Turns:
         self._works: WeakSet[Future[Any]] = WeakSet()
         self._due = 0.0
         self._planned = False
+        self._intervals = 1
+        self._seen = (0.0, 0.0)
 
     def until_ended(self, work: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._works.add(work)
         if not self._planned:
+            self._intervals = 1
+            self._is_busy()  # from now on
             self._plan(loop)
+
+    def give_up(self, work: Future[Any]) -> None:
+        self._works.discard(work)
 
     def _give(self, loop: asyncio.AbstractEventLoop) -> None:
         self._planned = False
         self._works = WeakSet(work for work in self._works if not work.done())
         if not self._works:
             return
-        time.sleep(_NAP_S)
-        self._due = loop.time() + sys.getswitchinterval()
+        if self._is_busy():
+            time.sleep(_NAP_S)
+            self._intervals = 1
+        else:  # threads get the GIL while it sleeps, and it is not to be woken up for nothing
+            self._intervals = min(2 * self._intervals, _MOST_INTERVALS)
+        self._due = loop.time() + self._intervals * sys.getswitchinterval()
         self._plan(loop)
+
+    def _is_busy(self) -> bool:
+        """Whether this thread has been running for most of the time since it was asked last."""
+        seen, self._seen = self._seen, (time.monotonic(), time.thread_time())
+        return self._seen[1] - seen[1] > 0.5 * (self._seen[0] - seen[0])
 
     def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_at(max(self._due, loop.time()), self._give, loop)

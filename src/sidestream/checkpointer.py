@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -23,6 +23,8 @@ from .errors import (
     Closed,
     ForkedProcess,
     InvalidOption,
+    SidestreamError,
+    UnsafeObject,
     WrongLoop,
 )
 from .format.records import Node
@@ -165,7 +167,7 @@ class Checkpointer:
     async def prewarm(self, state: Mapping[str, Any] | int | None = None) -> None:
         """Do now what the first save would have to: start the saver process, if there is one, map staging memory for
         ``state`` (or so many bytes), and, in a run of one process, plan. Nothing is copied. Raises ``SaverLost``,
-        ``ArenaExhausted``, and what a save of ``state`` would raise because of what is in it.
+        ``ArenaExhausted``; what is wrong with ``state`` is left to the save to say.
 
         Cancelling it leaves what has been done by then.
         """
@@ -176,16 +178,23 @@ class Checkpointer:
         elif self._saver is not None:
             await self._saver.up(deadline)
         if state is not None and isinstance(self._stager, AsyncStager):
-            await self._stager.prewarm(state)
-            if not isinstance(state, int) and self._together() is None:
-                await self._plan(self._stager, state, deadline)
+            if isinstance(state, int):
+                await self._stager.prewarm(state)
+            else:
+                await self._prewarm(self._stager, state, deadline)
             if self._saver is not None:
                 await self._saver.hand(self._stager.shared_memory(), deadline)
 
-    @staticmethod
-    async def _plan(stager: AsyncStager, state: Mapping[str, Any], deadline: Deadline) -> None:
-        captured = capture(state, copy_value)
-        if not captured.sharded:  # or it takes a group to plan
+    async def _prewarm(self, stager: AsyncStager, state: Mapping[str, Any], deadline: Deadline) -> None:
+        try:
+            captured = capture(state, copy_value)
+        except UnsafeObject:  # for the save to say: its planner may leave that out
+            await stager.prewarm(state)
+            return
+        await stager.prewarm_for(captured)
+        if captured.sharded or self._together() is not None:
+            return  # it takes a group to plan
+        with suppress(SidestreamError):  # as above
             await io_threads().run(plan_save, stager.plans, stager.budget_bytes, captured, deadline=deadline)
 
     async def save(

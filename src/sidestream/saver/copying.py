@@ -1,4 +1,4 @@
-"""In the saver process: copies out of the trainer's memory, by the kernel, which the trainer does not notice."""
+"""In the saver process: copies out of the trainer's memory, by the kernel, which take none of the trainer's time."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import ctypes
 import errno
 import os
 import queue
-import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from mmap import mmap
 
 from .._threads import Stop
-from .wire import Kind
+from .wire import PIECE, Kind
 
-__all__ = ["PIECE", "Copier", "read_memory"]
+__all__ = ["Copier", "read_memory"]
 
-PIECE = struct.Struct("<QQQQ")  # number of the memory, address in the trainer, where in the memory, bytes
 _CHUNK_BYTES = 16 << 20  # a cancel waits for as much in each thread
+# While the kernel finds the pages it holds a lock of the trainer's, and whoever maps memory there waits for it: the
+# smaller the call, the less likely it is that this process loses its core just then.
+_CALL_BYTES = 128 << 10
 
 
 class _Run(ctypes.Structure):
@@ -37,8 +38,8 @@ def read_memory(pid: int, address: int, target: int, nbytes: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     done = 0
     while done < nbytes:
-        step = min(nbytes - done, 128 << 10)
-        local, remote = _Run(target + done, step), _Run(address + done, step)
+        size = min(_CALL_BYTES, nbytes - done)
+        local, remote = _Run(target + done, size), _Run(address + done, size)
         copied = _read(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
         if copied <= 0:
             code = ctypes.get_errno()
@@ -48,31 +49,46 @@ def read_memory(pid: int, address: int, target: int, nbytes: int) -> None:
 
 @dataclass(slots=True)
 class _Job:
-    """One request; the last chunk answers."""
+    """One request."""
 
     number: int
-    left: int
+    waiting: int
+    """Chunks that no thread has taken; of a job that has stopped, nobody will."""
     memories: Sequence[mmap]
     """For as long as it takes: the trainer may forget them."""
+    copying: int = 0
     stop: Stop = field(default_factory=Stop)
     error: str | None = None
 
 
 class Copier:
-    """Threads that copy what was asked for, in its order. Its methods are called by the thread that reads frames."""
+    """Threads that copy what was asked for, in its order. ``fill`` and ``cancel`` are for the thread that reads frames.
+
+    They are started here and now: before this process is made nicer than the trainer, which waits for what they do.
+    """
 
     def __init__(self, trainer: int, answer: Callable[[Kind, int, bytes], None]) -> None:
         self._trainer = trainer
         self._answer = answer
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
-        self._threads = 0
         self._chunks: queue.SimpleQueue[tuple[_Job, int, int, int]] = queue.SimpleQueue()
-        while self._threads < max(1, min(4, (os.cpu_count() or 1) // 2)):
-            threading.Thread(target=self._serve, name="sidestream-copy", daemon=True).start()
-            self._threads += 1
+        count = max(1, min(4, len(os.sched_getaffinity(0)) // 2))  # as many as would copy in the trainer
+        self._threads = [
+            threading.Thread(target=self._serve, name="sidestream-copy", daemon=True) for _ in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def confine(self, processors: Iterable[int]) -> None:
+        """From now on run on these alone. Raises ``OSError``."""
+        for thread in self._threads:
+            if thread.native_id is not None:
+                os.sched_setaffinity(thread.native_id, processors)
 
     def fill(self, number: int, body: bytes, memories: dict[int, mmap]) -> None:
+        """Copy what ``body`` says. It is answered with ``FILLED`` or ``UNFILLED`` when nothing of it is copied any
+        more."""
         chunks: list[tuple[int, int, int]] = []
         used: dict[int, mmap] = {}
         for memory, address, offset, nbytes in PIECE.iter_unpack(body):
@@ -88,32 +104,45 @@ class Copier:
             self._chunks.put((job, *chunk))
 
     def cancel(self, number: int) -> bool:
-        """False if it is none of these; it is answered when nothing is copied any more."""
-        job = self._jobs.get(number)
-        if job is not None:
+        """False if it is none of these, or has been answered."""
+        with self._lock:
+            job = self._jobs.get(number)
+            if job is None:
+                return False
             job.stop.set()
-        return job is not None
+        self._answer_if_ended(job)
+        return True
 
     def _serve(self) -> None:
         while True:
             job, address, target, nbytes = self._chunks.get()
-            error = job.error
-            if error is None and not job.stop.is_set():
-                try:
-                    read_memory(self._trainer, address, target, nbytes)
-                except OSError as failure:
-                    error = str(failure)
-            self._ended(job, error)
+            with self._lock:
+                job.waiting -= 1
+                skipped = job.stop.is_set()
+                job.copying += not skipped
+            if not skipped:
+                self._copy(job, address, target, nbytes)
             del job  # an idle thread keeps no memory mapped
 
-    def _ended(self, job: _Job, error: str | None) -> None:
+    def _copy(self, job: _Job, address: int, target: int, nbytes: int) -> None:
+        error = None
+        try:
+            read_memory(self._trainer, address, target, nbytes)
+        except OSError as failure:
+            error = str(failure)
         with self._lock:
-            job.error = job.error or error
-            job.left -= 1
-            if job.left:
+            job.copying -= 1
+            if error is not None:
+                job.error = job.error or error
+                job.stop.set()
+        self._answer_if_ended(job)
+
+    def _answer_if_ended(self, job: _Job) -> None:
+        with self._lock:
+            stopped = job.stop.is_set()
+            if job.copying or (job.waiting and not stopped) or self._jobs.pop(job.number, None) is None:
                 return
-            self._jobs.pop(job.number, None)
-        if job.error is None and not job.stop.is_set():
-            self._answer(Kind.FILLED, job.number, b"")
-        else:
+        if stopped:
             self._answer(Kind.UNFILLED, job.number, (job.error or "stopped").encode())
+        else:
+            self._answer(Kind.FILLED, job.number, b"")

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from .._threads import Deadline, Stop
 from ..errors import SaverLost
 from ..staging import Piece
-from .copying import PIECE
 from .link import Link
-from .wire import Frame, Kind
+from .wire import PIECE, Frame, Kind
 
 __all__ = ["LinkFiller"]
 
@@ -46,30 +45,36 @@ class _Fill:
         self._late_since: float | None = None
 
     def run(self, pieces: Sequence[Piece]) -> bool:
-        for memory in {piece.memory.number: piece.memory for piece in pieces}.values():
-            self._link.hand(memory)
         packed = b"".join(PIECE.pack(piece.memory.number, *piece[1:]) for piece in pieces)
-        number = self._link.request(self)
-        with self._stop.waking(self._wake):
-            self._send(Kind.FILL, number, packed)
-            with self._changed:
-                self._changed.wait_for(lambda: self.over or self._stop.is_set(), self._deadline.remaining_s())
-            if not self.over:
-                self._let_go(number)
-                self._stop.check()
-                raise self._deadline.exceeded("staging")
-        return self._answer == Kind.FILLED
-
-    def _send(self, kind: Kind, number: int, body: bytes) -> None:
-        self._sending = True
+        memories = {piece.memory.number: piece.memory for piece in pieces}
+        number = self._link.request(self)  # first: the thread of the link watches over whoever has one
+        asked = False
         try:
-            self._link.send(kind, number, body)
+            with self._stop.waking(self._wake):
+                self._sending = True
+                for memory in memories.values():
+                    self._link.hand(memory)
+                self._stop.check()
+                asked = True
+                self._link.send(Kind.FILL, number, packed)
+                self._sending = False
+                with self._changed:
+                    self._changed.wait_for(lambda: self.over or self._stop.is_set(), self._deadline.remaining_s())
+                if not self.over:
+                    self._let_go(number)
+                    self._stop.check()
+                    raise self._deadline.exceeded("staging")
         finally:
             self._sending = False
+            if not asked:
+                self._link.withdraw(number)
+        return self._answer == Kind.FILLED
 
     def _let_go(self, number: int) -> None:
         """Nothing of it is read or written any more when this returns."""
-        self._send(Kind.CANCEL, number, b"")
+        self._sending = True
+        self._link.send(Kind.CANCEL, number, b"")
+        self._sending = False
         with self._changed:
             ended = self._changed.wait_for(lambda: self.over, _ACKNOWLEDGE_S)
         if not ended:

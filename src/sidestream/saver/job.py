@@ -237,12 +237,15 @@ class _Exchange:
     def _hand_windows(self, file: _File, index: int, images: Sequence[Any]) -> None:
         """As they become whole; of those that are there already the process is told at once."""
         found: dict[int, tuple[Any, _Lease, Any]] = {}
-        for window, image in enumerate(images):
-            if found and not image.whole:
-                self._tell(index, found)
-                found = {}
-            found[window] = self._window(file, image)
-        self._tell(index, found)
+        try:
+            for window, image in enumerate(images):
+                if found and not image.whole:
+                    self._tell(index, found)
+                    found.clear()
+                found[window] = self._window(file, image)
+            self._tell(index, found)
+        finally:
+            found.clear()  # whoever keeps an error, and this frame with it, does not keep the memory
 
     def _window(self, file: _File, image: Any) -> tuple[Any, _Lease, Any]:
         """Its memory, when it is whole."""

@@ -100,12 +100,13 @@ class _Saver:
                     self._outbox.later(Kind.UNUSED, frame.number, UNUSED.pack(file, window))
 
     def _set_up(self, asked: dict[str, Any]) -> None:
-        """Before any thread is started: on Linux these are properties of threads, and inherited."""
+        """Before a thread is started that writes: on Linux these are properties of threads, and inherited."""
         with suppress(OSError):
             os.nice(asked["nice"])
         if asked["affinity"] is not None:
             with suppress(OSError):  # none of them is there (any more)
                 os.sched_setaffinity(0, asked["affinity"])
+                self._copier.confine(asked["affinity"])
         number = _IOPRIO_SET.get(os.uname().machine)
         if number is not None and asked["io_priority"] in _IO_CLASSES:
             ctypes.CDLL(None).syscall(number, 1, 0, _IO_CLASSES[asked["io_priority"]])

@@ -19,8 +19,9 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = ["Channel", "Frame", "Kind", "Outbox", "Unsendable", "pack", "unpack"]
+__all__ = ["PIECE", "Channel", "Frame", "Kind", "Outbox", "Unsendable", "pack", "unpack"]
 
+PIECE = struct.Struct("<QQQQ")  # of FILL: number of the memory, address in the trainer, where in the memory, bytes
 _HEAD = struct.Struct("<BQQ")  # kind, number, bytes of the body
 _READ_BYTES = 256 << 10
 _DESCRIPTORS = 16  # at most that many come with one read
@@ -137,27 +138,32 @@ class Outbox:
         self._channel = channel
         self._lock = threading.Lock()
         self._frames: queue.SimpleQueue[tuple[Kind, int, bytes]] = queue.SimpleQueue()
-        self._there: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._there: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def later(self, kind: Kind, number: int, body: bytes) -> None:
-        """Also for finalizers: it neither blocks nor takes a lock."""
+    def later(self, kind: Kind, number: int, body: bytes, *, urgent: bool = False) -> None:
+        """Also for finalizers: it neither blocks nor takes a lock. What is ``urgent`` is not kept for what may come."""
         self._frames.put((kind, number, body))
-        self._there.put(None)
+        self._there.put(urgent)
 
     def now(self, kind: Kind, number: int, body: bytes = b"") -> None:
         """After what has been left here, and with it. Raises ``OSError`` when the other end is gone."""
         self._send([(kind, number, body)])
 
     def send_what_waits(self, timeout_s: float, gather_s: float) -> bool:
-        """Wait for something, and some more for what comes with it. False if nothing was sent. Raises ``OSError``."""
+        """Wait for something, and up to ``gather_s`` more for what comes with it. False if nothing has come. Raises
+        ``OSError``."""
+        try:
+            urgent = self._there.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        end = time.monotonic() + gather_s
         with suppress(queue.Empty):
-            self._there.get(timeout=timeout_s)
-            time.sleep(gather_s)
-            while True:
-                self._there.get_nowait()
-        return self._send([])
+            while not urgent:
+                urgent = self._there.get(timeout=max(0.0, end - time.monotonic()))
+        self._send([])
+        return True
 
-    def _send(self, last: list[tuple[Kind, int, bytes]]) -> bool:
+    def _send(self, last: list[tuple[Kind, int, bytes]]) -> None:
         with self._lock:
             frames: list[tuple[Kind, int, bytes]] = []
             with suppress(queue.Empty):
@@ -166,7 +172,6 @@ class Outbox:
             frames += last
             if frames:
                 self._channel.send_all(frames)
-            return bool(frames)
 
 
 class Unsendable(Exception):

@@ -121,6 +121,8 @@ class Request:
         self._stop = Stop()
         self._files: queue.SimpleQueue[tuple[str, Body] | None] = queue.SimpleQueue()
         self._images: list[list[_Image]] = []
+        self._handed = 0  # windows that have come
+        self._returned: list[None] = []  # one for each that was let go of
 
     def start(self) -> None:
         """Whoever hands it frames knows it by then: ``ended`` may be called at any time from now on."""
@@ -130,6 +132,7 @@ class Request:
 
     def handle(self, frame: Frame, memories: dict[int, mmap]) -> None:
         if frame.kind == Kind.READY:
+            self._handed += len(frame.body) // READY.size
             for file, window, memory, start, _ in READY.iter_unpack(frame.body):
                 self._images[file][window].arrive(memories[memory], start)
         elif frame.kind == Kind.CANCEL:
@@ -157,8 +160,15 @@ class Request:
         return name, ShardBody(layout, images, digest)
 
     def _unused(self, file: int, window: int) -> Callable[[], None]:
-        packed, number, later = UNUSED.pack(file, window), self._number, self._outbox.later
-        return lambda: later(Kind.UNUSED, number, packed)  # wherever the last reference dies
+        packed = UNUSED.pack(file, window)
+
+        def unused() -> None:  # wherever the last reference dies
+            self._returned.append(None)
+            # With nothing left to write, the trainer may be waiting for just this memory.
+            urgent = len(self._returned) >= self._handed
+            self._outbox.later(Kind.UNUSED, self._number, packed, urgent=urgent)
+
+        return unused
 
     # --- the thread that writes ---
 

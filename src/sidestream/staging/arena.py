@@ -186,9 +186,12 @@ class Arena:
         self._reserved = self._leased = self._peak = self._leases = self._waiters = 0
         self._closed = threading.Event()
 
-    def lease(self, nbytes: int, *, deadline: Deadline, stop: Stop, more_bytes: int = 0) -> Lease:
+    def lease(
+        self, nbytes: int, *, deadline: Deadline, stop: Stop, more_bytes: int = 0, spare_offers: bool = False
+    ) -> Lease:
         """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
-        ``more_bytes`` will be asked for next, so that memory for them is mapped too, if any has to be.
+        ``more_bytes`` will be asked for next, so that memory for them is mapped too, if any has to be. With
+        ``spare_offers`` nothing is taken back that was only offered (``Lease.offer``).
 
         Raises ``ArenaExhausted`` at once if they can never fit the budget, and when ``deadline`` passes; ``Closed``
         when ``stop`` is set or the arena is closed meanwhile.
@@ -200,7 +203,7 @@ class Arena:
                 "raise budget_bytes= of the stager"
             )
         with stop.waking(self.wake):
-            segment, start = self._acquire(size, more_bytes, deadline, stop)
+            segment, start = self._acquire(size, more_bytes, deadline, stop, spare_offers)
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
         back = (segment, start, start + size)
         weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
@@ -265,13 +268,13 @@ class Arena:
             self._segments.clear()
             self._reserved = 0
 
-    def _acquire(self, size: int, more: int, deadline: Deadline, stop: Stop) -> tuple[_Segment, int]:
+    def _acquire(self, size: int, more: int, deadline: Deadline, stop: Stop, spare: bool) -> tuple[_Segment, int]:
         self._waiters += 1
         try:
             if not self._turn.acquire(timeout=deadline.remaining_s()):
                 raise self._exhausted(size, deadline)
             try:
-                return self._wait_for(size, more, deadline, stop)
+                return self._wait_for(size, more, deadline, stop, spare)
             finally:
                 self._turn.release()
         finally:
@@ -279,7 +282,7 @@ class Arena:
 
     # --- everything below runs with the turn held, except _give_back ---
 
-    def _wait_for(self, size: int, more: int, deadline: Deadline, stop: Stop) -> tuple[_Segment, int]:
+    def _wait_for(self, size: int, more: int, deadline: Deadline, stop: Stop, spare: bool) -> tuple[_Segment, int]:
         while True:
             self._drain()
             if self._backing == "shared":
@@ -293,7 +296,7 @@ class Arena:
                 self._leases += 1
                 self._peak = max(self._peak, self._leased)
                 return found
-            if self._take_back():
+            if not spare and self._take_back():
                 continue
             try:
                 returned = self._returned.get(timeout=deadline.remaining_s())

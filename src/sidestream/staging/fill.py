@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from .._threads import Deadline, Stop, politely
@@ -35,28 +35,26 @@ class Filler(Protocol):
         when this returns or raises. Raises ``Closed`` when ``stop`` is set, ``DeadlineExceeded``."""
 
 
-def pieces_of(images: Iterable[tuple[ImageLayout, Lease]]) -> list[Piece] | None:
-    """What a filler of ``images`` is told; None if they have to be, or had better be, copied here.
+def pieces_of(layout: ImageLayout, lease: Lease) -> list[Piece] | None:
+    """What a filler of this image is told; None if it has to be, or had better be, copied here.
 
     Raises ``UnsupportedTensor`` if the memory of a source is gone.
     """
+    memory = lease.shared
+    if memory is None or layout.nbytes < _WORTH_BYTES * len(layout.copies):
+        return None
     found: list[Piece] = []
-    for layout, lease in images:
-        memory = lease.shared
-        if memory is None or layout.nbytes < _WORTH_BYTES * len(layout.copies):
+    for copy in politely(layout.copies):
+        address = _address(copy)
+        if address is None:
             return None
-        for copy in politely(layout.copies):
-            address = _address(copy)
-            if address is None:
-                return None
-            found.append(Piece(memory, address, lease.start + copy.offset, copy.nbytes))
-    return found
+        found.append(Piece(memory, address, lease.start + copy.offset, copy.nbytes))
+    return found or None
 
 
-def check_sources(images: Iterable[tuple[ImageLayout, Lease]], pieces: Sequence[Piece]) -> None:
+def check_sources(layout: ImageLayout, pieces: Sequence[Piece]) -> None:
     """Raise ``UnsupportedTensor`` unless the sources are still where ``pieces`` says."""
-    copies = (copy for layout, _ in images for copy in layout.copies)
-    for copy, piece in politely(zip(copies, pieces, strict=True)):
+    for copy, piece in politely(zip(layout.copies, pieces, strict=True)):
         if _address(copy) != piece.address:
             raise UnsupportedTensor("the storage of a tensor was resized while it was staged: fence() first")
 

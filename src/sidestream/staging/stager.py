@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
@@ -37,7 +37,7 @@ from .capture import Captured, capture
 from .device import DeviceEngine, StageMode
 from .driver import driver_for
 from .fence import Forecast, guard, hold_back
-from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, check_sources, pieces_of
+from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, Piece, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
 from .image import Copy, ImageLayout, StagedImage
@@ -172,14 +172,13 @@ class AsyncStager:
     def prewarm(self, state_dict: Mapping[str, Any] | int) -> StagingFuture[None]:
         """Map and touch memory for ``state_dict`` (or so many bytes) in the stager's thread, so that the first stage is
         as fast as the later ones. Nothing is copied."""
+        if not isinstance(state_dict, int):
+            return self.prewarm_for(capture(state_dict, lambda value: value))
+        check_count("prewarm()", state_dict)
+        return self._prewarm(state_dict, [])
+
+    def _prewarm(self, nbytes: int, tensors: list[torch.Tensor]) -> StagingFuture[None]:
         self._check_usable()
-        if isinstance(state_dict, int):
-            check_count("prewarm()", state_dict)
-            nbytes, tensors = state_dict, []
-        else:
-            tensors = capture(state_dict, lambda value: value).tensors
-            # As a save lays them out, at most: whole pages and a frame each.
-            nbytes = sum(tensor.nbytes + 4096 + (PAGE_BYTES if tensor.nbytes >= 1 << 16 else 0) for tensor in tensors)
         on_device = self._split(tensors)  # finds the engine, which registers what is mapped
         warmed: StagingFuture[None] = StagingFuture()
         nbytes = min(nbytes, self.budget_bytes)
@@ -200,6 +199,13 @@ class AsyncStager:
     @property
     def budget_bytes(self) -> int:
         return self._arena.budget_bytes
+
+    def prewarm_for(self, captured: Captured) -> StagingFuture[None]:
+        """``prewarm()`` of a state dict that was captured."""
+        tensors = captured.tensors
+        # As a save lays them out, at most: whole pages and a frame each.
+        nbytes = sum(tensor.nbytes + 4096 + (PAGE_BYTES if tensor.nbytes >= 1 << 16 else 0) for tensor in tensors)
+        return self._prewarm(nbytes, tensors)
 
     def shared_memory(self) -> list[SharedMemory]:
         """All of it that there is now and that another process can be handed."""
@@ -407,54 +413,57 @@ class AsyncStager:
         while left:
             batch: list[_Image] = []
             try:
-                for layout, image, lease in self._leases(staging, left, rest):
-                    image.begin(lease)
-                    batch.append((layout, image))
-                    rest -= layout.nbytes
-                if not self._filled_elsewhere(staging, batch):
-                    for layout, image in batch:
-                        self._fill_image(staging, layout, image)
+                pieces = self._begin(staging, left, batch, rest)
+                rest -= sum(layout.nbytes for layout, _ in batch)
+                if pieces:
+                    self._fill_elsewhere(staging, batch, pieces)
+                for layout, image in list(batch):
+                    self._fill_image(staging, layout, image)
+                    del batch[0]
+                    image.finish()
             except BaseException as error:
                 for _, image in batch:
                     image.fail(error)  # before finish(), which takes an image without an error for a filled one
-                raise
-            finally:
-                for _, image in batch:
                     image.finish()
+                raise
 
-    def _leases(
-        self, staging: Staging[Any], left: deque[_Image], rest: int
-    ) -> Iterator[tuple[ImageLayout, StagedImage, Lease]]:
-        """Memory for what is filled next, ``rest`` bytes with all that follows: one image, or where somebody else fills
-        them, as many as make it worth the asking and find memory at once."""
-        room = 0 if staging.filler is None else BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
-        first = True
-        while left and (first or room >= left[0][0].nbytes):
-            nbytes = left[0][0].nbytes
-            rest -= nbytes
+    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image], rest: int) -> list[Piece]:
+        """Move what is filled next from ``left`` to ``batch``, with memory: one image, or where somebody else fills
+        them, as many as make it worth the asking and find memory without waiting. Returns what those are filled with.
+        """
+        pieces: list[Piece] = []
+        room = BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
+        while left and (not batch or (pieces and room >= left[0][0].nbytes)):
+            layout, image = left[0]
+            rest -= layout.nbytes
             try:
-                lease = self._lease(staging, nbytes, rest, at_once=not first)
+                lease = self._lease(staging, layout.nbytes, rest, at_once=bool(batch))
             except ArenaExhausted:
-                if first:
+                if not batch:
                     raise
-                return
-            room -= nbytes
-            first = False
-            yield (*left.popleft(), lease)
+                break
+            image.begin(lease)
+            batch.append(left.popleft())
+            room -= layout.nbytes
+            found = None if staging.filler is None else pieces_of(layout, lease)
+            if found is None:  # copied here, after the others
+                break
+            pieces += found
+        return pieces
 
-    def _filled_elsewhere(self, staging: Staging[Any], batch: Sequence[_Image]) -> bool:
-        """Whether the images have been filled without the time of this process."""
-        if staging.filler is None:
-            return False
-        images = [(layout, image.lease()) for layout, image in batch]
-        pieces = pieces_of(images)
-        if pieces is None:
-            return False
+    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: Sequence[Piece]) -> None:
+        """Without the time of this process; what is left in ``batch`` then is not filled."""
+        assert staging.filler is not None
         if not staging.filler.fill(pieces, deadline=staging.deadline, stop=staging.stop):
             staging.filler = None
-            return False
-        check_sources(images, pieces)
-        return True
+            return
+        told = list(pieces)
+        while batch and told:
+            layout, image = batch[0]
+            check_sources(layout, told[: len(layout.copies)])
+            del told[: len(layout.copies)]
+            del batch[0]
+            image.finish()
 
     def _check_room(self, staging: Staging[Any], images: Sequence[int]) -> None:
         """Refuse what never fits, and what ``when_full`` says."""
@@ -483,7 +492,9 @@ class AsyncStager:
         deadline = Deadline.after(0.0) if at_once else staging.deadline
         staging.waiting = True
         try:
-            lease = self._arena.lease(nbytes, deadline=deadline, stop=staging.stop, more_bytes=more_bytes)
+            lease = self._arena.lease(
+                nbytes, deadline=deadline, stop=staging.stop, more_bytes=more_bytes, spare_offers=at_once and not refuse
+            )
         except ArenaExhausted as error:
             if refuse:
                 raise self._full(nbytes) from error
