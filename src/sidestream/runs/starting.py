@@ -12,14 +12,22 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 
 from .._threads import Deadline
-from ..errors import InvalidOption
+from ..errors import InvalidOption, RankFailures
 from ..joint.reading import stoppable
 from ..options import Overlap
 from ..ranks import Operation
 from .overlap import Slots
 from .together import call_together
 
-__all__ = ["JointTurn", "Starts"]
+__all__ = ["EARLIER", "JointTurn", "Starts", "tells_of_earlier"]
+
+EARLIER = "an earlier save"
+"""The step in which a rank fails that raises, in its call, what it had not told anybody yet."""
+
+
+def tells_of_earlier(error: BaseException | None) -> bool:
+    """Whether a save failed for no reason of its own."""
+    return isinstance(error, RankFailures) and all(one.step == EARLIER for one in error.failures)
 
 
 class Line:
