@@ -92,7 +92,7 @@ class JointTurn:
         self._step = step
         self._overlap: Overlap = overlap
         self._promised = promised
-        self._superseded = asyncio.Event()
+        self._place: asyncio.Future[bool] | None = None
         self._holds = False
         self._asking = starts.asking.join()
         self._beginning = starts.beginning.join()
@@ -116,10 +116,9 @@ class JointTurn:
         finally:
             if operation.rank:
                 self._starts.slots.unwatch(self._count)
+                operation.resume(self._deadline())  # however it ended: the verdict has a deadline too
         if self.generation is None:
             return False
-        if operation.rank:
-            operation.resume(self._deadline())
         await stoppable(operation, self._follow())
         return True
 
@@ -129,7 +128,8 @@ class JointTurn:
         self._starts.beginning.leave(self._beginning)
 
     def give_way(self) -> None:
-        self._superseded.set()
+        if self._place is not None:
+            self._starts.slots.withdraw(self._place)
 
     def leave(self) -> None:
         self.begun()
@@ -171,9 +171,9 @@ class JointTurn:
             if starts.queued is not None:
                 starts.queued.give_way()
             starts.queued = self
-        place = starts.slots.ask()
+        self._place = starts.slots.ask()
         starts.asking.leave(self._asking)
-        self._holds = await starts.slots.granted(place, unless=self._superseded)
+        self._holds = await starts.slots.granted(self._place)
         return self._holds
 
     # --- the others ---
