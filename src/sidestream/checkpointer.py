@@ -63,7 +63,7 @@ from .runs.preemption import Preemption, Then
 from .runs.pruning import Pruned, Pruner
 from .runs.restoring import Restoring
 from .runs.retention import KeepAll, Retention
-from .runs.starting import JointTurn, Starts
+from .runs.starting import EARLIER, JointTurn, Starts, tells_of_earlier
 from .runs.together import RestoringTogether, call_together
 from .runs.upkeep import Upkeep
 from .runs.watching import Watch
@@ -264,7 +264,7 @@ class Checkpointer:
             check_step(step)
             noted = encode_metadata(metadata)
             if not promised:
-                self._raise_unheard()
+                self._raise_unheard_to_all(operation)
             if overlap != "latest":
                 await turn.agree()
             return noted
@@ -696,6 +696,14 @@ class Checkpointer:
             for other in errors[1:]:
                 errors[0].add_note(f"besides: {type(other).__name__}: {other}")
             raise errors[0]
+
+    def _raise_unheard_to_all(self, operation: Operation) -> None:
+        """It ends this save on all ranks. One that learns of that after its call does not raise it in its next one: a
+        single failure would end save after save, by turns. Closing raises it."""
+        self._pending = [save for save in self._pending if not tells_of_earlier(save.unheard)]
+        operation.step = EARLIER
+        self._raise_unheard()
+        operation.step = "start"
 
     def _deadline(self) -> Deadline:
         return Deadline.after(self._timeout_s)

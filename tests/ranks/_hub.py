@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 from sidestream.ranks.group import Hub, Spoke
 from sidestream.ranks.owner import Link, owner
@@ -43,3 +45,18 @@ def in_owner(work: Callable[[], None]) -> None:
 
     owner().post(run)
     done.result(LONG_S)
+
+
+@contextmanager
+def owner_held() -> Iterator[None]:
+    """Nothing that is due is done meanwhile, however slow this thread is."""
+    gate = threading.Event()
+
+    def hold() -> None:
+        gate.wait(LONG_S)
+
+    owner().post(hold)
+    try:
+        yield
+    finally:
+        gate.set()

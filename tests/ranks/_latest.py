@@ -70,8 +70,8 @@ class Rank:
     def run_in(self, directory: Path, **options: Any) -> sidestream.Checkpointer:
         self._desk, self.held = directory, Held()
         directory.mkdir(exist_ok=True)
-        options = {"in_flight": 1, "timeout_s": PATIENCE_S, "stager": self.held, **options}
-        return sidestream.Checkpointer(directory / "run", overlap="latest", **options)
+        options = {"overlap": "latest", "in_flight": 1, "timeout_s": PATIENCE_S, "stager": self.held, **options}
+        return sidestream.Checkpointer(directory / "run", **options)
 
     async def save(self, checkpoints: sidestream.Checkpointer, step: int, **options: Any) -> sidestream.PendingSave:
         return await checkpoints.save(self.state(step), step=step, **options)
@@ -291,6 +291,55 @@ def cannot_begin(rank: int, world: int, directory: Path) -> list[Any]:
         return [failed, await outcome(last)]
 
     return list(run(save()))
+
+
+# --- a failure of which nobody has heard -----------------------------------------------------------------------------
+
+
+def dropped(rank: int, world: int, directory: Path) -> dict[str, Any]:
+    """By each policy: nobody awaits a save that fails on all ranks, in the background. The next call of all raises it,
+    the one after that is made."""
+    one = Rank(rank, world, directory)
+
+    async def save(overlap: str) -> list[Any]:
+        async with one.run_in(directory / overlap, overlap=overlap, stager=None) as checkpoints:
+            bad = {**one.state(1), **({"x": object()} if rank == 1 else {})}
+            await (await checkpoints.save(bad, step=1)).ended()
+            told: list[Any] = []
+            try:
+                await one.save(checkpoints, 2)
+            except RankFailures as failures:
+                told.extend({(one.step, one.kind, "UnsafeObject" in one.text) for one in failures.failures})
+            return [*told, await outcome(await one.save(checkpoints, 3))]
+
+    return {overlap: run(save(overlap)) for overlap in ("wait", "skip", "fail", "latest")}
+
+
+def told_by_turns(rank: int, world: int, directory: Path) -> list[Any]:
+    """Rank 1 hears of a failure in its call, the others in their next one; nobody awaits anything."""
+    one = Rank(rank, world, directory)
+    told: list[Any] = []
+
+    async def save() -> None:
+        async with one.run_in(directory / "run", stager=None) as checkpoints:
+            for step in range(1, 6):
+                bad: dict[str, Any] = {"metadata": {"n": object()}} if rank == 1 and step in (1, 4) else {}
+                try:
+                    pending = await one.save(checkpoints, step, **bad)
+                except RankFailures:
+                    told.append("raised")
+                else:
+                    await pending.ended()
+                    told.append(pending.outcome)
+                    del pending
+                await one.meet(f"after {step}")
+                told.append(len(checkpoints.health().failures))
+
+    try:
+        run(save())
+    except RankFailures as failures:
+        told.append(sorted({failure.step for failure in failures.failures}))
+    return told
 
 
 def loop_closes(rank: int, world: int, directory: Path) -> list[Any]:

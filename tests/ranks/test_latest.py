@@ -55,6 +55,19 @@ def test_a_save_that_cannot_begin(groups: Groups, tmp_path: Path) -> None:
     assert groups.run("cannot_begin", WORLD, tmp_path).results == [[[[1, "UnsafeObject"]], 3]] * WORLD
 
 
+def test_nobody_awaits_a_save_that_fails(groups: Groups, tmp_path: Path) -> None:
+    for told in groups.run("dropped", 2, tmp_path).results:
+        raised = ["an earlier save", "RankFailures", True]
+        assert told == {overlap: [raised, 3] for overlap in ("wait", "skip", "fail", "latest")}
+
+
+def test_a_failure_of_which_nobody_has_heard_ends_one_save_and_not_all(groups: Groups, tmp_path: Path) -> None:
+    """On rank 1 the second and the fifth fail for what rank 0 raises. No save raises that; leaving the run does."""
+    first, second = groups.run("told_by_turns", 2, tmp_path).results
+    assert first == ["absent", 1, "raised", 0, "committed", 0, "absent", 1, "raised", 0]
+    assert second == ["raised", 0, "absent", 1, "committed", 0, "raised", 0, "absent", 1, ["an earlier save"]]
+
+
 def test_the_loop_of_one_rank_is_closed(groups: Groups, tmp_path: Path) -> None:
     first, second, third = groups.run("loop_closes", WORLD, tmp_path).results
     assert second == ["Aborted", "Aborted"]

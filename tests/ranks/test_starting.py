@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from _hub import LONG_S, Ranks, in_owner
+from _hub import LONG_S, Ranks, in_owner, owner_held
 
 from sidestream._threads import Deadline
 from sidestream.commit import Verdict
@@ -19,6 +19,7 @@ from sidestream.pending import PendingSave, SaveInfo, SaveProgress
 from sidestream.ranks import Operation, Stopped
 from sidestream.ranks.group import Group
 from sidestream.ranks.owner import owner
+from sidestream.ranks.wire import Frame, Kind
 from sidestream.runs.overlap import QueuedSave, Slots
 from sidestream.runs.starting import JointTurn, Starts
 from sidestream.runs.together import call_together
@@ -141,9 +142,11 @@ def later(seconds: float) -> None:
 
 
 async def test_the_time_of_one_that_is_suspended_does_not_run_out(three: Ranks) -> None:
-    operations = [group.begin("save", Deadline.after(0.05)) for group in (three.hub, *three.spokes)]
-    operations[0].suspend()
-    await asyncio.to_thread(later, 0.5)
+    with owner_held():
+        operations = [three.hub.begin("save", Deadline.after(0.05))]
+        operations[0].suspend()
+    operations += [spoke.begin("save", Deadline.after(LONG_S)) for spoke in three.spokes]
+    await asyncio.to_thread(later, 0.2)
     assert not operations[0].stopping
     for operation in operations:
         operation.on_stop(lambda operation=operation: operation.report(Stopped()))  # type: ignore[misc]
@@ -177,17 +180,42 @@ async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
     """Rank 0 is silent: a rank above it gives up when it has waited, with nothing on its way, for as long as it may."""
     monkeypatch.setattr("sidestream.ranks.group._LATER_S", 0.0)
     rank = Rank(three.spokes[0], 1, "")
-    rank.starts.timeout_s = 0.05
     await rank.slots.acquire()
-    operation = rank.group.begin("save", Deadline.after(0.05))
-    turn = JointTurn(rank.starts, operation, 1, "latest")
-    coming: asyncio.Task[Any] = asyncio.ensure_future(turn.come())
-    await asyncio.sleep(0)
-    await asyncio.to_thread(later, 0.5)
+    operation, coming = await waiting_for_rank_0(rank)
+    await asyncio.to_thread(later, 0.2)
     assert not operation.stopping
     rank.slots.release()
-    with pytest.raises(RankFailures, match=r"rank 0 .*did not answer within timeout_s"):
-        await asyncio.wait_for(coming, LONG_S)
-    turn.leave()
-    in_owner(lambda: None)
+    await gives_up(rank, coming)
     assert rank.slots.taken == 0
+
+
+async def test_one_that_was_stopped_in_the_queue_waits_for_the_verdict_no_longer_than_it_may(
+    three: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has told all to stop and is silent then, while another save of this rank is still on its way."""
+    monkeypatch.setattr("sidestream.ranks.group._LATER_S", 0.0)
+    rank = Rank(three.spokes[0], 1, "")
+    await rank.slots.acquire()
+    operation, coming = await waiting_for_rank_0(rank)
+    in_owner(lambda: three.spokes[0]._on_frame(Frame(Kind.STOP, operation.number, "", b"")))
+    await gives_up(rank, coming)
+    assert rank.slots.taken == 1
+
+
+async def waiting_for_rank_0(rank: Rank) -> tuple[Operation, asyncio.Task[Any]]:
+    """A save that was called while another one was on its way; each has a twentieth of a second."""
+    rank.starts.timeout_s = 0.05
+    with owner_held():
+        operation = rank.group.begin("save", Deadline.after(0.05))
+        coming: asyncio.Task[Any] = asyncio.ensure_future(JointTurn(rank.starts, operation, 1, "latest").come())
+        while not operation._suspended:
+            assert not coming.done()
+            await asyncio.sleep(0)
+    return operation, coming
+
+
+async def gives_up(rank: Rank, coming: asyncio.Task[Any]) -> None:
+    await asyncio.wait([coming], timeout=LONG_S)
+    in_owner(rank.group.shut)  # a cancel would not end what has not ended by now
+    with pytest.raises(RankFailures, match=r"rank 0 .*did not answer within timeout_s"):
+        await coming

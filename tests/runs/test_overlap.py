@@ -12,6 +12,7 @@ from _run import Held, leases_in, state_of, until
 
 import sidestream
 from sidestream.errors import Busy, Conflict, InvalidOption, Skipped
+from sidestream.runs.overlap import OwnTurn, Slots
 
 
 async def test_wait(tmp_path: Path) -> None:
@@ -76,6 +77,40 @@ async def test_latest(tmp_path: Path) -> None:
         assert waiting[2].url.endswith("step-4")
         assert await checkpoints.steps() == [1, 4]
         assert await checkpoints.metadata() == {"n": 4}
+
+
+@pytest.mark.parametrize("newer_first", [True, False], ids=["newer-first", "slot-first"])
+async def test_a_newer_save_and_a_slot_come_before_the_queued_one_can_look(newer_first: bool) -> None:
+    """What came first decides, so that only one of the two saves has the slot."""
+    slots = Slots(1)
+    await slots.acquire()
+    turn = OwnTurn(slots)
+    coming = asyncio.create_task(turn.come())
+    await asyncio.sleep(0)
+    for happens in (turn.give_way, slots.release) if newer_first else (slots.release, turn.give_way):
+        happens()
+    assert slots.full is not newer_first
+    assert await coming is not newer_first
+    turn.leave()
+    assert slots.taken == 0
+
+
+async def test_a_queued_save_has_its_place_from_its_call_on() -> None:
+    slots = Slots(1)
+    await slots.acquire()
+    unseen, seen, late = OwnTurn(slots), OwnTurn(slots), OwnTurn(slots)
+    late.give_way()
+    slots.release()
+    assert slots.full, "whoever looks now has called later"
+    coming = asyncio.create_task(seen.come())
+    await asyncio.sleep(0)
+    unseen.abandon()
+    assert slots.full
+    coming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await coming
+    late.abandon()
+    assert slots.taken == 0
 
 
 async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def _again(kind: str, args: Any) -> SidestreamError | None:
         return None
     try:
         return found(*args)
-    except TypeError:
+    except Exception:  # some are made of more than data, such as RankFailures; the name and the words are told anyway
         return None
 
 

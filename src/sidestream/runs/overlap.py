@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..commit import Verdict
 from ..errors import Skipped
@@ -21,7 +21,7 @@ class Slots:
     def __init__(self, size: int) -> None:
         self._size = size
         self._free = size
-        self._asked: deque[asyncio.Future[None]] = deque()
+        self._asked: deque[asyncio.Future[bool]] = deque()
         self._watchers: list[Callable[[], None]] = []
 
     @property
@@ -32,45 +32,42 @@ class Slots:
     def full(self) -> bool:
         return not self._free
 
-    def ask(self) -> asyncio.Future[None]:
-        """Take a place in the queue, now; done when the slot is there. See that it comes to ``granted``."""
-        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def ask(self) -> asyncio.Future[bool]:
+        """Take a place in the queue, now: True when it brings a slot, False when it was withdrawn. It has to come to
+        ``granted``, or be withdrawn, and a slot that it has brought released."""
+        place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if self._free:
             self._free -= 1
-            slot.set_result(None)
+            place.set_result(True)
             self._tell()
         else:
-            self._asked.append(slot)
-        return slot
+            self._asked.append(place)
+        return place
 
-    async def granted(self, slot: asyncio.Future[None], *, unless: asyncio.Event) -> bool:
-        """Wait until the slot is there; False, and without one, if ``unless`` was set before. Nor is there one after a
-        cancel."""
-        otherwise = asyncio.ensure_future(unless.wait())
-        either: list[asyncio.Future[Any]] = [slot, otherwise]
-        taken = False
+    def withdraw(self, place: asyncio.Future[bool]) -> None:
+        """It brings no slot any more, unless it has."""
+        if not place.done():
+            self._asked.remove(place)
+            place.set_result(False)
+
+    async def granted(self, place: asyncio.Future[bool]) -> bool:
+        """Wait until the slot is there; False, and without one, if the place was withdrawn before. Nor is there one
+        after a cancel."""
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            taken = slot.done()
-        finally:
-            otherwise.cancel()
-            if not taken:
-                self._give_up(slot)
-        return taken
+            return await place
+        except asyncio.CancelledError:
+            if not place.cancelled() and place.result():  # the slot came first
+                self.release()
+            raise
 
     async def acquire(self) -> None:
-        slot = self.ask()
-        try:
-            await slot
-        except asyncio.CancelledError:
-            self._give_up(slot)
-            raise
+        await self.granted(self.ask())
 
     def release(self) -> None:
         while self._asked:
-            slot = self._asked.popleft()
-            if not slot.done():
-                slot.set_result(None)
+            place = self._asked.popleft()
+            if not place.done():
+                place.set_result(True)
                 return
         self._free += 1
         self._tell()
@@ -81,12 +78,6 @@ class Slots:
 
     def unwatch(self, watcher: Callable[[], None]) -> None:
         self._watchers.remove(watcher)
-
-    def _give_up(self, slot: asyncio.Future[None]) -> None:
-        if not slot.done():
-            slot.cancel()
-        elif not slot.cancelled():
-            self.release()
 
     def _tell(self) -> None:
         for watcher in list(self._watchers):
@@ -160,15 +151,15 @@ class OwnTurn:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._superseded = asyncio.Event()
+        self._place = slots.ask()
         self._holds = False
 
     async def come(self) -> bool:
-        self._holds = await self._slots.granted(self._slots.ask(), unless=self._superseded)
+        self._holds = await self._slots.granted(self._place)
         return self._holds
 
     def give_way(self) -> None:
-        self._superseded.set()
+        self._slots.withdraw(self._place)
 
     def leave(self) -> None:
         if self._holds:
@@ -176,6 +167,8 @@ class OwnTurn:
             self._slots.release()
 
     def abandon(self) -> None:
+        self._holds = self._place.done() and self._place.result()
+        self._slots.withdraw(self._place)
         self.leave()
 
 

@@ -12,14 +12,22 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 
 from .._threads import Deadline
-from ..errors import InvalidOption
+from ..errors import InvalidOption, RankFailures
 from ..joint.reading import stoppable
 from ..options import Overlap
 from ..ranks import Operation
 from .overlap import Slots
 from .together import call_together
 
-__all__ = ["JointTurn", "Starts"]
+__all__ = ["EARLIER", "JointTurn", "Starts", "tells_of_earlier"]
+
+EARLIER = "an earlier save"
+"""The step in which a rank fails that raises, in its call, what it had not told anybody yet."""
+
+
+def tells_of_earlier(error: BaseException | None) -> bool:
+    """Whether a save failed for no reason of its own."""
+    return isinstance(error, RankFailures) and all(one.step == EARLIER for one in error.failures)
 
 
 class Line:
@@ -84,7 +92,7 @@ class JointTurn:
         self._step = step
         self._overlap: Overlap = overlap
         self._promised = promised
-        self._superseded = asyncio.Event()
+        self._place: asyncio.Future[bool] | None = None
         self._holds = False
         self._asking = starts.asking.join()
         self._beginning = starts.beginning.join()
@@ -108,10 +116,9 @@ class JointTurn:
         finally:
             if operation.rank:
                 self._starts.slots.unwatch(self._count)
+                operation.resume(self._deadline())  # however it ended: the verdict has a deadline too
         if self.generation is None:
             return False
-        if operation.rank:
-            operation.resume(self._deadline())
         await stoppable(operation, self._follow())
         return True
 
@@ -121,7 +128,8 @@ class JointTurn:
         self._starts.beginning.leave(self._beginning)
 
     def give_way(self) -> None:
-        self._superseded.set()
+        if self._place is not None:
+            self._starts.slots.withdraw(self._place)
 
     def leave(self) -> None:
         self.begun()
@@ -163,9 +171,9 @@ class JointTurn:
             if starts.queued is not None:
                 starts.queued.give_way()
             starts.queued = self
-        place = starts.slots.ask()
+        self._place = starts.slots.ask()
         starts.asking.leave(self._asking)
-        self._holds = await starts.slots.granted(place, unless=self._superseded)
+        self._holds = await starts.slots.granted(self._place)
         return self._holds
 
     # --- the others ---
