@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import anyio
 
-from ._turns import give_turns, no_more_turns
+from ._turns import awaited, no_more_turns
 from .errors import Closed, DeadlineExceeded, ForkedProcess
 
 __all__ = ["Deadline", "Stop", "Threads", "io_threads", "let_go", "politely"]
@@ -174,7 +174,7 @@ class Threads(Executor):
         error says so (``left_behind``). So that this is safe, ``fn`` owns what it uses: it opens and closes its own
         descriptors and holds its own references.
 
-        Meanwhile a busy loop lets the thread have the interpreter now and then (``give_turns``), unless it is ``idle``:
+        Meanwhile a busy loop lets the thread have the interpreter now and then (``_turns``), unless it is ``idle``:
         something that sleeps for as long as nothing happens.
         """
         future = self.submit(fn, *args)
@@ -190,10 +190,8 @@ class Threads(Executor):
         idle: bool = False,
     ) -> T:
         """``run``, of work called ``name`` that has been submitted before."""
-        waiter = asyncio.wrap_future(future)
+        waiter = asyncio.wrap_future(future) if idle else awaited(future)
         waiter.add_done_callback(_consume)
-        if not idle:
-            give_turns(future)
         cancelled: asyncio.CancelledError | None = None
         expired = False
         with anyio.CancelScope(shield=True):

@@ -4,8 +4,8 @@ A loop that always has something to do polls its selector between two callbacks.
 microsecond, and a thread that was asleep needs some fifty to wake up: it finds the GIL taken again. Nor does it ever
 demand it, as a thread does that has waited for a switch interval, because each such moment begins its wait anew
 (``take_gil`` in CPython). Where a core is free for it, a thread that came back from a system call was measured to wait
-0.4 s (median) beside a loop whose callbacks take 0.1 ms, and seconds beside one of 1 ms (``benchmarks/turns.py``).
-Meanwhile the loop woke it up in vain, thousands of times, and lost 15 % of its speed by that.
+0.2 s (median) beside a loop whose callbacks take 0.1 ms, and 1.8 s beside one of 1 ms (``benchmarks/turns.py``).
+Meanwhile the loop woke it up in vain, thousands of times, and lost up to 15 % of its speed by that.
 """
 
 from __future__ import annotations
@@ -13,23 +13,32 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-__all__ = ["give_turns", "no_more_turns"]
+__all__ = ["awaited", "give_turns", "no_more_turns"]
 
-_HAS_GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+T = TypeVar("T")
+
+_has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 _NAP_S = 1e-6  # the system makes some 60 us of it, enough for another thread to wake up and take the GIL
 _MOST_INTERVALS = 16
+
+
+def awaited(work: Future[T]) -> asyncio.Future[T]:
+    """``work``, which threads do, for a task of the running loop; meanwhile the loop gives them turns."""
+    give_turns(work)
+    return asyncio.wrap_future(work)
 
 
 def give_turns(work: Future[Any]) -> None:
     """Until ``work``, which threads do, has ended, the running loop really lets go of the GIL once in each switch
     interval (``sys.getswitchinterval()``, 5 ms), for some 60 us, if it is busy. Returns at once. Does nothing where no
     loop runs, or there is no GIL."""
-    if not _HAS_GIL:
+    if not _has_gil():
         return
     try:
         loop = asyncio.get_running_loop()
@@ -42,7 +51,7 @@ def give_turns(work: Future[Any]) -> None:
 
 def no_more_turns(work: Future[Any]) -> None:
     """``work`` is given up, though it may never end."""
-    with suppress(RuntimeError, KeyError):
+    with suppress(KeyError):  # it had none
         _of_loops[asyncio.get_running_loop()].give_up(work)
 
 
@@ -54,13 +63,13 @@ class _Turns:
         self._due = 0.0
         self._planned = False
         self._intervals = 1
-        self._seen = (0.0, 0.0)
+        self._seen = _clocks()
 
     def until_ended(self, work: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._works.add(work)
         if not self._planned:
             self._intervals = 1
-            self._is_busy()  # from now on
+            self._seen = _clocks()
             self._plan(loop)
 
     def give_up(self, work: Future[Any]) -> None:
@@ -71,7 +80,9 @@ class _Turns:
         self._works = WeakSet(work for work in self._works if not work.done())
         if not self._works:
             return
-        if self._is_busy():
+        (before, ran_before), self._seen = self._seen, _clocks()
+        now, ran = self._seen
+        if ran - ran_before > 0.5 * (now - before):  # busy
             time.sleep(_NAP_S)
             self._intervals = 1
         else:  # threads get the GIL while it sleeps, and it is not to be woken up for nothing
@@ -79,14 +90,14 @@ class _Turns:
         self._due = loop.time() + self._intervals * sys.getswitchinterval()
         self._plan(loop)
 
-    def _is_busy(self) -> bool:
-        """Whether this thread has been running for most of the time since it was asked last."""
-        seen, self._seen = self._seen, (time.monotonic(), time.thread_time())
-        return self._seen[1] - seen[1] > 0.5 * (self._seen[0] - seen[0])
-
     def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_at(max(self._due, loop.time()), self._give, loop)
         self._planned = True
+
+
+def _clocks() -> tuple[float, float]:
+    """Seconds, and those of them in which this thread has been running."""
+    return time.monotonic(), time.thread_time()
 
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()

@@ -23,8 +23,9 @@ from .errors import (
     Closed,
     ForkedProcess,
     InvalidOption,
-    SidestreamError,
+    KeyCollision,
     UnsafeObject,
+    UnsupportedTensor,
     WrongLoop,
 )
 from .format.records import Node
@@ -194,7 +195,7 @@ class Checkpointer:
         await stager.prewarm_for(captured)
         if captured.sharded or self._together() is not None:
             return  # it takes a group to plan
-        with suppress(SidestreamError):  # as above
+        with suppress(InvalidOption, KeyCollision, UnsafeObject, UnsupportedTensor):  # as above
             await io_threads().run(plan_save, stager.plans, stager.budget_bytes, captured, deadline=deadline)
 
     async def save(

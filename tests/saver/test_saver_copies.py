@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import mmap
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +25,9 @@ from sidestream.options import SaverProcess
 from sidestream.plan.save import plan_save
 from sidestream.plan.values import copy_value
 from sidestream.saver.client import saver_process
+from sidestream.saver.copying import Copier
 from sidestream.saver.filling import LinkFiller
+from sidestream.saver.wire import PIECE, Kind
 from sidestream.staging import AsyncStager, Piece, Staging, capture
 
 Until = Callable[[Callable[[], bool]], None]
@@ -192,6 +198,60 @@ async def test_a_source_that_it_cannot_read(children: Children) -> None:
         staged.release()
     assert len(children()) == 1
     assert saver.filler() is not None
+
+
+def test_a_cancel_is_answered_while_others_are_copied(until: Until) -> None:
+    """Its chunks wait behind those of others, and nobody will copy them."""
+    answers: dict[int, Kind] = {}
+    held = threading.Event()
+
+    def answer(kind: Kind, number: int, _: bytes) -> None:
+        answers[number] = kind
+        if number:
+            held.wait(60)  # the thread that has copied: it takes nothing else meanwhile
+
+    copier = Copier(os.getpid(), answer)
+    memory, source = mmap.mmap(-1, MIB), ctypes.create_string_buffer(b"x" * 4096, 4096)
+    body = PIECE.pack(1, ctypes.addressof(source), 0, 4096)
+    others = range(1, len(copier._threads) + 1)
+    for number in others:
+        copier.fill(number, body, {1: memory})
+    until(lambda: set(answers) == set(others))
+    copier.fill(0, PIECE.pack(1, ctypes.addressof(source), 8192, 4096), {1: memory})
+    assert copier.cancel(0)
+    assert answers.pop(0) == Kind.UNFILLED
+    assert not copier.cancel(0)
+    assert set(answers.values()) == {Kind.FILLED}
+    held.set()
+    copier.fill(99, body, {1: memory})
+    until(lambda: 99 in answers)
+    assert memory[:4096] == b"x" * 4096
+    assert memory[8192:12288] == bytes(4096), "nor was it copied later"
+
+
+def test_a_system_without_the_call() -> None:
+    code = """
+    import ctypes, errno
+    find = ctypes.CDLL.__getattr__
+    def hidden(library, name):
+        if name == "process_vm_readv":
+            raise AttributeError(name)
+        return find(library, name)
+    ctypes.CDLL.__getattr__ = hidden
+    import sidestream
+    sidestream.save
+    from sidestream.saver.copying import read_memory
+    try:
+        read_memory(1, 2, 3, 4)
+    except OSError as error:
+        assert error.errno == errno.ENOSYS
+    else:
+        raise AssertionError
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 class Moving:

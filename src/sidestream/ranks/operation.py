@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from .._threads import Deadline
-from .._turns import give_turns
+from .._turns import awaited
 from ..errors import RankFailures
 from .failure import Stopped
 
@@ -167,8 +167,7 @@ class Operation:
 
     async def _await(self, future: Future[T], *, final: bool = False) -> T:
         """A cancel is told to the others and raised when it is known whether they heard of it in time."""
-        waiter = asyncio.wrap_future(future)
-        give_turns(future)
+        waiter = awaited(future)
         cancelled: asyncio.CancelledError | None = None
         while not waiter.done():
             try:
@@ -188,7 +187,7 @@ class Operation:
     async def seal(self) -> bool:
         """On rank 0: from now on it will be carried out, whoever fails or dies. False if it is too late for that.
         A rank 0 that fails or is cancelled takes the seal back with ``failed``."""
-        return await asyncio.shield(asyncio.wrap_future(self.group.seal(self)))  # it is set whether awaited or not
+        return await asyncio.shield(awaited(self.group.seal(self)))  # it is set whether awaited or not
 
     def close(self) -> None:
         """It has ended well for this rank."""
@@ -201,7 +200,7 @@ class Operation:
         the caller raises its own."""
         if not self.went_on:
             self.report(error)
-        verdict = asyncio.wrap_future(self.verdict)
+        verdict = awaited(self.verdict)
         while not verdict.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([verdict])

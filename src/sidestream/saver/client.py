@@ -141,8 +141,7 @@ class Saver:
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
-            link.kill("the saver process was ended")
-            link.ended(_CLOSE_S)
+            link.end("the saver process was ended", _CLOSE_S)
 
     def forget(self) -> None:
         """In a forked child: the process is the parent's."""

@@ -8,10 +8,9 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from mmap import mmap
 
-from .._threads import Stop
 from .wire import PIECE, Kind
 
 __all__ = ["Copier", "read_memory"]
@@ -57,7 +56,7 @@ class _Job:
     memories: Sequence[mmap]
     """For as long as it takes: the trainer may forget them."""
     copying: int = 0
-    stop: Stop = field(default_factory=Stop)
+    stopped: bool = False
     error: str | None = None
 
 
@@ -109,7 +108,7 @@ class Copier:
             job = self._jobs.get(number)
             if job is None:
                 return False
-            job.stop.set()
+            job.stopped = True
         self._answer_if_ended(job)
         return True
 
@@ -118,9 +117,9 @@ class Copier:
             job, address, target, nbytes = self._chunks.get()
             with self._lock:
                 job.waiting -= 1
-                skipped = job.stop.is_set()
-                job.copying += not skipped
-            if not skipped:
+                copies = not job.stopped
+                job.copying += copies
+            if copies:
                 self._copy(job, address, target, nbytes)
             del job  # an idle thread keeps no memory mapped
 
@@ -134,15 +133,14 @@ class Copier:
             job.copying -= 1
             if error is not None:
                 job.error = job.error or error
-                job.stop.set()
+                job.stopped = True
         self._answer_if_ended(job)
 
     def _answer_if_ended(self, job: _Job) -> None:
         with self._lock:
-            stopped = job.stop.is_set()
-            if job.copying or (job.waiting and not stopped) or self._jobs.pop(job.number, None) is None:
+            if job.copying or (job.waiting and not job.stopped) or self._jobs.pop(job.number, None) is None:
                 return
-        if stopped:
+        if job.stopped:
             self._answer(Kind.UNFILLED, job.number, (job.error or "stopped").encode())
         else:
             self._answer(Kind.FILLED, job.number, b"")

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from .._threads import Deadline, Stop
 from ..errors import SaverLost
 from ..staging import Piece
-from .link import Link
+from .link import ACKNOWLEDGE_S, Link
 from .wire import PIECE, Frame, Kind
 
 __all__ = ["LinkFiller"]
-
-_ACKNOWLEDGE_S = 2.5
 
 
 class LinkFiller:
@@ -76,10 +74,9 @@ class _Fill:
         self._link.send(Kind.CANCEL, number, b"")
         self._sending = False
         with self._changed:
-            ended = self._changed.wait_for(lambda: self.over, _ACKNOWLEDGE_S)
+            ended = self._changed.wait_for(lambda: self.over, ACKNOWLEDGE_S)
         if not ended:
-            self._link.kill("the saver process did not end a copy that was cancelled, and was killed")
-            self._link.ended(_ACKNOWLEDGE_S)
+            self._link.end("the saver process did not end a copy that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     def _wake(self) -> None:
         with self._changed:
@@ -97,7 +94,7 @@ class _Fill:
             self._late_since = None
             return False
         self._late_since = self._late_since or time.monotonic()
-        return time.monotonic() - self._late_since > _ACKNOWLEDGE_S
+        return time.monotonic() - self._late_since > ACKNOWLEDGE_S
 
     def on_frame(self, frame: Frame) -> None:
         with self._changed:

@@ -21,13 +21,11 @@ from ..options import Durability
 from ..storage import Body, SharedStore, StoreAddress
 from .body import BytesBody, ShardBody
 from .faults import unpack_error
-from .link import Handed, Link
+from .link import ACKNOWLEDGE_S, Handed, Link
 from .wire import Frame, Kind, pack
 from .work import READY, SUMS, UNUSED
 
 __all__ = ["Job", "Order"]
-
-_ACKNOWLEDGE_S = 2.5  # with the time that it takes to kill and reap, less than what a thread is waited for
 
 
 class _Lease(Protocol):
@@ -289,7 +287,7 @@ class _Exchange:
     def stuck(self) -> bool:
         halted_at = self._halted_at
         ended_at = self._order.deadline.at if halted_at is None else min(halted_at, self._order.deadline.at)
-        return self._sending and time.monotonic() - ended_at > _ACKNOWLEDGE_S
+        return self._sending and time.monotonic() - ended_at > ACKNOWLEDGE_S
 
     @property
     def over(self) -> bool:
@@ -362,14 +360,13 @@ class _Exchange:
             self._raise_end()
 
     def _acknowledged(self) -> None:
-        patience = Deadline.after(_ACKNOWLEDGE_S)
+        patience = Deadline.after(ACKNOWLEDGE_S)
         with self._changed:
             while not (self._done or self._failure or self._lost) and patience.remaining_s():
                 self._changed.wait(patience.remaining_s())
             if self._done or self._failure or self._lost:
                 return
-        self._link.kill("the saver process did not end a save that was cancelled, and was killed")
-        self._link.ended(_ACKNOWLEDGE_S)
+        self._link.end("the saver process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     def _raise_end(self) -> None:
         if self._done:

@@ -20,7 +20,11 @@ from .faults import unpack_event
 from .process import spawn
 from .wire import Channel, Frame, Kind, pack, unpack
 
-__all__ = ["Handed", "Link", "Listener"]
+__all__ = ["ACKNOWLEDGE_S", "Handed", "Link", "Listener"]
+
+ACKNOWLEDGE_S = 2.5
+"""How long the process may take to let go of what was cancelled: with the time that it takes to kill and reap it, less
+than what a thread is waited for."""
 
 _TICK_S = 0.25
 _PROBE_BYTES = 16
@@ -126,8 +130,7 @@ class Link:
                 channel.send(kind, number, body, descriptor=descriptor)
                 return
             except OSError:  # its thread may not have seen it yet, and nobody is to use it once more
-                self.kill(_ENDED)
-                self.ended(_REAP_S)
+                self.end(_ENDED, _REAP_S)
         raise SaverLost(self.lost or _ENDED)
 
     def use(self, users: int) -> None:
@@ -143,6 +146,11 @@ class Link:
             if self._process is not None and self._process.returncode is None:
                 with suppress(OSError):
                     self._process.kill()
+
+    def end(self, reason: str, timeout_s: float) -> None:
+        """``kill``, and wait until it is gone, for so long at most."""
+        self.kill(reason)
+        self.ended(timeout_s)
 
     def ended(self, timeout_s: float) -> bool:
         """Wait until the process is gone and everybody has heard of it; False if that takes longer."""

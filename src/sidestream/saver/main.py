@@ -122,7 +122,7 @@ class _Saver:
         found = ctypes.create_string_buffer(len(expected))
         try:
             read_memory(self._trainer, address, ctypes.addressof(found), len(expected))
-        except (OSError, AttributeError):
+        except OSError:
             return False
         return found.raw == expected
 

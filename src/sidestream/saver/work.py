@@ -99,6 +99,19 @@ class _Order:
     deadline: Deadline
 
 
+class _Windows:
+    """How many have come, and were let go of: finalizers take no locks, and ``append`` needs none."""
+
+    def __init__(self) -> None:
+        self.handed = 0
+        self.returned: list[None] = []
+
+    @property
+    def all_returned(self) -> bool:
+        """Nothing is left to write: the trainer may be waiting for just this memory."""
+        return len(self.returned) >= self.handed
+
+
 class Request:
     """Files that come one after the other, and a thread that writes them. Frames are handled in the one that reads."""
 
@@ -121,8 +134,7 @@ class Request:
         self._stop = Stop()
         self._files: queue.SimpleQueue[tuple[str, Body] | None] = queue.SimpleQueue()
         self._images: list[list[_Image]] = []
-        self._handed = 0  # windows that have come
-        self._returned: list[None] = []  # one for each that was let go of
+        self._windows = _Windows()
 
     def start(self) -> None:
         """Whoever hands it frames knows it by then: ``ended`` may be called at any time from now on."""
@@ -132,7 +144,7 @@ class Request:
 
     def handle(self, frame: Frame, memories: dict[int, mmap]) -> None:
         if frame.kind == Kind.READY:
-            self._handed += len(frame.body) // READY.size
+            self._windows.handed += len(frame.body) // READY.size
             for file, window, memory, start, _ in READY.iter_unpack(frame.body):
                 self._images[file][window].arrive(memories[memory], start)
         elif frame.kind == Kind.CANCEL:
@@ -160,13 +172,11 @@ class Request:
         return name, ShardBody(layout, images, digest)
 
     def _unused(self, file: int, window: int) -> Callable[[], None]:
-        packed = UNUSED.pack(file, window)
+        packed, number, outbox, windows = UNUSED.pack(file, window), self._number, self._outbox, self._windows
 
         def unused() -> None:  # wherever the last reference dies
-            self._returned.append(None)
-            # With nothing left to write, the trainer may be waiting for just this memory.
-            urgent = len(self._returned) >= self._handed
-            self._outbox.later(Kind.UNUSED, self._number, packed, urgent=urgent)
+            windows.returned.append(None)
+            outbox.later(Kind.UNUSED, number, packed, urgent=windows.all_returned)
 
         return unused
 

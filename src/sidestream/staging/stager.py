@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -427,11 +428,11 @@ class AsyncStager:
                     image.finish()
                 raise
 
-    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image], rest: int) -> list[Piece]:
+    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image], rest: int) -> list[list[Piece]]:
         """Move what is filled next from ``left`` to ``batch``, with memory: one image, or where somebody else fills
-        them, as many as make it worth the asking and find memory without waiting. Returns what those are filled with.
+        them, as many as make it worth the asking and find memory without waiting. Returns with what, for each of those.
         """
-        pieces: list[Piece] = []
+        pieces: list[list[Piece]] = []
         room = BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
         while left and (not batch or (pieces and room >= left[0][0].nbytes)):
             layout, image = left[0]
@@ -448,20 +449,18 @@ class AsyncStager:
             found = None if staging.filler is None else pieces_of(layout, lease)
             if found is None:  # copied here, after the others
                 break
-            pieces += found
+            pieces.append(found)
         return pieces
 
-    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: Sequence[Piece]) -> None:
+    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[Piece]]) -> None:
         """Without the time of this process; what is left in ``batch`` then is not filled."""
         assert staging.filler is not None
-        if not staging.filler.fill(pieces, deadline=staging.deadline, stop=staging.stop):
+        if not staging.filler.fill(list(chain.from_iterable(pieces)), deadline=staging.deadline, stop=staging.stop):
             staging.filler = None
             return
-        told = list(pieces)
-        while batch and told:
+        for found in pieces:
             layout, image = batch[0]
-            check_sources(layout, told[: len(layout.copies)])
-            del told[: len(layout.copies)]
+            check_sources(layout, found)
             del batch[0]
             image.finish()
 

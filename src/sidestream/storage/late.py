@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from .._threads import Deadline, Stop, io_threads
+from .._turns import awaited
 from .engine import Creation, Engine, Listing
 from .io_loop import Call
 from .requests import Requests
@@ -50,7 +51,7 @@ class LateEngine:
 
     async def _engine(self) -> Engine:
         """Whoever waits may give up: the others wait on."""
-        return await asyncio.shield(asyncio.wrap_future(self._making()))
+        return await asyncio.shield(awaited(self._making()))
 
     def _making(self) -> Future[Engine]:
         with self._lock:
