@@ -1,4 +1,4 @@
-"""A busy loop really sleeps now and then while threads work for it, and only then.
+"""A busy loop really sleeps now and then while threads work for it and want the GIL, and only then.
 
 Told by the system's count of voluntary switches: polling a selector with something to do does not give up the core.
 """
@@ -11,7 +11,10 @@ import resource
 import threading
 import time
 import weakref
+import zlib
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,8 @@ import sidestream
 from sidestream import _turns
 from sidestream._threads import Deadline, Threads
 from sidestream.errors import DeadlineExceeded
+from sidestream.format.checksum import block_crcs
+from sidestream.format.records import BLOCK_BYTES
 
 PATIENCE_S = 60.0
 
@@ -50,13 +55,31 @@ async def until_none_is_planned() -> None:
             await asyncio.sleep(0)
 
 
+def come_back_often(ended: threading.Event) -> None:
+    """As a thread does that reads, writes or copies: again and again it wants the GIL back."""
+    while not ended.is_set():
+        time.sleep(1e-4)
+
+
+@contextmanager
+def somebody_who_comes_back_often() -> Iterator[None]:
+    ended = threading.Event()
+    thread = threading.Thread(target=come_back_often, args=(ended,))
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 async def test_a_busy_loop_naps_while_a_thread_works_for_it_and_not_afterwards() -> None:
     threads, ended = Threads("test-turns", 1), threading.Event()
     try:
-        task = asyncio.ensure_future(threads.run(ended.wait))
+        task = asyncio.ensure_future(threads.run(come_back_often, ended))
         assert await busy_until(10)
         ended.set()
-        assert await task
+        await task
         await until_none_is_planned()
     finally:
         ended.set()
@@ -96,7 +119,8 @@ async def test_a_loop_that_sleeps_by_itself_is_woken_up_ever_less() -> None:
     async with asyncio.timeout(PATIENCE_S):
         while turns._intervals < _turns._MOST_INTERVALS:
             await asyncio.sleep(0.001)
-        assert await busy_until(1)
+        with somebody_who_comes_back_often():
+            assert await busy_until(1)
         while turns._intervals > 1:
             await asyncio.sleep(0)
     work.set_result(None)
@@ -107,9 +131,10 @@ async def test_works_that_overlap_share_the_turns() -> None:
     works: list[Future[None]] = [Future(), Future()]
     for work in works:
         _turns.give_turns(work)
-    assert await busy_until(3)
-    works[0].set_result(None)
-    assert await busy_until(3)
+    with somebody_who_comes_back_often():
+        assert await busy_until(3)
+        works[0].set_result(None)
+        assert await busy_until(3)
     works[1].cancel()
     await until_none_is_planned()
 
@@ -117,7 +142,8 @@ async def test_works_that_overlap_share_the_turns() -> None:
 async def test_a_stage_is_given_turns() -> None:
     async with sidestream.AsyncStager(max_bytes_per_second=1 << 20) as stager:
         future = stager.stage({"w": torch.zeros(1 << 22)})
-        assert await busy_until(3)
+        with somebody_who_comes_back_often():
+            assert await busy_until(3)
         await stager.synchronize_staging()  # hurries
         (await future).release()
 
@@ -145,3 +171,77 @@ async def test_a_save_beside_a_busy_loop_ends(tmp_path: Path) -> None:
     await sidestream.load(found, tmp_path / "c")
     assert all(torch.equal(found[name], state[name]) for name in state)
     await until_none_is_planned()
+
+
+def test_only_threads_that_were_woken_up_are_given_a_nap() -> None:
+    turns = _turns._Turns()
+    end = time.monotonic() + PATIENCE_S
+    while turns._somebody_was_woken():  # threads of others
+        assert time.monotonic() < end
+    with somebody_who_comes_back_often():
+        while not turns._somebody_was_woken():
+            assert time.monotonic() < end
+
+
+def test_who_rests_comes_back_when_it_is_his_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.monotonic()
+    monkeypatch.setattr(_turns, "_next_turn_at", start + 0.004)
+    _turns.rest()
+    assert time.monotonic() - start >= 0.0035
+    monkeypatch.setattr(_turns, "_next_turn_at", float("inf"))  # a turn that is being given
+    _turns.rest()
+
+
+def test_a_burst_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_turns, "_next_turn_at", time.monotonic() + PATIENCE_S)
+    begun, ended, waited = threading.Event(), threading.Event(), threading.Event()
+
+    def calls() -> None:
+        with pytest.raises(ZeroDivisionError), _turns.burst():
+            begun.set()
+            ended.wait()
+            raise ZeroDivisionError
+
+    def waits() -> None:
+        while not ended.is_set():
+            _turns._let_them_end()  # returns, though it has not ended
+            waited.set()
+
+    threads = [threading.Thread(target=calls), threading.Thread(target=waits)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert begun.wait(PATIENCE_S)
+        assert waited.wait(PATIENCE_S)
+        assert len(_turns._bursts) == 1
+        before = time.monotonic()
+        _turns._let_them_end()
+        assert time.monotonic() - before >= _turns._BURST_S / 2
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not _turns._bursts
+
+
+def test_without_a_busy_loop_a_burst_is_nothing() -> None:
+    with _turns.burst():
+        assert not _turns._bursts
+
+
+async def test_checksums_of_blocks_beside_a_busy_loop() -> None:
+    content = bytes(range(256)) * (11 * BLOCK_BYTES // 512)  # five and a half
+    expected = [zlib.crc32(content[at : at + BLOCK_BYTES]) for at in range(0, len(content), BLOCK_BYTES)]
+    assert len(expected) == 6
+    threads = Threads("test-turns", 2)
+    try:
+        tasks = [asyncio.ensure_future(threads.run(block_crcs, memoryview(content))) for _ in range(8)]
+        while not all(task.done() for task in tasks):
+            sum(range(2000))
+            await asyncio.sleep(0)
+        assert [await task for task in tasks] == [expected] * 8
+        await until_none_is_planned()
+    finally:
+        threads.close()
+    assert not _turns._bursts
+    assert block_crcs(memoryview(b"")) == []

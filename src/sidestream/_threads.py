@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import anyio
 
-from ._turns import awaited, no_more_turns
+from ._turns import awaited, no_more_turns, rest
 from .errors import Closed, DeadlineExceeded, ForkedProcess
 
 __all__ = ["Deadline", "Stop", "Threads", "io_threads", "let_go", "politely"]
@@ -236,7 +236,7 @@ def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
     for number, item in enumerate(items, 1):
         yield item
         if number % every == 0 and time.perf_counter() - rested > _SLICE_S:
-            time.sleep(10e-6)
+            rest()
             rested = time.perf_counter()
 
 

@@ -6,25 +6,52 @@ demand it, as a thread does that has waited for a switch interval, because each 
 (``take_gil`` in CPython). Where a core is free for it, a thread that came back from a system call was measured to wait
 0.2 s (median) beside a loop whose callbacks take 0.1 ms, and 1.8 s beside one of 1 ms (``benchmarks/turns.py``).
 Meanwhile the loop woke it up in vain, thousands of times, and lost up to 15 % of its speed by that.
+
+So the loop gives turns: once in each switch interval (``sys.getswitchinterval()``, 5 ms) it sleeps, if somebody has
+been woken up since the last time. A thread that can choose comes when it is its turn (``rest()``), and one that wants
+the GIL back for a moment only, many times, says so (``burst()``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-__all__ = ["awaited", "give_turns", "no_more_turns"]
+try:
+    from resource import RUSAGE_SELF, RUSAGE_THREAD, getrusage
+except ImportError:  # Linux has it
+
+    def _wakings() -> int | None:
+        return None
+else:
+
+    def _wakings() -> int | None:
+        """How often other threads have gone to sleep by themselves: waiting for the GIL, they do so each time that they
+        are woken up in vain."""
+        return getrusage(RUSAGE_SELF).ru_nvcsw - getrusage(RUSAGE_THREAD).ru_nvcsw
+
+
+__all__ = ["awaited", "burst", "give_turns", "no_more_turns", "rest"]
 
 T = TypeVar("T")
 
 _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
-_NAP_S = 1e-6  # the system makes some 60 us of it, enough for another thread to wake up and take the GIL
+# The system adds some 60 us. A thread has to wake up meanwhile, on a core that may be asleep too: with 60 us alone
+# every second nap was in vain.
+_NAP_S = 200e-6
+_BURST_S = 1e-3
+_REST_S = 10e-6
+_EARLY_S = 100e-6  # so that whoever rests is there when the turn comes
+_BUSY = 0.5  # of the time
 _MOST_INTERVALS = 16
 
 
@@ -35,9 +62,8 @@ def awaited(work: Future[T]) -> asyncio.Future[T]:
 
 
 def give_turns(work: Future[Any]) -> None:
-    """Until ``work``, which threads do, has ended, the running loop really lets go of the GIL once in each switch
-    interval (``sys.getswitchinterval()``, 5 ms), for some 60 us, if it is busy. Returns at once. Does nothing where no
-    loop runs, or there is no GIL."""
+    """Until ``work``, which threads do, has ended, the running loop gives turns while it is busy. Returns at once. Does
+    nothing where no loop runs, or there is no GIL."""
     if not _has_gil():
         return
     try:
@@ -55,6 +81,31 @@ def no_more_turns(work: Future[Any]) -> None:
         _of_loops[asyncio.get_running_loop()].give_up(work)
 
 
+def rest() -> None:
+    """In a thread: let go of the GIL, if only for a moment, and do not want it back before the next turn."""
+    wait_s = _next_turn_at - time.monotonic() - _EARLY_S
+    time.sleep(min(max(_REST_S, wait_s), sys.getswitchinterval()))
+
+
+@contextmanager
+def burst() -> Iterator[None]:
+    """In a thread, around many short calls that each let go of the GIL: the loop does not take it back in between.
+
+    It begins in the next turn, which lasts for 2 ms at most; what takes longer goes on in the one after it.
+    """
+    if time.monotonic() > _next_turn_at:
+        yield
+        return
+    ended = threading.Lock()
+    with ended:
+        _bursts[threading.get_ident()] = ended
+        try:
+            rest()
+            yield
+        finally:
+            del _bursts[threading.get_ident()]
+
+
 class _Turns:
     """Those of one loop, which nothing in here refers to: a closed one is not kept."""
 
@@ -64,6 +115,7 @@ class _Turns:
         self._planned = False
         self._intervals = 1
         self._seen = _clocks()
+        self._wakings = _wakings()
 
     def until_ended(self, work: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._works.add(work)
@@ -76,23 +128,42 @@ class _Turns:
         self._works.discard(work)
 
     def _give(self, loop: asyncio.AbstractEventLoop) -> None:
+        global _next_turn_at
         self._planned = False
         self._works = WeakSet(work for work in self._works if not work.done())
         if not self._works:
             return
-        (before, ran_before), self._seen = self._seen, _clocks()
-        now, ran = self._seen
-        if ran - ran_before > 0.5 * (now - before):  # busy
-            time.sleep(_NAP_S)
+        (before, ran_before), (now, ran) = self._seen, _clocks()
+        share = (ran - ran_before) / max(now - before, 1e-9)
+        if share > _BUSY:
+            _next_turn_at = math.inf  # it is now
+            if _bursts:
+                _let_them_end()
+            elif self._somebody_was_woken():
+                time.sleep(_NAP_S)
             self._intervals = 1
         else:  # threads get the GIL while it sleeps, and it is not to be woken up for nothing
             self._intervals = min(2 * self._intervals, _MOST_INTERVALS)
-        self._due = loop.time() + self._intervals * sys.getswitchinterval()
+        self._seen = _clocks()
+        self._due = self._seen[0] + self._intervals * sys.getswitchinterval()
+        _next_turn_at = self._due if share > _BUSY else 0.0
         self._plan(loop)
+
+    def _somebody_was_woken(self) -> bool:
+        """Since the last time. If not, all are in system calls, or compute without the GIL."""
+        before, self._wakings = self._wakings, _wakings()
+        return self._wakings is None or self._wakings != before
 
     def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_at(max(self._due, loop.time()), self._give, loop)
         self._planned = True
+
+
+def _let_them_end() -> None:
+    end = time.monotonic() + _BURST_S
+    for ended in list(_bursts.values()):
+        if ended.acquire(timeout=max(0.0, end - time.monotonic())):
+            ended.release()
 
 
 def _clocks() -> tuple[float, float]:
@@ -101,3 +172,11 @@ def _clocks() -> tuple[float, float]:
 
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+_next_turn_at = 0.0
+"""Of whichever busy loop said so last; in the past when none is busy any more, infinite during a turn: who looks then
+has just done his bit, and the next one is an interval away."""
+_bursts: dict[int, threading.Lock] = {}
+"""By thread: held while it lasts."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_bursts.clear)

@@ -140,13 +140,14 @@ IoPriority = Literal["normal", "low", "idle"]
 class SaverProcess:
     """How the process that writes for the trainer is run. Saves with equal options share one process.
 
-    ``nice`` is added to the trainer's own, but for copies, which the trainer may wait for; ``affinity`` names the
+    ``nice`` is added to the trainer's own (Linux: within ``SCHED_BATCH``), but for copies, which the trainer may wait
+    for; ``affinity`` names the
     processors that it may use (None: the trainer's). ``rate_bytes_per_s`` bounds what it writes, all saves together. A
     process from which nothing is heard for ``silence_s`` is killed. What a process that died was writing is written
     again from the same staged memory, at most ``retries`` times. It ends when nobody has used it for ``idle_s``.
     """
 
-    nice: int = 5
+    nice: int = 10
     io_priority: IoPriority = "normal"
     affinity: frozenset[int] | None = None
     rate_bytes_per_s: float | None = None

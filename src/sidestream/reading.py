@@ -16,7 +16,7 @@ from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
 from .errors import Corrupt, SidestreamError
 from .foreign import Located, Opened, is_closed, locate_tensor, open_ends, read_item, unpack_chunk
-from .format.checksum import crc32, unpack_crcs
+from .format.checksum import block_crcs, crc32, unpack_crcs
 from .format.records import BLOCK_BYTES, Chunk, TensorEntry
 from .format.transforms import require
 from .landing import Ends, Item, Landing, Summed
@@ -365,10 +365,9 @@ def _verified(one: Range, buffer: memoryview) -> bool:
         return True
     if one.crcs is None:
         return False
-    for block, expected in enumerate(unpack_crcs(one.crcs)):
-        start = block * BLOCK_BYTES
-        if crc32(buffer[start : start + BLOCK_BYTES]) != expected:
-            raise altered(one.fqn, one.file, one.offset + start)
+    for block, (found, expected) in enumerate(zip(block_crcs(buffer), unpack_crcs(one.crcs), strict=True)):
+        if found != expected:
+            raise altered(one.fqn, one.file, one.offset + block * BLOCK_BYTES)
     check_digests(one.fqn, one.file, one.offset, buffer, one.digests)
     return True
 

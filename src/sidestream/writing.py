@@ -126,19 +126,22 @@ class Writing:
         if order.saver is not None:
             stager.share()
             filler = order.saver.filler()
-        planned = partial(lay_out, stager.plans, stager.budget_bytes)
-        self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline, filler=filler)
         self._sums: list[BlockSums] = []
         self._written: list[set[int]] = []  # of each shard
         if order.digest is not None:
             digest_of(order.digest)  # or raise that it is not installed
+        # First: to start a thread is to let go of the GIL, which that of the stager would keep for a while.
+        launched: Future[None] = Future()
         self._threads = Threads("sidestream-write", _WRITE_THREADS)
-        try:
-            self._done = self._threads.submit(self._write)
-        except BaseException:  # the system grants no more threads
-            self._staging.release()
-            raise
+        self._done = self._threads.submit(self._write, launched)
         self._done.add_done_callback(lambda _: self._threads.close())
+        planned = partial(lay_out, stager.plans, stager.budget_bytes)
+        try:
+            self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline, filler=filler)
+        except BaseException:
+            launched.cancel()
+            raise
+        launched.set_result(None)
         stager.settle(self._staging)
 
     async def launch(self) -> Writing:
@@ -195,7 +198,8 @@ class Writing:
 
     # --- the thread ---
 
-    def _write(self) -> None:
+    def _write(self, launched: Future[None]) -> None:
+        launched.result()
         order = self._order
         write = order.location.store.write
         if order.saver is not None:

@@ -12,7 +12,8 @@ import sidestream
 SOURCES = Path(sidestream.__file__).parent
 HARMLESS = frozenset({
     "PathLike", "fspath", "fsdecode", "fsencode", "getpid", "getppid", "cpu_count", "path", "environ", "strerror",
-    "register_at_fork", "sched_getaffinity", "sysconf", "memfd_create", "sep", "name", "kill", "urandom", "uname",
+    "register_at_fork", "sched_getaffinity", "sched_param", "sched_setscheduler",
+    "sysconf", "memfd_create", "sep", "name", "kill", "urandom", "uname",
     "posix_fadvise", "getcwd", "getuid", "geteuid", "umask", "supports_dir_fd", "_exit", "stat_result", "DirEntry",
     "fork", "statvfs", "nice", "sched_setaffinity",
     "pipe2", "dup2", "devnull", "readlink",  # of /proc

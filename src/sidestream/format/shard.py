@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._threads import Deadline, Stop
-from .checksum import block_count, crc32, join_blocks, pack_crcs
+from .checksum import block_count, block_crcs, crc32, join_blocks, pack_crcs
 from .digest import DigestOf
 from .frame import Frame
 from .records import BLOCK_BYTES
@@ -235,7 +235,8 @@ class _Passing:
 def _checksums(view: memoryview, window: Window, item: Placed, passing: _Passing | None) -> list[int]:
     """The CRCs of the item's blocks in this window."""
     if passing is None:
-        return [crc32(view[start:end]) for start, end in _blocks(window, item)]
+        start, end = _payload(window, item)
+        return block_crcs(view[start:end])
     return [_checksum(view, start, end, passing) for start, end in _blocks(window, item)]
 
 
@@ -249,9 +250,14 @@ def _checksum(view: memoryview, start: int, end: int, passing: _Passing) -> int:
 
 
 def _blocks(window: Window, item: Placed) -> Iterator[tuple[int, int]]:
-    begin = max(item.payload_offset, window.start) - window.start
-    end = min(item.trailer_offset, window.end) - window.start
+    begin, end = _payload(window, item)
     return ((start, min(start + BLOCK_BYTES, end)) for start in range(begin, end, BLOCK_BYTES))
+
+
+def _payload(window: Window, item: Placed) -> tuple[int, int]:
+    """Where in the window that of the item begins and ends."""
+    begin = max(item.payload_offset, window.start) - window.start
+    return begin, max(begin, min(item.trailer_offset, window.end) - window.start)
 
 
 def _first_block(window: Window, item: Placed) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..errors import Corrupt
-from ..format.checksum import combine, crc32, join_blocks, unpack_crcs
+from ..format.checksum import block_crcs, combine, crc32, join_blocks, unpack_crcs
 from ..format.digest import DIGEST_BYTES, installed_digest
 from ..format.frame import frame_tensor, frame_value
 from ..format.records import (
@@ -106,9 +106,8 @@ def _blocks(fqn: str, chunk: Chunk, first: int) -> Check:
     assert payload_offset is not None
 
     def check(view: memoryview) -> None:
-        for number, start in enumerate(range(0, len(view), BLOCK_BYTES), first):
-            block = view[start : start + BLOCK_BYTES]
-            if crc32(block) != int.from_bytes(crcs[4 * number : 4 * number + 4], "little"):
+        for number, found in enumerate(block_crcs(view), first):
+            if found != int.from_bytes(crcs[4 * number : 4 * number + 4], "little"):
                 raise altered(fqn, chunk.file, payload_offset + number * BLOCK_BYTES)
         offset = payload_offset + first * BLOCK_BYTES
         check_digests(fqn, chunk.file, offset, view, digests and digests[DIGEST_BYTES * first :])

@@ -448,7 +448,7 @@ def _touch(memory: mmap.mmap, nbytes: int) -> None:
     """Fault all pages in, in a few threads, without the GIL."""
     anchor = ctypes.c_char.from_buffer(memory)
     base = ctypes.addressof(anchor)
-    share = -(-nbytes // min(4, os.cpu_count() or 1))
+    share = -(-nbytes // max(1, min(4, (os.cpu_count() or 1) // 2)))  # the program needs the other cores
     share = -(-share // PAGE_BYTES) * PAGE_BYTES
     threads = [
         threading.Thread(target=_touch_range, args=(base + start, min(share, nbytes - start)), daemon=True)
