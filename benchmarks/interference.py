@@ -211,7 +211,7 @@ def watched(process: subprocess.Popen[str]) -> tuple[str, int, int]:
     while process.poll() is None:
         most = max(most, descriptors(process.pid) - before)
         memory = max(memory, sum(own_memory(child) for child in children(process.pid)))
-        time.sleep(0.1)
+        time.sleep(0.5)  # to look takes a core from whom it looks at
     return process.stdout.read(), most, memory
 
 

@@ -73,14 +73,11 @@ class _Walk:
         self._convert = convert
 
     def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
-        if (
-            _PLAIN_TENSORS.issuperset(map(type, value.values()))
-            and _STRIDED.issuperset(map(_layout, value.values()))
-            and not any(map(hasattr, value.values(), _SHAPE))
-        ):
+        if _PLAIN_TENSORS.issuperset(map(type, value.values())) and not any(map(hasattr, value.values(), _SHAPE)):
             aliases = list(map(_alias, value.values()))  # all in C: 0.4 us per tensor, not 0.8
-            self.tensors.extend(aliases)
-            return dict(zip(value, aliases, strict=True))
+            if _STRIDED.issuperset(map(_layout, aliases)):  # these are in the processor's cache
+                self.tensors.extend(aliases)
+                return dict(zip(value, aliases, strict=True))
         taken: dict[Any, Any] = {}
         keep = self.tensors.append
         for key, item in value.items():
