@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,15 @@ from states import assert_same
 from torch import nn
 
 import sidestream
-from sidestream.errors import Aborted, ArenaExhausted, Conflict, DeadlineExceeded, InvalidOption, UnsupportedTensor
+from sidestream.errors import (
+    Aborted,
+    ArenaExhausted,
+    Closed,
+    Conflict,
+    DeadlineExceeded,
+    InvalidOption,
+    UnsupportedTensor,
+)
 from sidestream.plan import save as save_plan
 
 
@@ -251,3 +260,18 @@ async def test_overlapping_views_of_any_dtypes(parts: list[tuple[torch.dtype, in
         staged = await stager.stage({"views": tensors})
         assert_same(tensors, staged["views"])
         del staged
+
+
+async def test_a_save_that_cannot_be_launched_leaves_no_thread(tmp_path: Path) -> None:
+    def writing() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "sidestream-write"}
+
+    before = writing()
+    stager = sidestream.AsyncStager()
+    await stager.aclose()
+    with pytest.raises(Closed):
+        sidestream.async_save({"w": torch.zeros(4)}, tmp_path / "c", stager=stager)
+    for thread in writing() - before:
+        await asyncio.to_thread(thread.join, 60)
+        assert not thread.is_alive()
+    assert not list(tmp_path.iterdir())

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import resource
+import sys
 import threading
 import time
 import weakref
@@ -42,6 +44,14 @@ async def busy_until(naps_wanted: int) -> bool:
             return False
         await asyncio.sleep(0)
     return True
+
+
+async def busy_until_set(event: threading.Event) -> bool:
+    end = time.monotonic() + PATIENCE_S
+    while not event.is_set() and time.monotonic() < end:
+        sum(range(100))
+        await asyncio.sleep(0)
+    return event.is_set()
 
 
 def planned() -> bool:
@@ -173,14 +183,118 @@ async def test_a_save_beside_a_busy_loop_ends(tmp_path: Path) -> None:
     await until_none_is_planned()
 
 
-def test_only_threads_that_were_woken_up_are_given_a_nap() -> None:
-    turns = _turns._Turns()
-    end = time.monotonic() + PATIENCE_S
-    while turns._somebody_was_woken():  # threads of others
-        assert time.monotonic() < end
-    with somebody_who_comes_back_often():
-        while not turns._somebody_was_woken():
+def one_turn_is_being_given() -> bool:
+    """Without a nap no other thread could see that."""
+    return _turns._next_turn_at == math.inf
+
+
+async def test_a_turn_is_seen_by_others() -> None:
+    work: Future[None] = Future()
+    _turns.give_turns(work)
+    seen, ended = threading.Event(), threading.Event()
+
+    def look() -> None:
+        while not ended.is_set() and not one_turn_is_being_given():
+            time.sleep(1e-4)
+        seen.set()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert await busy_until_set(seen)
+    ended.set()
+    thread.join()
+    work.cancel()
+    await until_none_is_planned()
+
+
+async def test_the_loop_waits_for_a_burst() -> None:
+    work: Future[None] = Future()
+    _turns.give_turns(work)
+    turns = _turns._of_loops[asyncio.get_running_loop()]
+    seen, ended = threading.Event(), threading.Event()
+
+    def look() -> None:
+        with _turns.burst():
+            long, given = 0, set()
+            while not ended.is_set() and long < 3 and len(given) < 300:
+                time.sleep(1e-4)
+                before = turns._seen
+                given.add(before)
+                if one_turn_is_being_given():
+                    time.sleep(2 * _turns._NAP_S)  # an ordinary turn is over by then, but one in a thousand
+                    long += one_turn_is_being_given() and turns._seen is before
+            if long == 3:
+                seen.set()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert await busy_until_set(seen)
+    ended.set()
+    thread.join()
+    work.cancel()
+    await until_none_is_planned()
+
+
+async def test_who_sleeps_is_given_no_nap() -> None:
+    work: Future[None] = Future()
+    _turns.give_turns(work)
+    turns = _turns._of_loops[asyncio.get_running_loop()]
+    given, before, end = 0, naps(), time.monotonic() + PATIENCE_S
+    while given < 40:
+        seen = turns._seen
+        while turns._seen is seen:
             assert time.monotonic() < end
+            await asyncio.sleep(0)
+        given += 1
+    assert naps() - before < given / 2  # threads of others may have been woken up
+    work.cancel()
+    await until_none_is_planned()
+
+
+async def test_turns_on_a_loop_with_another_clock() -> None:
+    loop, start = asyncio.get_running_loop(), time.monotonic()
+    before = loop.time
+    loop.time = lambda: time.monotonic() - start  # type: ignore[method-assign]
+    try:
+        _turns.give_turns(work := Future[None]())
+        with somebody_who_comes_back_often():
+            turns = _turns._of_loops[loop]
+            for _ in range(3):
+                seen, end = turns._seen, time.monotonic() + PATIENCE_S
+                while turns._seen is seen:
+                    assert time.monotonic() < end
+                    await asyncio.sleep(0)
+        work.cancel()
+        await until_none_is_planned()
+    finally:
+        loop.time = before  # type: ignore[method-assign]
+
+
+def test_a_signal_in_a_turn_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    work: Future[None] = Future()
+
+    def interrupt() -> int:
+        assert one_turn_is_being_given()
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        _turns.give_turns(work)
+        monkeypatch.setattr(_turns, "_wakings", interrupt)
+        await busy_until_set(threading.Event())
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert not one_turn_is_being_given()
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 5e-3, 1.0], ids=["short", "usual", "long"])
+def test_any_switch_interval(seconds: float) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        assert _turns._LEAST_INTERVAL_S <= _turns._interval_s() <= _turns._MOST_INTERVAL_S
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_who_rests_comes_back_when_it_is_his_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +306,7 @@ def test_who_rests_comes_back_when_it_is_his_turn(monkeypatch: pytest.MonkeyPatc
     _turns.rest()
 
 
-def test_a_burst_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_turns, "_next_turn_at", time.monotonic() + PATIENCE_S)
+def test_a_burst_is_waited_for_but_not_for_ever() -> None:
     begun, ended, waited = threading.Event(), threading.Event(), threading.Event()
 
     def calls() -> None:
@@ -224,9 +337,10 @@ def test_a_burst_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch)
     assert not _turns._bursts
 
 
-def test_without_a_busy_loop_a_burst_is_nothing() -> None:
-    with _turns.burst():
-        assert not _turns._bursts
+def test_bursts_within_bursts() -> None:
+    with _turns.burst(), _turns.burst():
+        assert len(_turns._bursts) == 2
+    assert not _turns._bursts
 
 
 async def test_checksums_of_blocks_beside_a_busy_loop() -> None:

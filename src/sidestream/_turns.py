@@ -7,9 +7,10 @@ demand it, as a thread does that has waited for a switch interval, because each 
 0.2 s (median) beside a loop whose callbacks take 0.1 ms, and 1.8 s beside one of 1 ms (``benchmarks/turns.py``).
 Meanwhile the loop woke it up in vain, thousands of times, and lost up to 15 % of its speed by that.
 
-So the loop gives turns: once in each switch interval (``sys.getswitchinterval()``, 5 ms) it sleeps, if somebody has
-been woken up since the last time. A thread that can choose comes when it is its turn (``rest()``), and one that wants
-the GIL back for a moment only, many times, says so (``burst()``).
+So the loop gives turns: once in each switch interval (``sys.getswitchinterval()``, 5 ms, here never less) it sleeps, if
+somebody has been woken up since the last time. A thread that can choose comes when it is its turn (``rest()``), and one
+that wants the GIL back for a moment only, many times, says so (``burst()``). The GIL is back when those who have come
+have let go of it: each of them may have it for a millisecond.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ _REST_S = 10e-6
 _EARLY_S = 100e-6  # so that whoever rests is there when the turn comes
 _BUSY = 0.5  # of the time
 _MOST_INTERVALS = 16
+_LEAST_INTERVAL_S, _MOST_INTERVAL_S = 5e-3, 20e-3
 
 
 def awaited(work: Future[T]) -> asyncio.Future[T]:
@@ -84,26 +86,22 @@ def no_more_turns(work: Future[Any]) -> None:
 def rest() -> None:
     """In a thread: let go of the GIL, if only for a moment, and do not want it back before the next turn."""
     wait_s = _next_turn_at - time.monotonic() - _EARLY_S
-    time.sleep(min(max(_REST_S, wait_s), sys.getswitchinterval()))
+    time.sleep(min(max(_REST_S, wait_s), _interval_s()))
 
 
 @contextmanager
 def burst() -> Iterator[None]:
     """In a thread, around many short calls that each let go of the GIL: the loop does not take it back in between.
 
-    It begins in the next turn, which lasts for 2 ms at most; what takes longer goes on in the one after it.
+    For 1 ms at most, in the next turn; what takes longer goes on in the one after it.
     """
-    if time.monotonic() > _next_turn_at:
-        yield
-        return
     ended = threading.Lock()
     with ended:
-        _bursts[threading.get_ident()] = ended
+        _bursts.add(ended)
         try:
-            rest()
             yield
         finally:
-            del _bursts[threading.get_ident()]
+            _bursts.discard(ended)
 
 
 class _Turns:
@@ -137,17 +135,25 @@ class _Turns:
         share = (ran - ran_before) / max(now - before, 1e-9)
         if share > _BUSY:
             _next_turn_at = math.inf  # it is now
-            if _bursts:
-                _let_them_end()
-            elif self._somebody_was_woken():
-                time.sleep(_NAP_S)
+            try:
+                self._nap()
+            finally:  # a signal may end it, and the loop
+                _next_turn_at = 0.0
             self._intervals = 1
         else:  # threads get the GIL while it sleeps, and it is not to be woken up for nothing
             self._intervals = min(2 * self._intervals, _MOST_INTERVALS)
         self._seen = _clocks()
-        self._due = self._seen[0] + self._intervals * sys.getswitchinterval()
-        _next_turn_at = self._due if share > _BUSY else 0.0
+        wait_s = self._intervals * _interval_s()
+        self._due = loop.time() + wait_s
+        if share > _BUSY:
+            _next_turn_at = self._seen[0] + wait_s
         self._plan(loop)
+
+    def _nap(self) -> None:
+        if _bursts:
+            _let_them_end()
+        elif self._somebody_was_woken():
+            time.sleep(_NAP_S)
 
     def _somebody_was_woken(self) -> bool:
         """Since the last time. If not, all are in system calls, or compute without the GIL."""
@@ -161,9 +167,14 @@ class _Turns:
 
 def _let_them_end() -> None:
     end = time.monotonic() + _BURST_S
-    for ended in list(_bursts.values()):
+    for ended in list(_bursts):
         if ended.acquire(timeout=max(0.0, end - time.monotonic())):
             ended.release()
+
+
+def _interval_s() -> float:
+    """Programs that make the switch interval small want latency, not a loop that sleeps all the time."""
+    return min(max(sys.getswitchinterval(), _LEAST_INTERVAL_S), _MOST_INTERVAL_S)
 
 
 def _clocks() -> tuple[float, float]:
@@ -175,8 +186,15 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDiction
 _next_turn_at = 0.0
 """Of whichever busy loop said so last; in the past when none is busy any more, infinite during a turn: who looks then
 has just done his bit, and the next one is an interval away."""
-_bursts: dict[int, threading.Lock] = {}
-"""By thread: held while it lasts."""
+_bursts: set[threading.Lock] = set()
+"""Each is held while it lasts."""
+
+
+def _forget_after_fork() -> None:
+    global _next_turn_at
+    _next_turn_at = 0.0
+    _bursts.clear()
+
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_bursts.clear)
+    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -130,19 +130,21 @@ class Writing:
         self._written: list[set[int]] = []  # of each shard
         if order.digest is not None:
             digest_of(order.digest)  # or raise that it is not installed
+        planned = partial(lay_out, stager.plans, stager.budget_bytes)
         # First: to start a thread is to let go of the GIL, which that of the stager would keep for a while.
         launched: Future[None] = Future()
         self._threads = Threads("sidestream-write", _WRITE_THREADS)
         self._done = self._threads.submit(self._write, launched)
-        self._done.add_done_callback(lambda _: self._threads.close())
-        planned = partial(lay_out, stager.plans, stager.budget_bytes)
         try:
+            self._done.add_done_callback(lambda _: self._threads.close())
             self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline, filler=filler)
-        except BaseException:
-            launched.cancel()
+            launched.set_result(None)
+            stager.settle(self._staging)
+        except BaseException:  # also of a signal
+            self._stop.set()
+            if not launched.cancel():
+                self._staging.release()
             raise
-        launched.set_result(None)
-        stager.settle(self._staging)
 
     async def launch(self) -> Writing:
         """It is launched."""

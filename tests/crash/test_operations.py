@@ -12,7 +12,7 @@ import sidestream
 SOURCES = Path(sidestream.__file__).parent
 HARMLESS = frozenset({
     "PathLike", "fspath", "fsdecode", "fsencode", "getpid", "getppid", "cpu_count", "path", "environ", "strerror",
-    "register_at_fork", "sched_getaffinity", "sched_param", "sched_setscheduler",
+    "register_at_fork", "sched_getaffinity", "sched_getscheduler", "sched_param", "sched_setscheduler",
     "sysconf", "memfd_create", "sep", "name", "kill", "urandom", "uname",
     "posix_fadvise", "getcwd", "getuid", "geteuid", "umask", "supports_dir_fd", "_exit", "stat_result", "DirEntry",
     "fork", "statvfs", "nice", "sched_setaffinity",

@@ -40,7 +40,8 @@ def main(descriptor: int, trainer: int) -> None:
     """Serve the process ``trainer`` over ``descriptor``. Does not return."""
     _die_with(trainer)
     with suppress(OSError):  # who wakes up does not take a core from who is running there
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # any other was chosen
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to whole groups: the trainer decides
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
