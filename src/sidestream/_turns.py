@@ -37,8 +37,9 @@ else:
 
     def _wakings() -> int | None:
         """How often other threads have gone to sleep by themselves: waiting for the GIL, they do so each time that they
-        are woken up in vain."""
-        return getrusage(RUSAGE_SELF).ru_nvcsw - getrusage(RUSAGE_THREAD).ru_nvcsw
+        are woken up in vain. None if nobody counts that (gVisor)."""
+        together = getrusage(RUSAGE_SELF).ru_nvcsw
+        return together - getrusage(RUSAGE_THREAD).ru_nvcsw if together else None
 
 
 __all__ = ["awaited", "burst", "give_turns", "no_more_turns", "rest"]
