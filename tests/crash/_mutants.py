@@ -134,7 +134,7 @@ MUTANTS = (
            "        break\n", "reads"),
     # checks left out
     Mutant("blocks are not verified", "reading.py",
-           "        if crc32(buffer[start : start + BLOCK_BYTES]) != expected:\n", "        if False:\n", "corruption"),
+           "        if found != expected:\n", "        if False:\n", "corruption"),
     Mutant("the manifest is not verified", "catalog.py", "    if crc32(raw) != marker.manifest_crc:\n",
            "    if False:\n", "corruption"),
     Mutant("stock DCP's checksums are not looked at", "reading.py", "        if crc32(buffer) != one.crc:\n",
