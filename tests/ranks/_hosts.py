@@ -306,6 +306,7 @@ def differing(rank: int, world: int, directory: Path) -> list[Any]:
     told = []
     for reading in ("per_host" if rank else "each_rank", "per_host" if rank else "sometimes"):
         told.append(failures_of(sidestream.load(target, directory / "ours", reading=reading, timeout_s=TIMEOUT_S)))  # type: ignore[arg-type]
+    dist.barrier()  # a process that is gone has died, whatever it said last
     return [[one[:2] for one in failures] for failures in told]
 
 
