@@ -262,16 +262,34 @@ async def test_overlapping_views_of_any_dtypes(parts: list[tuple[torch.dtype, in
         del staged
 
 
-async def test_a_save_that_cannot_be_launched_leaves_no_thread(tmp_path: Path) -> None:
-    def writing() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name == "sidestream-write"}
+async def nobody_writes_any_more(before: list[threading.Thread]) -> None:
+    for thread in threading.enumerate():
+        if thread.name == "sidestream-write" and thread not in before:
+            await asyncio.to_thread(thread.join, 60)
+            assert not thread.is_alive()
 
-    before = writing()
+
+async def test_a_save_that_cannot_be_launched_leaves_nothing(tmp_path: Path) -> None:
+    before = threading.enumerate()
     stager = sidestream.AsyncStager()
     await stager.aclose()
     with pytest.raises(Closed):
         sidestream.async_save({"w": torch.zeros(4)}, tmp_path / "c", stager=stager)
-    for thread in writing() - before:
-        await asyncio.to_thread(thread.join, 60)
-        assert not thread.is_alive()
+    await nobody_writes_any_more(before)
     assert not list(tmp_path.iterdir())
+
+
+async def test_a_save_that_is_interrupted_while_it_settles_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = threading.enumerate()
+    async with sidestream.AsyncStager(mode="snapshot") as stager:
+        monkeypatch.setattr(stager, "settle", interrupted)  # a signal, while it blocks
+        with pytest.raises(KeyboardInterrupt):
+            sidestream.async_save({"w": torch.zeros(1 << 20)}, tmp_path / "c", stager=stager)
+        await nobody_writes_any_more(before)
+        assert not list(tmp_path.iterdir())
+        await all_returned(stager)

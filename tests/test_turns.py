@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -188,32 +188,44 @@ def one_turn_is_being_given() -> bool:
     return _turns._next_turn_at == math.inf
 
 
-async def test_a_turn_is_seen_by_others() -> None:
-    work: Future[None] = Future()
+async def happens_beside_a_busy_loop(look: Callable[[threading.Event], bool]) -> bool:
+    """What ``look`` says, in a thread that the loop gives turns."""
+    work: Future[bool] = Future()
     _turns.give_turns(work)
-    seen, ended = threading.Event(), threading.Event()
+    said, ended = threading.Event(), threading.Event()
 
-    def look() -> None:
-        while not ended.is_set() and not one_turn_is_being_given():
-            time.sleep(1e-4)
-        seen.set()
+    def thread() -> None:
+        try:
+            happened.append(look(ended))
+        finally:
+            said.set()
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    assert await busy_until_set(seen)
-    ended.set()
-    thread.join()
-    work.cancel()
+    happened: list[bool] = []
+    looking = threading.Thread(target=thread)
+    looking.start()
+    try:
+        await busy_until_set(said)
+    finally:
+        ended.set()
+        looking.join()
+        work.cancel()
     await until_none_is_planned()
+    return happened == [True]
+
+
+async def test_a_turn_is_seen_by_others() -> None:
+    def look(ended: threading.Event) -> bool:
+        while not one_turn_is_being_given():
+            if ended.is_set():
+                return False
+            time.sleep(1e-4)
+        return True
+
+    assert await happens_beside_a_busy_loop(look)
 
 
 async def test_the_loop_waits_for_a_burst() -> None:
-    work: Future[None] = Future()
-    _turns.give_turns(work)
-    turns = _turns._of_loops[asyncio.get_running_loop()]
-    seen, ended = threading.Event(), threading.Event()
-
-    def look() -> None:
+    def look(ended: threading.Event) -> bool:
         with _turns.burst():
             long, given = 0, set()
             while not ended.is_set() and long < 3 and len(given) < 300:
@@ -223,16 +235,10 @@ async def test_the_loop_waits_for_a_burst() -> None:
                 if one_turn_is_being_given():
                     time.sleep(2 * _turns._NAP_S)  # an ordinary turn is over by then, but one in a thousand
                     long += one_turn_is_being_given() and turns._seen is before
-            if long == 3:
-                seen.set()
+        return long == 3
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    assert await busy_until_set(seen)
-    ended.set()
-    thread.join()
-    work.cancel()
-    await until_none_is_planned()
+    turns = _turns._of_loops.setdefault(asyncio.get_running_loop(), _turns._Turns())
+    assert await happens_beside_a_busy_loop(look)
 
 
 async def test_who_sleeps_is_given_no_nap() -> None:

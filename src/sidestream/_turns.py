@@ -4,7 +4,7 @@ A loop that always has something to do polls its selector between two callbacks.
 microsecond, and a thread that was asleep needs some fifty to wake up: it finds the GIL taken again. Nor does it ever
 demand it, as a thread does that has waited for a switch interval, because each such moment begins its wait anew
 (``take_gil`` in CPython). Where a core is free for it, a thread that came back from a system call was measured to wait
-0.2 s (median) beside a loop whose callbacks take 0.1 ms, and 1.8 s beside one of 1 ms (``benchmarks/turns.py``).
+0.3 s (median) beside a loop whose callbacks take 0.1 ms, and 1.6 s beside one of 1 ms (``benchmarks/turns.py``).
 Meanwhile the loop woke it up in vain, thousands of times, and lost up to 15 % of its speed by that.
 
 So the loop gives turns: once in each switch interval (``sys.getswitchinterval()``, 5 ms, here never less) it sleeps, if
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 # The system adds some 60 us. A thread has to wake up meanwhile, on a core that may be asleep too: with 60 us alone
-# every second nap was in vain.
+# many naps were in vain.
 _NAP_S = 200e-6
 _BURST_S = 1e-3
 _REST_S = 10e-6

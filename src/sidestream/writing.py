@@ -141,9 +141,8 @@ class Writing:
             launched.set_result(None)
             stager.settle(self._staging)
         except BaseException:  # also of a signal
-            self._stop.set()
             if not launched.cancel():
-                self._staging.release()
+                self.abandon()
             raise
 
     async def launch(self) -> Writing:
