@@ -241,20 +241,14 @@ async def test_the_loop_waits_for_a_burst() -> None:
     assert await happens_beside_a_busy_loop(look)
 
 
-async def test_who_sleeps_is_given_no_nap() -> None:
-    work: Future[None] = Future()
-    _turns.give_turns(work)
-    turns = _turns._of_loops[asyncio.get_running_loop()]
-    given, before, end = 0, naps(), time.monotonic() + PATIENCE_S
-    while given < 40:
-        seen = turns._seen
-        while turns._seen is seen:
-            assert time.monotonic() < end
-            await asyncio.sleep(0)
-        given += 1
-    assert naps() - before < given / 2  # threads of others may have been woken up
-    work.cancel()
-    await until_none_is_planned()
+def test_there_is_no_nap_while_all_sleep() -> None:
+    turns, end = _turns._Turns(), time.monotonic() + PATIENCE_S
+    before = naps()
+    turns._nap()
+    while naps() > before:  # threads of others have been woken up in between
+        assert time.monotonic() < end
+        before = naps()
+        turns._nap()
 
 
 async def test_turns_on_a_loop_with_another_clock() -> None:
