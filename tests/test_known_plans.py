@@ -12,6 +12,7 @@ import torch
 from states import assert_same
 
 import sidestream
+from sidestream._torch import lazy_bits
 from sidestream.format.described import describe
 from sidestream.format.manifest import parse_manifest, write_manifest
 from sidestream.format.records import Manifest
@@ -137,3 +138,12 @@ def test_other_names_of_files_have_a_template_of_their_own() -> None:
         texts.append((described.lines, described.places))
     assert texts[0] == texts[2] != texts[1]
     assert [part.replace(b"-one", b"-two") for part in texts[0]] == list(texts[1])
+
+
+def test_what_is_read_conjugated_or_negated_looks_different() -> None:
+    plain = torch.arange(6).to(torch.complex64)
+    conjugated, negated = plain.conj(), torch._neg_view(plain)
+    bits = [lazy_bits(tensor) for tensor in (plain, conjugated, negated, negated.conj(), torch.nn.Parameter(ONE))]
+    assert bits[0] == bits[4] == 0
+    assert len(set(bits)) == 4
+    assert lazy_bits(conjugated.resolve_conj()) == lazy_bits(negated.resolve_neg()) == 0

@@ -21,6 +21,7 @@ __all__ = [
     "extent_bytes",
     "group_store",
     "has_shards",
+    "lazy_bits",
     "neg_view",
     "outside_compile",
     "shard_attributes",
@@ -71,7 +72,7 @@ def view_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Which view of which storage it is: equal for tied tensors of one dtype. Not by address: that of each storage that
     was freed is 0, and what was copied from them before is not the same."""
     place = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
-    return (*place, tensor.is_conj(), tensor.is_neg())
+    return (*place, lazy_bits(tensor))
 
 
 def check_tensor(tensor: torch.Tensor, fqn: str, verb: str = "save", *, held: bool = False) -> None:
@@ -119,6 +120,21 @@ def extent_bytes(tensor: torch.Tensor) -> int:
         return int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (int(tensor.storage_offset()) + int(last) + 1) * tensor.itemsize
+
+
+_keys_of = torch._C._dispatch_keys
+_LAZY = sum(
+    torch._C.DispatchKeySet(key).raw_repr() for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+)
+
+
+def lazy_bits(tensor: torch.Tensor) -> int:
+    """Whether its elements are to be read conjugated or negated: not 0 then, and another number for each.
+
+    ``is_conj()`` and ``is_neg()`` let go of the GIL (torch 2.13): asked for each of 10,000 tensors, beside a loop that
+    waits for it, that costs more than all else.
+    """
+    return int(_keys_of(tensor).raw_repr()) & _LAZY
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ._threads import Deadline, io_threads, let_go, politely
-from ._torch import dtype_from_name
+from ._torch import dtype_from_name, lazy_bits
 from .errors import Corrupt, SidestreamError
 from .foreign import Located, Opened, is_closed, locate_tensor, open_ends, read_item, unpack_chunk
 from .format.checksum import block_crcs, crc32, unpack_crcs
@@ -50,8 +50,7 @@ class Wanted:
             target.is_cpu
             and target.dtype == dtype_from_name(self.entry.dtype)
             and target.is_contiguous()
-            and not target.is_conj()
-            and not target.is_neg()
+            and not lazy_bits(target)
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from .._threads import Stop, Threads, politely
-from .._torch import extent_bytes, neg_view, storage_key
+from .._torch import extent_bytes, lazy_bits, neg_view, storage_key
 from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, SidestreamError
 from .arena import Lease
 from .driver import Driver
@@ -410,7 +410,7 @@ def _chunk_bytes(total: int) -> int:
 
 def _covers(tensor: torch.Tensor) -> bool:
     """Whether its elements, in order, are all the bytes of its storage."""
-    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    plain = tensor.is_contiguous() and not lazy_bits(tensor)
     return plain and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 import torch
 
 from .._threads import Stop, Threads, politely
-from .._torch import extent_bytes
+from .._torch import extent_bytes, lazy_bits
 from ..errors import UnsupportedTensor
 from .image import Copy
 from .pace import Pace
@@ -220,7 +220,7 @@ def raw_start(copy: Copy) -> int | None:
     if copy.storage_start is not None:
         return copy.storage_start
     source = copy.source
-    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+    if source.is_contiguous() and not lazy_bits(source):
         return _start(source) + copy.skip
     return None
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._torch import lazy_bits
+
 __all__ = ["PlanCache", "fingerprint"]
 
 T = TypeVar("T")
@@ -30,7 +32,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
             continue
         storage = tensor.untyped_storage()
         seen += (tensor.dtype, tensor.data_ptr(), tensor.storage_offset(), storage.nbytes(), tensor.device)
-        seen += (storages.setdefault(storage._cdata, len(storages)), tensor.is_conj(), tensor.is_neg(), None)
+        seen += (storages.setdefault(storage._cdata, len(storages)), lazy_bits(tensor), None)
         seen += tensor.shape
         seen += tensor.stride()
     return tuple(seen)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._threads import politely
-from .._torch import check_tensor, storage_key
+from .._torch import check_tensor, lazy_bits, storage_key
 from .arena import Lease
 from .capture import Captured
 from .composite import Composite
@@ -215,7 +215,7 @@ def _runs(tensors: list[torch.Tensor]) -> Iterator[_Run]:
     out: their values are not the bytes of their storage."""
     storages: dict[int, list[tuple[int, int, int]]] = {}
     for index, tensor in enumerate(politely(tensors, _EVERY)):
-        if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+        if tensor.numel() == 0 or lazy_bits(tensor):
             continue
         start = int(tensor.storage_offset()) * tensor.itemsize
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
