@@ -251,6 +251,43 @@ def test_there_is_no_nap_while_all_sleep() -> None:
         turns._nap()
 
 
+def test_who_came_in_a_nap_is_no_reason_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_turns, "_NAP_S", 0.02)
+    come = threading.Semaphore(0)
+
+    def comes() -> None:
+        while come.acquire() and not ended.is_set():
+            time.sleep(1e-4)
+
+    ended, thread = threading.Event(), threading.Thread(target=comes)
+    thread.start()
+    try:
+        for _ in range(100):  # threads of others may come just then
+            turns = _turns._Turns()
+            come.release()
+            time.sleep(0.01)  # it has been woken up since
+            come.release()
+            before = naps()
+            turns._nap()
+            assert naps() > before
+            turns._nap()
+            if naps() == before + 1:
+                return
+        pytest.fail("each nap was followed by another one")
+    finally:
+        ended.set()
+        come.release()
+        thread.join()
+
+
+def test_a_thread_keeps_the_interpreter_for_longer_beside_a_busy_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_s = []
+    for next_turn_at in (0.0, time.monotonic() - 1.0, time.monotonic() + 1000.0, math.inf):
+        monkeypatch.setattr(_turns, "_next_turn_at", next_turn_at)
+        kept_s.append(_turns.slice_s())
+    assert kept_s == [_turns._SLICE_S, _turns._SLICE_S, _turns._TURN_S, _turns._TURN_S]
+
+
 async def test_turns_on_a_loop_with_another_clock() -> None:
     loop, start = asyncio.get_running_loop(), time.monotonic()
     before = loop.time

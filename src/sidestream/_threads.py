@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import anyio
 
-from ._turns import awaited, no_more_turns, rest
+from ._turns import awaited, no_more_turns, rest, slice_s
 from .errors import Closed, DeadlineExceeded, ForkedProcess
 
 __all__ = ["Deadline", "Stop", "Threads", "io_threads", "let_go", "politely"]
@@ -34,8 +34,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 Ts = TypeVarTuple("Ts")
-
-_SLICE_S = 1e-3
 
 _GRACE_S = 5.0
 """How long past the deadline a thread that was told to stop is waited for before it is left to its system call."""
@@ -235,7 +233,7 @@ def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
     rested = time.perf_counter()
     for number, item in enumerate(items, 1):
         yield item
-        if number % every == 0 and time.perf_counter() - rested > _SLICE_S:
+        if number % every == 0 and time.perf_counter() - rested > slice_s():
             rest()
             rested = time.perf_counter()
 

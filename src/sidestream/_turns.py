@@ -10,7 +10,7 @@ Meanwhile the loop woke it up in vain, thousands of times, and lost up to 15 % o
 So the loop gives turns: once in each switch interval (``sys.getswitchinterval()``, 5 ms, here never less) it sleeps, if
 somebody has been woken up since the last time. A thread that can choose comes when it is its turn (``rest()``), and one
 that wants the GIL back for a moment only, many times, says so (``burst()``). The GIL is back when those who have come
-have let go of it: each of them may have it for a millisecond.
+have let go of it: each of them may have it for a few milliseconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ else:
         return together - getrusage(RUSAGE_THREAD).ru_nvcsw if together else None
 
 
-__all__ = ["awaited", "burst", "give_turns", "no_more_turns", "rest"]
+__all__ = ["awaited", "burst", "give_turns", "no_more_turns", "rest", "slice_s"]
 
 T = TypeVar("T")
 
@@ -50,6 +50,8 @@ _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 # The system adds some 60 us. A thread has to wake up meanwhile, on a core that may be asleep too: with 60 us alone
 # many naps were in vain.
 _NAP_S = 200e-6
+_SLICE_S = 1e-3
+_TURN_S = 3e-3  # work that is in 1 ms slices needs three turns, 5 ms apart, for what one does
 _BURST_S = 1e-3
 _REST_S = 10e-6
 _EARLY_S = 100e-6  # so that whoever rests is there when the turn comes
@@ -88,6 +90,11 @@ def rest() -> None:
     """In a thread: let go of the GIL, if only for a moment, and do not want it back before the next turn."""
     wait_s = _next_turn_at - time.monotonic() - _EARLY_S
     time.sleep(min(max(_REST_S, wait_s), _interval_s()))
+
+
+def slice_s() -> float:
+    """How long a thread may keep the GIL until it rests: beside a busy loop longer, as the next turn is far away."""
+    return _TURN_S if _next_turn_at > time.monotonic() else _SLICE_S
 
 
 @contextmanager
@@ -155,6 +162,7 @@ class _Turns:
             _let_them_end()
         elif self._somebody_was_woken():
             time.sleep(_NAP_S)
+            self._wakings = _wakings()  # who came, and has gone to sleep again, is no reason for the next one
 
     def _somebody_was_woken(self) -> bool:
         """Since the last time. If not, all are in system calls, or compute without the GIL."""
