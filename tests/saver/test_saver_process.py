@@ -26,6 +26,7 @@ from sidestream.errors import Closed, Conflict, DeadlineExceeded, InvalidOption,
 from sidestream.options import SaverProcess
 from sidestream.saver.client import close_all, saver_process
 from sidestream.saver.job import Job, Order
+from sidestream.saver.work import _Windows
 from sidestream.storage import LocalStore, locate_run
 
 Until = Callable[[Callable[[], bool]], None]
@@ -162,6 +163,19 @@ async def test_a_state_larger_than_its_memory(tmp_path: Path) -> None:
     await sidestream.save(state, tmp_path / "d", saver="process", snapshot=False)
     assert_same(state, await back(tmp_path / "c"))
     assert_same(state, await back(tmp_path / "d"))
+
+
+@pytest.mark.parametrize(("handed", "told"), [(1, [1]), (2, [1, 2]), (3, [2, 3]), (8, [4, 6, 7, 8])])
+def test_the_trainer_hears_of_memory_when_half_of_it_is_free(handed: int, told: list[int]) -> None:
+    windows = _Windows()
+    windows.handed = handed
+    assert [number for number in range(1, handed + 1) if windows.let_go()] == told
+
+
+def test_the_trainer_hears_of_the_last_memory_whenever_it_comes() -> None:
+    windows = _Windows()
+    for windows.handed in range(1, 100):
+        assert windows.let_go(), "no other is in use"
 
 
 async def test_memory_that_was_private_is_shared_from_then_on(tmp_path: Path) -> None:

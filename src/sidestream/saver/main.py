@@ -28,7 +28,7 @@ from .work import READY, UNUSED, Rate, Request
 __all__ = ["main"]
 
 _BEAT_S = 1.0
-_GATHER_S = 0.02
+_GATHER_S = 0.25
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}

@@ -104,12 +104,18 @@ class _Windows:
 
     def __init__(self) -> None:
         self.handed = 0
-        self.returned: list[None] = []
+        self._returned: list[None] = []
+        self._told = 0
 
-    @property
-    def all_returned(self) -> bool:
-        """Nothing is left to write: the trainer may be waiting for just this memory."""
-        return len(self.returned) >= self.handed
+    def let_go(self) -> bool:
+        """Of one more; whether the trainer has to hear of it now, as half of what it knows to be in use is not: it may
+        be waiting for just this memory."""
+        self._returned.append(None)
+        returned = len(self._returned)
+        if 2 * (returned - self._told) < self.handed - self._told:
+            return False
+        self._told = returned
+        return True
 
 
 class Request:
@@ -175,8 +181,7 @@ class Request:
         packed, number, outbox, windows = UNUSED.pack(file, window), self._number, self._outbox, self._windows
 
         def unused() -> None:  # wherever the last reference dies
-            windows.returned.append(None)
-            outbox.later(Kind.UNUSED, number, packed, urgent=windows.all_returned)
+            outbox.later(Kind.UNUSED, number, packed, urgent=windows.let_go())
 
         return unused
 
