@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from ._tasks import finish
-from ._threads import io_threads
 from .commit import Verdict, clean_up, commit
 from .format.records import Manifest
 from .pending import SaveInfo, SaveProgress
@@ -104,7 +104,6 @@ class SaveJob(Job):
         order = self.order
         store, attempt = order.location.store, order.attempt
         names = {name: store.published_name(attempt, name) for name in plan.files}
-        described = await io_threads().run(plan.describe, written, names, deadline=order.deadline)
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
         manifest = Manifest(order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata)
         await commit(
@@ -116,7 +115,7 @@ class SaveJob(Job):
             durability=order.durability,
             deadline=order.deadline,
             saved_at=order.saved_at,
-            described=described,
+            described=partial(plan.describe, written, names),
         )
         self._mark("committed")
         return sum(files.values())
