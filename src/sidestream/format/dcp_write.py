@@ -16,12 +16,13 @@ from .records import DictKey, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
 
 __all__ = [
     "NAMES",
+    "MetadataHead",
     "chunk_list",
     "dcp_metadata",
+    "dtypes_of",
     "index_of",
     "info_of",
     "metadata_end",
-    "metadata_head",
     "path_item",
     "places_of",
     "prelude",
@@ -56,31 +57,44 @@ class NAMES:
 
 def dcp_metadata(entries: Mapping[str, Entry], marker: Marker) -> Iterator[bytes]:
     """The file, in many small pieces."""
-    yield from metadata_head(entries)
+    head = MetadataHead(dtypes_of(entries.values()))
+    for fqn, entry in entries.items():
+        head.add(fqn, entry)
+    yield from head.pieces()
     for fqn, entry in entries.items():
         yield places_of(fqn, entry)
     yield from metadata_end(marker)
 
 
-def metadata_head(entries: Mapping[str, Entry]) -> Iterator[bytes]:
-    """Up to the places: what the entries are and what they are called."""
-    # Only those in use: a version of torch that lacks one of the others reads the file too.
-    names = sorted({entry.dtype for entry in entries.values() if isinstance(entry, TensorEntry)})
-    dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
-    yield b"\x80\x04"
-    yield prelude(names)
-    yield NAMES.metadata + _NEW + b"}(" + p.text("state_dict_metadata") + b"}("
-    for fqn, entry in entries.items():
+class MetadataHead:
+    """Up to the places: what the entries, of which the tensors have these ``dtypes``, are and what they are called."""
+
+    def __init__(self, dtypes: Iterable[str]) -> None:
+        # Only those in use: a version of torch that lacks one of the others reads the file too.
+        names = sorted(dtypes)
+        self._dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
+        begin = NAMES.metadata + _NEW + b"}(" + p.text("state_dict_metadata") + b"}("
+        self._entries = [b"\x80\x04", prelude(names), begin]
+        self._paths = [b"u" + p.text("planner_data") + b"}("]
+
+    def add(self, fqn: str, entry: Entry) -> None:
+        """The entries come in their order."""
+        if isinstance(entry, EmptyEntry):
+            return
+        name = p.text(fqn)
         if isinstance(entry, TensorEntry):
             boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-            yield p.text(fqn) + _tensor(dtypes[entry.dtype], entry.shape, boxes)
-        elif isinstance(entry, ValueEntry):
-            yield p.text(fqn) + NAMES.value + _NEW
-    yield b"u" + p.text("planner_data") + b"}("
-    for fqn, entry in entries.items():
-        if not isinstance(entry, EmptyEntry):
-            yield p.text(fqn) + p.tuple_of(*map(path_item, entry.path))
-    yield b"u" + p.text("storage_data") + b"}("
+            self._entries.append(name + _tensor(self._dtypes[entry.dtype], entry.shape, boxes))
+        else:
+            self._entries.append(name + NAMES.value + _NEW)
+        self._paths.append(name + p.tuple_of(*map(path_item, entry.path)))
+
+    def pieces(self) -> list[bytes]:
+        return [*self._entries, *self._paths, b"u" + p.text("storage_data") + b"}("]
+
+
+def dtypes_of(entries: Iterable[Entry]) -> set[str]:
+    return {entry.dtype for entry in entries if isinstance(entry, TensorEntry)}
 
 
 def places_of(fqn: str, entry: Entry) -> bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from .._threads import politely
-from .dcp_write import metadata_end, metadata_head, places_of
+from .dcp_write import MetadataHead, dtypes_of, metadata_end, places_of
 from .manifest import entry_line, head_line, line_around_checksums, metadata_line
 from .marker import Marker
 from .records import Entry, Manifest, TensorEntry, ValueEntry
@@ -44,27 +44,36 @@ class Described:
 
 def describe(entries: Mapping[str, Entry]) -> Described:
     """In a worker thread."""
-    lines = b"".join(politely(entry_line(fqn, entry) for fqn, entry in entries.items()))
-    places = (places_of(fqn, entry) for fqn, entry in entries.items())
-    return Described(len(entries), lines, b"".join(politely(chain(metadata_head(entries), places))))
+    head = MetadataHead(dtypes_of(entries.values()))
+    lines: list[bytes] = []
+    places: list[bytes] = []
+    for fqn, entry in politely(entries.items()):
+        head.add(fqn, entry)
+        lines.append(entry_line(fqn, entry))
+        places.append(places_of(fqn, entry))
+    return Described(len(entries), b"".join(lines), b"".join(chain(head.pieces(), places)))
 
 
 class Template:
     """What ``describe`` gives for ``entries``, with holes: for the values, which are written anew each time, and for
     the checksums of the tensors, each of which has one chunk without any."""
 
-    def __init__(self, entries: Mapping[str, Entry], items: Sequence[int]) -> None:
-        """``items``: for each tensor among the entries, in order, whose checksums are its own. In a worker thread."""
-        self._count = len(entries)
+    def __init__(self, entries: Iterable[tuple[str, Entry]], dtypes: Iterable[str], items: Sequence[int]) -> None:
+        """``dtypes``: those of the tensors. ``items``: for each tensor among the entries, in order, whose checksums are
+        its own. In a worker thread. Of ``entries`` nothing is kept: 10,000 of them would be walked by the garbage
+        collector again and again."""
         self._items = items
-        self._head = b"".join(politely(metadata_head(entries), _EVERY))
+        head = MetadataHead(dtypes)
         self._lines: list[bytes] = []  # what stands before each hole, and after the last
         self._tensors: list[int] = []  # which of the holes are theirs
         self._values: list[int] = []
         self._places: list[bytes] = []  # what stands before the place of each value, and after the last
         line = b""
         places: list[bytes] = []
-        for fqn, entry in politely(entries.items(), _EVERY):
+        self._count = 0
+        for fqn, entry in politely(entries, _EVERY):
+            self._count += 1
+            head.add(fqn, entry)
             if isinstance(entry, ValueEntry):
                 self._values.append(len(self._lines))
                 self._lines.append(line)
@@ -80,6 +89,7 @@ class Template:
                 line += entry_line(fqn, entry)
         self._lines.append(line)
         self._places.append(b"".join(places))
+        self._head = b"".join(head.pieces())
 
     def fill(self, values: Mapping[str, ValueEntry], sums: Sequence[BlockSums]) -> Described:
         """``values`` in their order among the entries. For a worker thread: some 0.5 us for each tensor."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, repeat
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -22,7 +22,7 @@ from ..format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from ..format.values import pickle_node
 from ..staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint
 from ..staging.host import raw_start
-from .flatten import leaves_of
+from .flatten import Leaf, leaves_of
 from .outline import outline_of
 from .values import encode_value
 
@@ -89,11 +89,11 @@ class _Layout:
     places: tuple[_Tensor, ...]
     newest: tuple[tuple[Any, ...], _Said] | None = None
 
-    def said(self, outline: tuple[Any, ...], root: dict[Any, Any]) -> _Said:
+    def said(self, outline: tuple[Any, ...], leaves: Callable[[], Iterable[Leaf]]) -> _Said:
         """Of a state dict with these tensors. Raises ``UnsafeObject`` and ``KeyCollision``."""
         newest = self.newest  # another save may put its own there meanwhile
         if newest is None or newest[0] != outline:
-            newest = self.newest = (outline, _Said(self.shards, tuple(_leaves(root, self.places))))
+            newest = self.newest = (outline, _Said(self.shards, tuple(_named(leaves(), self.places))))
         return newest[1]
 
 
@@ -111,22 +111,21 @@ class _Said:
         found = self.templates.get(key)
         if found is None:
             self.templates.clear()  # where names have the id of the save in them, they do not come again
-            found = self.templates[key] = Template(*self._blank(names))
+            firsts = list(accumulate((len(shard.items) for shard in self.shards), initial=0))
+            tensors = [leaf.tensor for leaf in self.leaves if leaf.tensor is not None]
+            dtypes = {tensor.dtype for tensor in tensors}
+            items = [firsts[tensor.shard] + tensor.item for tensor in tensors]  # numbered over all shards
+            found = self.templates[key] = Template(self._blank(names), dtypes, items)
         return found
 
-    def _blank(self, names: Mapping[str, str]) -> tuple[dict[str, Entry], list[int]]:
-        """The entries without checksums and values, and the number, over all shards, of each tensor's item."""
-        firsts = list(accumulate((len(shard.items) for shard in self.shards), initial=0))
-        entries: dict[str, Entry] = {}
-        items = []
-        for fqn, path, kind, tensor in politely(self.leaves, _EVERY):
+    def _blank(self, names: Mapping[str, str]) -> Iterator[tuple[str, Entry]]:
+        """The entries without checksums and values."""
+        for fqn, path, kind, tensor in self.leaves:
             if tensor is not None:
                 file = names[shard_name(tensor.shard)]
-                entries[fqn] = _entry(path, tensor, self.shards[tensor.shard].items[tensor.item], file)
-                items.append(firsts[tensor.shard] + tensor.item)
+                yield fqn, _entry(path, tensor, self.shards[tensor.shard].items[tensor.item], file)
             else:
-                entries[fqn] = EmptyEntry(path) if kind == "empty" else ValueEntry(path, "", 0, 0)
-        return entries, items
+                yield fqn, EmptyEntry(path) if kind == "empty" else ValueEntry(path, "", 0, 0)
 
 
 def _entry(path: tuple[Key, ...], tensor: _Tensor, placed: Placed, file: str) -> TensorEntry:
@@ -203,8 +202,9 @@ def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_
     tensors = outline.tensors
     window_bytes = window_bytes_for(sum(map(attrgetter("nbytes"), tensors)), budget_bytes)
     key = ("save", shard_bytes, window_bytes, fingerprint(politely(tensors, _EVERY)))
-    layout = plans.get(key, lambda: _lay_out(captured, shard_bytes, window_bytes))
-    said = layout.said(outline.key, captured.root)
+    leaves = cache(lambda: list(politely(leaves_of(captured.root), _EVERY)))
+    layout = plans.get(key, lambda: _lay_out(leaves(), captured.held, shard_bytes, window_bytes))
+    said = layout.said(outline.key, leaves)
     content = bytearray()
     entries: dict[str, ValueEntry] = {}
     if outline.values:
@@ -222,8 +222,7 @@ def window_bytes_for(total: int, budget_bytes: int) -> int:
     return max(wanted // BLOCK_BYTES, 1) * BLOCK_BYTES
 
 
-def _lay_out(captured: Captured, shard_bytes: int, window_bytes: int) -> _Layout:
-    leaves = list(politely(leaves_of(captured.root), _EVERY))
+def _lay_out(leaves: Sequence[Leaf], copied: set[int], shard_bytes: int, window_bytes: int) -> _Layout:
     tensors = [leaf.value for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
     numbers: list[int] = []  # the item of each tensor
     items: list[int] = []  # the tensor whose bytes each item holds, over all shards
@@ -233,8 +232,7 @@ def _lay_out(captured: Captured, shard_bytes: int, window_bytes: int) -> _Layout
         tensor = leaf.value
         if not isinstance(tensor, torch.Tensor):
             continue
-        held = bool(captured.held) and storage_key(tensor) in captured.held
-        check_tensor(tensor, leaf.fqn, held=held)
+        check_tensor(tensor, leaf.fqn, held=bool(copied) and storage_key(tensor) in copied)
         dtype = dtype_name(tensor.dtype)
         if dtype not in DTYPES:
             raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
@@ -254,9 +252,9 @@ def _lay_out(captured: Captured, shard_bytes: int, window_bytes: int) -> _Layout
     return _Layout(shards, tuple(_windows(shards, items, tensors)), places)
 
 
-def _leaves(root: dict[Any, Any], places: Sequence[_Tensor]) -> Iterator[_Leaf]:
+def _named(leaves: Iterable[Leaf], places: Sequence[_Tensor]) -> Iterator[_Leaf]:
     rest = iter(places)
-    for leaf in politely(leaves_of(root), _EVERY):
+    for leaf in politely(leaves, _EVERY):
         value = leaf.value
         if isinstance(value, torch.Tensor):
             yield _Leaf(leaf.fqn, leaf.path, "tensor", next(rest))
