@@ -71,7 +71,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 def view_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Which view of which storage it is: equal for tied tensors of one dtype. Not by address: that of each storage that
     was freed is 0, and what was copied from them before is not the same."""
-    place = (storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+    place = (storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
     return (*place, lazy_bits(tensor))
 
 

@@ -151,13 +151,23 @@ def chunk_list(boxes: Iterable[Box]) -> bytes:
 
 
 def index_of(fqn: bytes, offsets: tuple[int, ...] | None, number: int | None) -> bytes:
+    return _object(NAMES.index, _FQN, fqn, _chunk_of(offsets, number))
+
+
+@lru_cache(maxsize=65536)
+def _chunk_of(offsets: tuple[int, ...] | None, number: int | None) -> bytes:
     offset = p.NONE if offsets is None else _size(offsets)
     position = p.NONE if number is None else p.integer(number)
-    return _object(NAMES.index, _FQN, fqn, _OFFSET, offset, _INDEX, position)
+    return _OFFSET + offset + _INDEX + position
 
 
 def info_of(file: str, offset: int, nbytes: int) -> bytes:
-    return _object(NAMES.info, _PATH, p.text(file), _OFFSET, p.integer(offset), _LENGTH, p.integer(nbytes))
+    return _object(NAMES.info, _path_of(file), _OFFSET, p.integer(offset), _LENGTH, p.integer(nbytes))
+
+
+@lru_cache
+def _path_of(file: str) -> bytes:
+    return _PATH + p.text(file)
 
 
 _FQN, _INDEX, _OFFSET, _LENGTH, _PATH = map(p.text, ("fqn", "index", "offset", "length", "relative_path"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from zlib import crc32
 
@@ -34,10 +34,10 @@ class Frame:
     payload_bytes: int
     _trailer: bytes
     _crc_at: tuple[int, int]
+    item_bytes: int = field(init=False)
 
-    @property
-    def item_bytes(self) -> int:
-        return len(self.header) + self.payload_bytes + len(self._trailer)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "item_bytes", len(self.header) + self.payload_bytes + len(self._trailer))
 
     @property
     def blank_trailer(self) -> tuple[bytes, tuple[int, int]]:

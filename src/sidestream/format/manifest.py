@@ -132,7 +132,7 @@ def _entry(entry: Entry) -> tuple[object, ...]:
 
 
 def _chunk(chunk: Chunk) -> list[object]:
-    crcs = base64.b64encode(chunk.crcs or b"").decode()
+    crcs = base64.b64encode(chunk.crcs).decode() if chunk.crcs else ""
     digests = [] if chunk.digests is None else [base64.b64encode(chunk.digests).decode()]
     place = (chunk.file, chunk.item_offset, chunk.item_bytes, chunk.payload_offset)
     return [chunk.offsets, chunk.sizes, *place, crcs, *digests]

@@ -23,6 +23,8 @@ __all__ = [
     "tuple_of",
 ]
 
+_length = struct.Struct("<I").pack  # found once: there are 50,000 texts in a checkpoint of 10,000 tensors
+
 NONE, TRUE, FALSE, EMPTY_DICT = b"N", b"\x88", b"\x89", b"}"
 
 
@@ -32,7 +34,7 @@ def global_(module: str, name: str) -> bytes:
 
 def text(value: str) -> bytes:
     raw = value.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(raw)) + raw
+    return b"X" + _length(len(raw)) + raw
 
 
 def integer(value: int) -> bytes:

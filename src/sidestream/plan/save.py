@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate, repeat
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -45,18 +45,19 @@ def shard_name(index: int) -> str:
     return f"__{_RANK}_{index + 1}.distcp"
 
 
-class _Tensor(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]
-    shard: int
-    item: int
+_Kind = Literal["tensor", "value", "empty"]
 
 
-class _Leaf(NamedTuple):
-    fqn: str
-    path: tuple[Key, ...]
-    kind: Literal["tensor", "value", "empty"]
-    tensor: _Tensor | None = None
+class _Tensors(NamedTuple):
+    """In the order of the state dict, column by column; ``items`` are numbered over all shards.
+
+    A record for each of them would be one more object for the garbage collector to walk, while it holds the GIL: beside
+    10,000 tensors that took as long as the plan itself.
+    """
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    items: tuple[int, ...]
 
 
 class _Window(NamedTuple):
@@ -86,24 +87,35 @@ class _Layout:
 
     shards: tuple[ShardLayout, ...]
     windows: tuple[_Window, ...]
-    places: tuple[_Tensor, ...]
+    tensors: _Tensors
     newest: tuple[tuple[Any, ...], _Said] | None = None
 
-    def said(self, outline: tuple[Any, ...], leaves: Callable[[], Iterable[Leaf]]) -> _Said:
+    def said(self, outline: tuple[Any, ...], leaves_of_it: Callable[[], Sequence[Leaf]]) -> _Said:
         """Of a state dict with these tensors. Raises ``UnsafeObject`` and ``KeyCollision``."""
         newest = self.newest  # another save may put its own there meanwhile
         if newest is None or newest[0] != outline:
-            newest = self.newest = (outline, _Said(self.shards, tuple(_named(leaves(), self.places))))
+            leaves = leaves_of_it()
+            fqns, paths = tuple([leaf.fqn for leaf in leaves]), tuple([leaf.path for leaf in leaves])
+            said = _Said(self.shards, self.tensors, fqns, paths, tuple(map(_kind, leaves)))
+            newest = self.newest = (outline, said)
         return newest[1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What manifest and ``.metadata`` say of a state dict with this outline."""
+    """What manifest and ``.metadata`` say of a state dict with this outline: of its leaves, column by column."""
 
     shards: tuple[ShardLayout, ...]
-    leaves: tuple[_Leaf, ...]
+    tensors: _Tensors
+    fqns: tuple[str, ...]
+    paths: tuple[tuple[Key, ...], ...]
+    kinds: tuple[_Kind, ...]
     templates: dict[tuple[str, ...], Template] = field(default_factory=dict)
+
+    def named_values(self) -> Iterator[tuple[str, tuple[Key, ...]]]:
+        """FQN and path of each."""
+        kinds = zip(self.fqns, self.paths, self.kinds, strict=True)
+        return ((fqn, path) for fqn, path, kind in kinds if kind == "value")
 
     def template(self, names: Mapping[str, str]) -> Template:
         """For shards that are called as in ``names``."""
@@ -111,34 +123,32 @@ class _Said:
         found = self.templates.get(key)
         if found is None:
             self.templates.clear()  # where names have the id of the save in them, they do not come again
-            firsts = list(accumulate((len(shard.items) for shard in self.shards), initial=0))
-            tensors = [leaf.tensor for leaf in self.leaves if leaf.tensor is not None]
-            dtypes = {tensor.dtype for tensor in tensors}
-            items = [firsts[tensor.shard] + tensor.item for tensor in tensors]  # numbered over all shards
-            found = self.templates[key] = Template(self._blank(names), dtypes, items)
+            found = self.templates[key] = Template(self._blank(names), set(self.tensors.dtypes), self.tensors.items)
         return found
 
     def _blank(self, names: Mapping[str, str]) -> Iterator[tuple[str, Entry]]:
         """The entries without checksums and values."""
-        for fqn, path, kind, tensor in self.leaves:
-            if tensor is not None:
-                file = names[shard_name(tensor.shard)]
-                yield fqn, _entry(path, tensor, self.shards[tensor.shard].items[tensor.item], file)
+        files = [names[shard_name(number)] for number, shard in enumerate(self.shards) for _ in shard.items]
+        placed = [item for shard in self.shards for item in shard.items]
+        tensors = zip(*self.tensors, strict=True)
+        for fqn, path, kind in zip(self.fqns, self.paths, self.kinds, strict=True):
+            if kind == "tensor":
+                dtype, shape, item = next(tensors)
+                yield fqn, TensorEntry(path, dtype, shape, (_chunk(shape, placed[item], files[item]),))
             else:
                 yield fqn, EmptyEntry(path) if kind == "empty" else ValueEntry(path, "", 0, 0)
 
 
-def _entry(path: tuple[Key, ...], tensor: _Tensor, placed: Placed, file: str) -> TensorEntry:
-    """Without checksums."""
-    chunk = Chunk(
-        offsets=(0,) * len(tensor.shape),
-        sizes=tensor.shape,
+def _chunk(shape: tuple[int, ...], placed: Placed, file: str) -> Chunk:
+    """All of a tensor, without checksums."""
+    return Chunk(
+        offsets=(0,) * len(shape),
+        sizes=shape,
         file=file,
         item_offset=placed.item_offset,
         item_bytes=placed.frame.item_bytes,
         payload_offset=placed.payload_offset,
     )
-    return TensorEntry(path, tensor.dtype, tensor.shape, (chunk,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +218,8 @@ def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_
     content = bytearray()
     entries: dict[str, ValueEntry] = {}
     if outline.values:
-        named = (leaf for leaf in said.leaves if leaf.kind == "value")
-        for leaf, value in politely(zip(named, outline.values, strict=True), _EVERY):
-            entries[leaf.fqn] = _place_value(leaf, value, content)
+        for (fqn, path), value in politely(zip(said.named_values(), outline.values, strict=True), _EVERY):
+            entries[fqn] = _place_value(fqn, path, value, content)
     images = tuple(window.over(tensors) for window in layout.windows)
     return SavePlan(said, images, bytes(content), entries)
 
@@ -224,6 +233,8 @@ def window_bytes_for(total: int, budget_bytes: int) -> int:
 
 def _lay_out(leaves: Sequence[Leaf], copied: set[int], shard_bytes: int, window_bytes: int) -> _Layout:
     tensors = [leaf.value for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
+    dtypes: list[str] = []
+    shapes: list[tuple[int, ...]] = []
     numbers: list[int] = []  # the item of each tensor
     items: list[int] = []  # the tensor whose bytes each item holds, over all shards
     frames: list[Frame] = []
@@ -233,33 +244,27 @@ def _lay_out(leaves: Sequence[Leaf], copied: set[int], shard_bytes: int, window_
         if not isinstance(tensor, torch.Tensor):
             continue
         check_tensor(tensor, leaf.fqn, held=bool(copied) and storage_key(tensor) in copied)
-        dtype = dtype_name(tensor.dtype)
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         if dtype not in DTYPES:
             raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
-        identity = (view_key(tensor), dtype)
+        identity = (*view_key(tensor), dtype)
         number = known.get(identity) if tensor.numel() else None
         if number is None:
             number = known[identity] = len(items)
             items.append(len(numbers))
-            frames.append(frame_tensor(dtype, tuple(tensor.shape)))
+            frames.append(frame_tensor(dtype, shape))
+        dtypes.append(dtype)
+        shapes.append(shape)
         numbers.append(number)
     shards = tuple(lay_out(politely(frames, _EVERY), shard_bytes, window_bytes))
-    at = [(shard, item) for shard, layout in enumerate(shards) for item in range(len(layout.items))]
-    places = tuple(
-        _Tensor(dtype_name(tensor.dtype), tuple(tensor.shape), *at[number])
-        for tensor, number in zip(politely(tensors, _EVERY), numbers, strict=True)
-    )
-    return _Layout(shards, tuple(_windows(shards, items, tensors)), places)
+    placed = _Tensors(tuple(dtypes), tuple(shapes), tuple(numbers))
+    return _Layout(shards, tuple(_windows(shards, items, tensors)), placed)
 
 
-def _named(leaves: Iterable[Leaf], places: Sequence[_Tensor]) -> Iterator[_Leaf]:
-    rest = iter(places)
-    for leaf in politely(leaves, _EVERY):
-        value = leaf.value
-        if isinstance(value, torch.Tensor):
-            yield _Leaf(leaf.fqn, leaf.path, "tensor", next(rest))
-        else:
-            yield _Leaf(leaf.fqn, leaf.path, "empty" if type(value) is dict and not value else "value")
+def _kind(leaf: Leaf) -> _Kind:
+    if isinstance(leaf.value, torch.Tensor):
+        return "tensor"
+    return "empty" if type(leaf.value) is dict and not leaf.value else "value"
 
 
 def _windows(shards: Sequence[ShardLayout], items: Sequence[int], tensors: Sequence[torch.Tensor]) -> Iterator[_Window]:
@@ -280,15 +285,15 @@ def _start(copy: Copy) -> int | None:
     return raw_start(copy) if copy.source.is_cpu else None
 
 
-def _place_value(leaf: _Leaf, value: Any, content: bytearray) -> ValueEntry:
+def _place_value(fqn: str, path: tuple[Key, ...], value: Any, content: bytearray) -> ValueEntry:
     if isinstance(value, Composite):
         raise UnsupportedTensor(
-            f"{leaf.fqn}: cannot save {value.kind}: this version saves plain tensors of one process; save the "
+            f"{fqn}: cannot save {value.kind}: this version saves plain tensors of one process; save the "
             "tensors that it is made of (to_local(), indices and values) or a dense, full one"
         )
-    node = encode_value(value, leaf.fqn)
+    node = encode_value(value, fqn)
     item = frame_value(*pickle_node(node))
-    entry = ValueEntry(leaf.path, _VALUES_FILE, len(content), len(item), node)
+    entry = ValueEntry(path, _VALUES_FILE, len(content), len(item), node)
     content += item
     return entry
 
