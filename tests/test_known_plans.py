@@ -3,6 +3,7 @@ same either way."""
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,18 @@ from states import assert_same
 
 import sidestream
 from sidestream._torch import lazy_bits
-from sidestream.format.described import describe
+from sidestream.format.described import Described, describe
 from sidestream.format.manifest import parse_manifest, write_manifest
 from sidestream.format.records import Manifest
 from sidestream.format.shard import BlockSums
 from sidestream.options import Digest
 from sidestream.plan.outline import outline_of
-from sidestream.plan.save import plan_save
+from sidestream.plan.save import SavePlan, plan_save
 from sidestream.staging import PlanCache, capture
 
 ONE = torch.arange(6, dtype=torch.float32)
 TWO = torch.arange(6, dtype=torch.float32) + 10
+WAVE = torch.arange(6) * torch.tensor(1 + 2j)
 
 # Side by side what is easily taken for the same.
 STATES: dict[str, dict[Any, Any]] = {
@@ -51,6 +53,11 @@ STATES: dict[str, dict[Any, Any]] = {
     "values only": {"v": [1, 2], "w": {"x": 0.5}},
     "tied": {"a": ONE, "b": ONE, "v": {"x": 2}},
     "set": {"a": ONE, "v": {1, 2}},
+    "complex": {"a": WAVE},
+    "conjugated": {"a": WAVE.conj()},
+    "negated": {"a": torch._neg_view(WAVE)},
+    "both": {"a": torch._neg_view(WAVE).conj()},
+    "next to each other": {"a": WAVE, "b": WAVE.conj(), "c": torch._neg_view(WAVE), "d": WAVE},
     "empty tensor": {"a": ONE[:0], "b": TWO},
     "strided": {"a": ONE[::2], "b": TWO},
     "part": {"a": ONE[:3], "b": TWO},
@@ -82,6 +89,8 @@ def test_no_two_of_them_have_one_outline() -> None:
     same = {(a, b) for a in keys for b in keys if a < b and keys[a] == keys[b]}
     # These differ in what the fingerprint of the tensors tells, or in a value.
     assert same == {
+        ("complex", "conjugated"), ("complex", "negated"), ("both", "complex"),
+        ("conjugated", "negated"), ("both", "conjugated"), ("both", "negated"),
         ("another value", "value last"), ("another value", "empty list"), ("another value", "list of values"),
         ("empty list", "value last"), ("empty list", "list of values"), ("list of values", "value last"),
         ("empty tensor", "flat"), ("empty tensor", "part"), ("empty tensor", "strided"), ("flat", "part"),
@@ -126,6 +135,20 @@ async def test_the_text_is_that_of_the_entries(name: str, tmp_path: Path) -> Non
     written = b"".join(write_manifest(manifest, torch.__version__))
     assert raw.splitlines()[1:] == written.splitlines()[1:]
     assert describe(manifest.entries).manifest(manifest, torch.__version__) == written
+
+
+async def test_it_is_rendered_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    describe_it = SavePlan.describe
+
+    def seen(self: SavePlan, *of: Any) -> Described:
+        threads.append(threading.current_thread())
+        return describe_it(self, *of)
+
+    monkeypatch.setattr(SavePlan, "describe", seen)
+    await sidestream.save(STATES["flat"], tmp_path / "c")
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 def test_other_names_of_files_have_a_template_of_their_own() -> None:

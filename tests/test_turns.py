@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import sidestream
-from sidestream import _turns
+from sidestream import _threads, _turns
 from sidestream._threads import Deadline, Threads
 from sidestream.errors import DeadlineExceeded
 from sidestream.format.checksum import block_crcs
@@ -285,7 +285,18 @@ def test_a_thread_keeps_the_interpreter_for_longer_beside_a_busy_loop(monkeypatc
     for next_turn_at in (0.0, time.monotonic() - 1.0, time.monotonic() + 1000.0, math.inf):
         monkeypatch.setattr(_turns, "_next_turn_at", next_turn_at)
         kept_s.append(_turns.slice_s())
-    assert kept_s == [_turns._SLICE_S, _turns._SLICE_S, _turns._TURN_S, _turns._TURN_S]
+    assert kept_s == [_turns._SLICE_S, _turns._SLICE_S, _turns._BUSY_SLICE_S, _turns._BUSY_SLICE_S]
+
+
+@pytest.mark.parametrize(("slice_s", "rests"), [(0.0, 4), (1e9, 0)])
+def test_a_thread_rests_after_each_slice(slice_s: float, rests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_threads, "slice_s", lambda: slice_s)
+    rested: list[int] = []
+    done: list[int] = []
+    monkeypatch.setattr(_threads, "rest", lambda: rested.append(len(done)))
+    done.extend(_threads.politely(range(130), 32))
+    assert done == list(range(130))
+    assert len(rested) == rests
 
 
 async def test_turns_on_a_loop_with_another_clock() -> None:

@@ -224,7 +224,7 @@ class Threads(Executor):
 
 
 def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
-    """Iterate in a worker thread, and really let go of the GIL about once in a millisecond.
+    """Iterate in a worker thread, and really let go of the GIL after each slice of time (``slice_s()``).
 
     Pure Python keeps it for a switch interval (5 ms) otherwise, again and again, and the loop waits as long each time;
     ``sleep(0)`` gives it up for too short a time for anybody else to get it. The clock is looked at after each

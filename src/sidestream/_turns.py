@@ -51,7 +51,7 @@ _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 # many naps were in vain.
 _NAP_S = 200e-6
 _SLICE_S = 1e-3
-_TURN_S = 3e-3  # work that is in 1 ms slices needs three turns, 5 ms apart, for what one does
+_BUSY_SLICE_S = 3e-3  # slices of 1 ms need three turns, 5 ms apart, for what is done in one of these
 _BURST_S = 1e-3
 _REST_S = 10e-6
 _EARLY_S = 100e-6  # so that whoever rests is there when the turn comes
@@ -94,7 +94,7 @@ def rest() -> None:
 
 def slice_s() -> float:
     """How long a thread may keep the GIL until it rests: beside a busy loop longer, as the next turn is far away."""
-    return _TURN_S if _next_turn_at > time.monotonic() else _SLICE_S
+    return _BUSY_SLICE_S if _next_turn_at > time.monotonic() else _SLICE_S
 
 
 @contextmanager

@@ -44,10 +44,10 @@ async def commit(
     durability: Durability,
     deadline: Deadline,
     saved_at: int = 0,
-    described: Callable[[], Described] | None = None,
+    render: Callable[[], Described] | None = None,
 ) -> None:
     """Write manifest and marker into ``attempt``, whose data files are complete, and publish it as ``target``.
-    ``described`` renders the entries, in a thread, where those of ``manifest`` are not to be looked at.
+    ``render`` is called in a thread for what is said of the entries, where those of ``manifest`` are not looked at.
 
     When this returns the checkpoint is visible and, with ``durability="fsync"``, durable. Once the publish has been
     sent, an error or a cancel leads to a read-back, shielded, so that ``verdict`` tells the truth whatever is raised:
@@ -55,7 +55,7 @@ async def commit(
     """
 
     def files() -> dict[str, list[bytes]]:
-        said = describe(manifest.entries) if described is None else described()
+        said = describe(manifest.entries) if render is None else render()
         raw, last = said.manifest(manifest, TORCH_VERSION), metadata_line(manifest)
         marker = Marker(
             manifest.save_id, len(raw), crc32(raw), manifest.step, manifest.generation, saved_at, len(last), crc32(last)

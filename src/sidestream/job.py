@@ -115,7 +115,7 @@ class SaveJob(Job):
             durability=order.durability,
             deadline=order.deadline,
             saved_at=order.saved_at,
-            described=partial(plan.describe, written, names),
+            render=partial(plan.describe, written, names),
         )
         self._mark("committed")
         return sum(files.values())

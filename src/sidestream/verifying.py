@@ -18,7 +18,7 @@ from .foreign import check_item_records, locate_tensor
 from .foreign_manifest import read_file
 from .format.apart import part_metadata_name
 from .format.dcp_metadata import read_dcp_metadata
-from .format.dcp_write import dcp_metadata
+from .format.described import describe
 from .format.digest import DigestCheck, digest_check
 from .format.marker import METADATA_NAME, TAIL_BYTES, find_marker
 from .format.records import Chunk, Manifest, TensorEntry, ValueEntry
@@ -186,7 +186,7 @@ class Verification:
                 if not self.manifest.exact or self.manifest.ranks:  # planners note more; ranks share lists of chunks
                     return
                 marker = find_marker(bytes(raw[-TAIL_BYTES:]))
-                if marker is not None and b"".join(politely(dcp_metadata(self.manifest.entries, marker))) != raw:
+                if marker is not None and describe(self.manifest.entries).metadata(marker) != raw:
                     self._note(Corrupt("it is not what the manifest makes it", file=METADATA_NAME), METADATA_NAME)
 
         await io_threads().run(compare, deadline=self.deadline)

@@ -25,7 +25,7 @@ from typing import Any
 from sidestream.errors import SidestreamError
 from sidestream.format import pickles as p
 from sidestream.format.dcp_metadata import read_dcp_metadata
-from sidestream.format.dcp_write import dcp_metadata
+from sidestream.format.described import describe
 from sidestream.format.frame import frame_tensor, frame_value
 from sidestream.format.manifest import parse_manifest, write_manifest
 from sidestream.format.marker import Marker, find_marker
@@ -196,7 +196,8 @@ def read_metadata(raw: bytes) -> None:
 
 def marker_input(r: random.Random) -> bytes:
     manifest = records(r)
-    raw = b"".join(dcp_metadata(manifest.entries, Marker(_SAVE_ID, 100, 7, manifest.step, manifest.generation)))[-600:]
+    marker = Marker(_SAVE_ID, 100, 7, manifest.step, manifest.generation)
+    raw = describe(manifest.entries).metadata(marker)[-600:]
     return other_bytes(raw, r) if r.random() < 0.9 else raw
 
 

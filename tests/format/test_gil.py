@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sidestream.format.dcp_metadata import read_dcp_metadata
+from sidestream.format.described import describe
 from sidestream.format.manifest import parse_manifest, write_manifest
 from sidestream.format.ranks import merge_ranks
 from sidestream.format.records import Chunk, Manifest, TensorEntry
@@ -88,6 +89,7 @@ def test_others_get_their_turns() -> None:
     works: dict[str, Callable[[], object]] = {
         "manifest": lambda: parse_manifest(raw),
         "metadata": lambda: read_dcp_metadata(metadata),
+        "described": lambda: describe(manifest.entries),
         "ours": lambda: validate(manifest),
         "theirs": lambda: validate(foreign),
         "ranks": lambda: merge_ranks([foreign, foreign]),

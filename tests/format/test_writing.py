@@ -22,7 +22,7 @@ from states import assert_same, filled, raw_bytes
 from sidestream._threads import Deadline, Stop
 from sidestream.errors import Closed, Corrupt, DeadlineExceeded, UnsupportedCheckpoint
 from sidestream.format import checksum
-from sidestream.format.dcp_write import dcp_metadata
+from sidestream.format.described import describe
 from sidestream.format.dtypes import DTYPES
 from sidestream.format.frame import frame_tensor, frame_value
 from sidestream.format.manifest import parse_manifest, write_manifest
@@ -238,7 +238,7 @@ def test_an_altered_manifest_parses_or_is_corrupt(at: int, byte: int) -> None:
 def test_metadata_is_what_dcp_unpickles_and_the_marker_stands_in_its_tail() -> None:
     manifest = example()
     marker = Marker(manifest.save_id, 123, 456, 3, 2)
-    raw = b"".join(dcp_metadata(manifest.entries, marker))
+    raw = describe(manifest.entries).metadata(marker)
     metadata = pickle.loads(raw)
     assert set(metadata.state_dict_metadata) == {"a.0", "a.tied", "7.x"}
     tensor = metadata.state_dict_metadata["a.0"]
@@ -256,7 +256,7 @@ def test_metadata_is_what_dcp_unpickles_and_the_marker_stands_in_its_tail() -> N
 @given(st.integers(1, 250), st.integers(0, 255))
 def test_a_damaged_marker_is_never_another_one(back: int, byte: int) -> None:
     marker = Marker("ab" * 16, 123, 456, 3, 2)
-    raw = bytearray(b"".join(dcp_metadata({}, marker)))
+    raw = bytearray(describe({}).metadata(marker))
     raw[-min(back, len(raw))] = byte
     try:
         found = find_marker(bytes(raw[-TAIL_BYTES:]))

@@ -6,11 +6,14 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
+from mmap import mmap
 from pathlib import Path
 from typing import Literal
 
@@ -23,10 +26,15 @@ import sidestream
 from sidestream import events
 from sidestream._threads import Deadline, Stop
 from sidestream.errors import Closed, Conflict, DeadlineExceeded, InvalidOption, NoSpace, SaverLost
+from sidestream.format.frame import frame_tensor
+from sidestream.format.layout_bytes import pack_layout
+from sidestream.format.records import BLOCK_BYTES
+from sidestream.format.shard import PAGE_BYTES, lay_out
 from sidestream.options import SaverProcess
 from sidestream.saver.client import close_all, saver_process
 from sidestream.saver.job import Job, Order
-from sidestream.saver.work import _Windows
+from sidestream.saver.wire import Channel, Frame, Kind, Outbox, pack
+from sidestream.saver.work import READY, Rate, Request, _Windows
 from sidestream.storage import LocalStore, locate_run
 
 Until = Callable[[Callable[[], bool]], None]
@@ -170,6 +178,53 @@ def test_the_trainer_hears_of_memory_when_half_of_it_is_free(handed: int, told: 
     windows = _Windows()
     windows.handed = handed
     assert [number for number in range(1, handed + 1) if windows.let_go()] == told
+
+
+def test_memory_that_was_let_go_of_is_told_by_what_was_handed_over() -> None:
+    noted: list[bool] = []
+
+    class Noting(Outbox):
+        def later(self, kind: Kind, number: int, body: bytes, *, urgent: Callable[[], bool] = lambda: False) -> None:
+            noted.append(urgent())
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        asked = {"at": time.time(), "timeout_s": None, "attempt": "a", "target": "t", "durability": "fsync"}
+        request = Request(1, asked, LocalStore, Noting(Channel(ours)), Rate(None), lambda number: None)
+        (layout,) = lay_out([frame_tensor("uint8", (BLOCK_BYTES,))] * 4, 1 << 40, BLOCK_BYTES + PAGE_BYTES)
+        said = pack(["file", None])
+        shard = len(said).to_bytes(4, "little") + said + pack_layout(layout)
+        request.handle(Frame(Kind.SHARD_FILE, 1, shard), {})
+        ready = b"".join(READY.pack(0, window, 7, 0, BLOCK_BYTES) for window in range(4))
+        request.handle(Frame(Kind.READY, 1, ready), {7: mmap(-1, 2 * BLOCK_BYTES)})
+        for image in request._images[0]:
+            image.release()
+    assert noted == [False, True, True, True]
+
+
+def test_what_is_urgent_takes_along_what_could_wait() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        outbox, trainer = Outbox(Channel(ours)), Channel(theirs)
+        trainer.tick(60)
+        threading.Thread(target=outbox.send_what_waits, args=(60.0, 1e6), daemon=True).start()
+        outbox.later(Kind.UNUSED, 1, b"a")
+        outbox.later(Kind.UNUSED, 1, b"b", urgent=lambda: True)
+        assert [frame.body for frame in trainer.receive() or []] == [b"a", b"b"]
+
+
+def test_whether_it_is_urgent_is_asked_when_it_is_there() -> None:
+    """Another thread may send in between: what it does not send has to be counted as not told."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        outbox = Outbox(Channel(ours))
+
+        def urgent() -> bool:
+            outbox.now(Kind.BEAT, 0)  # as another thread would
+            return True
+
+        outbox.later(Kind.UNUSED, 1, b"unused", urgent=urgent)
+        assert [frame.kind for frame in Channel(theirs).receive() or []] == [Kind.UNUSED, Kind.BEAT]
 
 
 def test_the_trainer_hears_of_the_last_memory_whenever_it_comes() -> None:

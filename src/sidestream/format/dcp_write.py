@@ -6,7 +6,7 @@ which stock DCP ignores: the commit marker (``marker.py``). It is emitted last, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -18,7 +18,6 @@ __all__ = [
     "NAMES",
     "MetadataHead",
     "chunk_list",
-    "dcp_metadata",
     "dtypes_of",
     "index_of",
     "info_of",
@@ -53,17 +52,6 @@ class NAMES:
     metadata, tensor, value, chunk, properties, index, info, size = (b"h%c" % i for i in range(len(names)))
     layout, memory_format = b"h%c" % len(names), b"h%c" % (len(names) + 1)
     first_dtype = len(names) + 2
-
-
-def dcp_metadata(entries: Mapping[str, Entry], marker: Marker) -> Iterator[bytes]:
-    """The file, in many small pieces."""
-    head = MetadataHead(dtypes_of(entries.values()))
-    for fqn, entry in entries.items():
-        head.add(fqn, entry)
-    yield from head.pieces()
-    for fqn, entry in entries.items():
-        yield places_of(fqn, entry)
-    yield from metadata_end(marker)
 
 
 class MetadataHead:

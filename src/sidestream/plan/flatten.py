@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -14,9 +14,11 @@ from .._torch import Stateful
 from ..errors import InvalidOption, KeyCollision, UnsafeObject
 from ..format.records import DictKey, Key
 
-__all__ = ["Ask", "Leaf", "StatefulRoot", "is_mapping", "is_stateful", "is_value", "leaves_of"]
+__all__ = ["Ask", "Leaf", "LeafKind", "StatefulRoot", "is_mapping", "is_stateful", "is_value", "leaves_of"]
 
 _MAX_DEPTH = 64
+
+LeafKind = Literal["tensor", "value", "empty"]
 
 
 class Leaf(NamedTuple):
@@ -32,6 +34,12 @@ class Leaf(NamedTuple):
     holder: Any = None
     slot: Any = None
     owner: int | None = None
+
+    @property
+    def kind(self) -> LeafKind:
+        if isinstance(self.value, torch.Tensor):
+            return "tensor"
+        return "empty" if type(self.value) is dict and not self.value else "value"
 
 
 @dataclass(frozen=True, slots=True)

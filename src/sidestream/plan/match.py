@@ -188,7 +188,7 @@ def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> frozenset[s
     empty = {
         plain_path(leaf.path): leaf.fqn
         for leaf in leaves
-        if leaf.owner is None and type(leaf.value) is dict and not leaf.value and leaf.fqn not in manifest.entries
+        if leaf.owner is None and leaf.kind == "empty" and leaf.fqn not in manifest.entries
     }
     if not empty:
         return frozenset()
@@ -289,7 +289,7 @@ def _match_stateful(
 ) -> StatefulLoad | None:
     """What an object is handed of what is ``below`` it; the values that it misses are its own affair. None if that is
     nothing, and may be."""
-    empty = [leaf for leaf in leaves if type(leaf.value) is dict and not leaf.value]
+    empty = [leaf for leaf in leaves if leaf.kind == "empty"]
     if not manifest.exact:  # stock DCP has no entries for empty dicts; the object wants to see them all the same
         saved = {plain_path(entry.path)[:depth] for entry in below.values() for depth in range(len(entry.path) + 1)}
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
@@ -316,7 +316,7 @@ def _match_value(
     leaf: Leaf, entry: Entry | None, exact: bool, values: list[tuple[Leaf, ValueEntry]], findings: _Findings
 ) -> None:
     """What a ``Stateful`` finds among its values is its own affair; only plain leaves come here."""
-    empty = type(leaf.value) is dict and not leaf.value
+    empty = leaf.kind == "empty"
     if entry is None:
         if exact or not empty:  # stock DCP has no entry for an empty dict
             findings.add_missing(leaf.fqn)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._threads import politely
-from .flatten import Leaf, is_value, leaves_of
+from .flatten import is_value, leaves_of
 
 __all__ = ["Outline", "outline_of"]
 
@@ -47,17 +47,11 @@ def outline_of(root: dict[Any, Any]) -> Outline:
     except _Unusual:
         leaves = list(politely(leaves_of(root), _EVERY))
         return Outline(
-            tuple([(leaf.fqn, leaf.path, _kind(leaf)) for leaf in politely(leaves, _EVERY)]),
-            [leaf.value for leaf in leaves if _kind(leaf) == _TENSOR],
-            [leaf.value for leaf in leaves if _kind(leaf) == _VALUE],
+            tuple([(leaf.fqn, leaf.path, leaf.kind) for leaf in politely(leaves, _EVERY)]),
+            [leaf.value for leaf in leaves if leaf.kind == "tensor"],
+            [leaf.value for leaf in leaves if leaf.kind == "value"],
         )
     return Outline(tuple(key), tensors, values)
-
-
-def _kind(leaf: Leaf) -> int:
-    if isinstance(leaf.value, torch.Tensor):
-        return _TENSOR
-    return _EMPTY if type(leaf.value) is dict and not leaf.value else _VALUE
 
 
 def _look(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from ..format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from ..format.values import pickle_node
 from ..staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint
 from ..staging.host import raw_start
-from .flatten import Leaf, leaves_of
+from .flatten import Leaf, LeafKind, leaves_of
 from .outline import outline_of
 from .values import encode_value
 
@@ -43,9 +43,6 @@ _EVERY = 128  # items between two moments without the GIL: some 0.5 ms
 def shard_name(index: int) -> str:
     """DCP's pattern, ``__<rank>_<number>.distcp``; number 0 holds the plain values."""
     return f"__{_RANK}_{index + 1}.distcp"
-
-
-_Kind = Literal["tensor", "value", "empty"]
 
 
 class _Tensors(NamedTuple):
@@ -90,13 +87,18 @@ class _Layout:
     tensors: _Tensors
     newest: tuple[tuple[Any, ...], _Said] | None = None
 
-    def said(self, outline: tuple[Any, ...], leaves_of_it: Callable[[], Sequence[Leaf]]) -> _Said:
+    def said(self, outline: tuple[Any, ...], leaves: Callable[[], Sequence[Leaf]]) -> _Said:
         """Of a state dict with these tensors. Raises ``UnsafeObject`` and ``KeyCollision``."""
         newest = self.newest  # another save may put its own there meanwhile
         if newest is None or newest[0] != outline:
-            leaves = leaves_of_it()
-            fqns, paths = tuple([leaf.fqn for leaf in leaves]), tuple([leaf.path for leaf in leaves])
-            said = _Said(self.shards, self.tensors, fqns, paths, tuple(map(_kind, leaves)))
+            fqns: list[str] = []
+            paths: list[tuple[Key, ...]] = []
+            kinds: list[LeafKind] = []
+            for leaf in politely(leaves(), _EVERY):
+                fqns.append(leaf.fqn)
+                paths.append(leaf.path)
+                kinds.append(leaf.kind)
+            said = _Said(self.shards, self.tensors, tuple(fqns), tuple(paths), tuple(kinds))
             newest = self.newest = (outline, said)
         return newest[1]
 
@@ -109,7 +111,7 @@ class _Said:
     tensors: _Tensors
     fqns: tuple[str, ...]
     paths: tuple[tuple[Key, ...], ...]
-    kinds: tuple[_Kind, ...]
+    kinds: tuple[LeafKind, ...]
     templates: dict[tuple[str, ...], Template] = field(default_factory=dict)
 
     def named_values(self) -> Iterator[tuple[str, tuple[Key, ...]]]:
@@ -259,12 +261,6 @@ def _lay_out(leaves: Sequence[Leaf], copied: set[int], shard_bytes: int, window_
     shards = tuple(lay_out(politely(frames, _EVERY), shard_bytes, window_bytes))
     placed = _Tensors(tuple(dtypes), tuple(shapes), tuple(numbers))
     return _Layout(shards, tuple(_windows(shards, items, tensors)), placed)
-
-
-def _kind(leaf: Leaf) -> _Kind:
-    if isinstance(leaf.value, torch.Tensor):
-        return "tensor"
-    return "empty" if type(leaf.value) is dict and not leaf.value else "value"
 
 
 def _windows(shards: Sequence[ShardLayout], items: Sequence[int], tensors: Sequence[torch.Tensor]) -> Iterator[_Window]:

@@ -111,10 +111,8 @@ def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[i
             rows.append(row)
             items.extend(here)
             number += len(parts)
-        elif type(value) is dict and not value:
-            rows.append(Row("empty", leaf.fqn, leaf.path))
         else:
-            rows.append(Row("value", leaf.fqn, leaf.path))
+            rows.append(Row(leaf.kind, leaf.fqn, leaf.path))
     raw_rows, raw_boxes = _pack_rows(rows), _pack_boxes(len(rows), items)
     table = hashlib.blake2b(raw_rows, digest_size=16).hexdigest()
     digest = hashlib.blake2b(table.encode() + raw_boxes, digest_size=16).hexdigest()

@@ -28,7 +28,7 @@ from .work import READY, UNUSED, Rate, Request
 __all__ = ["main"]
 
 _BEAT_S = 1.0
-_GATHER_S = 0.25
+_GATHER_S = 0.25  # at most: when half of the memory is free, the trainer hears of it at once
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -100,7 +100,7 @@ class _Saver:
                 request.handle(frame, self._memories)
             elif frame.kind == Kind.READY:  # it has failed, and this comes too late
                 for file, window, *_ in READY.iter_unpack(frame.body):
-                    self._outbox.later(Kind.UNUSED, frame.number, UNUSED.pack(file, window))
+                    self._outbox.later(Kind.UNUSED, frame.number, UNUSED.pack(file, window), urgent=lambda: True)
 
     def _set_up(self, asked: dict[str, Any]) -> None:
         """Before a thread is started that writes: on Linux these are properties of threads, and inherited."""

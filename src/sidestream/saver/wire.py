@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -140,10 +140,11 @@ class Outbox:
         self._frames: queue.SimpleQueue[tuple[Kind, int, bytes]] = queue.SimpleQueue()
         self._there: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def later(self, kind: Kind, number: int, body: bytes, *, urgent: bool = False) -> None:
-        """Also for finalizers: it neither blocks nor takes a lock. What is ``urgent`` is not kept for what may come."""
+    def later(self, kind: Kind, number: int, body: bytes, *, urgent: Callable[[], bool] = lambda: False) -> None:
+        """Also for finalizers: it neither blocks nor takes a lock. ``urgent``, asked when all that was left before is
+        here, says whether nothing is to be waited for that may come."""
         self._frames.put((kind, number, body))
-        self._there.put(urgent)
+        self._there.put(urgent())
 
     def now(self, kind: Kind, number: int, body: bytes = b"") -> None:
         """After what has been left here, and with it. Raises ``OSError`` when the other end is gone."""

@@ -181,7 +181,7 @@ class Request:
         packed, number, outbox, windows = UNUSED.pack(file, window), self._number, self._outbox, self._windows
 
         def unused() -> None:  # wherever the last reference dies
-            outbox.later(Kind.UNUSED, number, packed, urgent=windows.let_go())
+            outbox.later(Kind.UNUSED, number, packed, urgent=windows.let_go)
 
         return unused
 
