@@ -227,7 +227,7 @@ async def test_damage_is_not_copied(saved: Path, tmp_path: Path) -> None:
 def test_no_piece_lies_across_windows(gaps: list[tuple[int, int]], tail: int, window_bytes: int) -> None:
     pieces, position = [], 0
     for gap, nbytes in gaps:
-        pieces.append(Piece("w", "f", position + gap, nbytes, lambda view: None))
+        pieces.append(Piece("w", "f", position + gap, nbytes, bytes(nbytes)))
         position += gap + nbytes
     file = _CopiedFile("f", position + tail, pieces, window_bytes)
     assert [start for start, _ in file.windows] == [0, *(end for _, end in file.windows[:-1])][: len(file.windows)]
