@@ -2,8 +2,9 @@
 
     python benchmarks/turns.py [--seconds S] [--json FILE]
 
-A thread naps for 20 ms in a system call, again and again, as one that reads, writes or copies does; ``wait ms`` is what
-passes between the end of a nap and the next line of Python. The loop takes steps of pure Python and polls after each.
+A thread naps for 15 to 25 ms in a system call, again and again, as one that reads, writes or copies does; ``wait ms``
+is what passes between the end of a nap and the next line of Python. The loop takes steps of pure Python and polls after
+each.
 ``kept %`` is the share of its speed without the thread. Without turns, and with the ones that sidestream's loops give
 while threads work for them.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import random
 import threading
 import time
 from concurrent.futures import Future
@@ -22,16 +24,17 @@ from _common import describe, headline, quantile, write_json
 
 from sidestream._turns import give_turns
 
-NAP_S = 0.02
+NAP_S = (0.015, 0.025)  # not always the same, which would meet the turns of a loop at the same moment each time
 STEPS = {"0.1 ms": 4000, "1 ms": 40_000}  # about
 
 
 def nap_and_measure(stop: threading.Event, waits: list[float]) -> None:
-    usleep = ctypes.CDLL(None).usleep
+    usleep, lengths = ctypes.CDLL(None).usleep, random.Random(0)
     while not stop.is_set():
+        nap_s = lengths.uniform(*NAP_S)
         start = time.perf_counter()
-        usleep(int(NAP_S * 1e6))
-        waits.append(time.perf_counter() - start - NAP_S)
+        usleep(int(nap_s * 1e6))
+        waits.append(time.perf_counter() - start - nap_s)
 
 
 async def steps_per_s(size: int, seconds: float) -> float:

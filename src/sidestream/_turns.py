@@ -4,8 +4,8 @@ A loop that always has something to do polls its selector between two callbacks.
 microsecond, and a thread that was asleep needs some fifty to wake up: it finds the GIL taken again. Nor does it ever
 demand it, as a thread does that has waited for a switch interval, because each such moment begins its wait anew
 (``take_gil`` in CPython). Where a core is free for it, a thread that came back from a system call was measured to wait
-0.4 s (median) beside a loop whose callbacks take 0.1 ms, and 2.4 s beside one of 1 ms (``benchmarks/turns.py``).
-Meanwhile the loop woke it up in vain, thousands of times, and lost a tenth of its speed by that.
+0.2 s (median) beside a loop whose callbacks take 0.1 ms, and 0.7 s beside one of 1 ms (``benchmarks/turns.py``).
+Meanwhile the loop woke it up in vain, thousands of times, and lost a sixth of its speed by that.
 
 So the loop gives turns: once in each switch interval (``sys.getswitchinterval()``, 5 ms, here never less) it sleeps, if
 somebody has been woken up since the last time. A thread that can choose comes when it is its turn (``rest()``), and one
