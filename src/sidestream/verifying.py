@@ -83,7 +83,7 @@ async def verify(
 ) -> VerifyReport:
     """Read all of the checkpoint at ``url``, in threads and 64 MiB at a time, and compare it with all that is known.
 
-    Of ours: manifest, sizes and layout; ``.metadata``, decoded as data, with the manifest; every byte of every item
+    Of ours: manifest, sizes and layout; ``.metadata`` with what the manifest makes it; every byte of every item
     with its checksum, its digest, or with what the manifest makes it; a flipped bit that any reader looks at is found.
     Of stock DCP's: ``.metadata`` and layout, and every tensor and value with the CRC-32 in its zip, which torch itself
     never compares. Nothing is unpickled, and no value is built.
