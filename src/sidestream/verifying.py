@@ -177,9 +177,10 @@ class Verification:
             return
         sizes = await location.store.sizes(location.name, deadline=self.deadline)
         nbytes = sizes.get(METADATA_NAME, 0)
-        raw = bytes(await read_file(location.store, f"{location.name}/{METADATA_NAME}", nbytes, self.deadline))
+        read = await read_file(location.store, f"{location.name}/{METADATA_NAME}", nbytes, self.deadline)
 
         def compare() -> None:
+            raw = bytes(read)
             with self._noting(METADATA_NAME):
                 made = self._metadata_made(raw[-TAIL_BYTES:])
                 if made == raw:
