@@ -168,3 +168,22 @@ def test_it_is_certain_that_a_process_has_ended() -> None:
         process.wait()
     assert has_ended(rank)
     assert not has_ended({**rank, "scope": "another machine"})
+
+
+async def test_a_rank_that_begins_late_hears_why_although_rank_0_is_gone(three: Ranks) -> None:
+    """It was told while it had not begun. It must not take the end of rank 0, which came later, for the reason."""
+    first, second = (group.begin("save", Deadline.after(LONG_S)) for group in (three.hub, three.spokes[0]))
+    async with asyncio.timeout(LONG_S):
+        second.report(ValueError("no"))
+        with pytest.raises(Stopped):
+            await first.aexchange("plan", b"", nothing)
+        verdicts = [await first.failed(Stopped()), await second.failed(Stopped())]
+        in_owner(three.hub.shut)
+        while three.spokes[1]._lost is None:
+            await asyncio.sleep(0)
+        late = three.spokes[1].begin("save", Deadline.after(LONG_S))
+        verdicts.append(await late.failed(Stopped()))
+        for verdict in verdicts:
+            assert [(one.rank, one.kind) for one in verdict.failures] == [(1, "ValueError")]
+        after = three.spokes[1].begin("save", Deadline.after(LONG_S))
+        assert [one.kind for one in (await after.failed(Stopped())).failures] == ["RankDied"]

@@ -344,6 +344,8 @@ class Spoke(Group):
         self._lost: str | None = None
         self._operations: dict[int, Operation] = {}
         self._answered: dict[tuple[int, str], Future[bytes]] = {}
+        self._begun = 0  # the number of the newest
+        self._verdicts: dict[int, bytes] = {}  # of operations that have not begun here: rank 0 may be gone by then
 
     # --- the owner's thread ---
 
@@ -367,6 +369,11 @@ class Spoke(Group):
             self._judge_alone(operation, RankFailure(0, "start", "DeadlineExceeded", why))
 
     def _begin(self, operation: Operation) -> None:
+        self._begun = operation.number
+        verdict = self._verdicts.pop(operation.number, None)
+        if verdict is not None:
+            operation.judge(unpack_all(verdict))
+            return
         self._operations[operation.number] = operation
         if self._lost is not None:
             self._judge_alone(operation, died(0, _UNKNOWN))
@@ -416,6 +423,8 @@ class Spoke(Group):
         elif operation is None:
             if frame.kind is Kind.STOP:  # it has not begun here, and has nothing to stop; the verdict will meet it
                 self._send(Frame(Kind.LEFT, frame.op, "", b""))
+            elif frame.kind is Kind.VERDICT and frame.op > self._begun:
+                self._verdicts[frame.op] = frame.payload
         elif frame.kind is Kind.STOP:
             operation.stop()
         elif frame.kind is Kind.VERDICT:
