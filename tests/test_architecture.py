@@ -20,7 +20,7 @@ PACKAGE = "sidestream"
 SOURCES = Path(__file__).parents[1] / "src" / PACKAGE
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "options", "events", "_redact", "_torch", "_threads", "_tasks", "_turns"}),
+    frozenset({"errors", "options", "events", "_redact", "_torch", "_threads", "_tasks", "_turns", "_abandoned"}),
     frozenset({"staging", "storage", "ranks"}),
     frozenset({"plan", "format"}),
     frozenset(

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import anyio
 
+from ._abandoned import keep, supervised_here
 from .errors import WrongLoop
 
 __all__ = ["accompany", "drain", "finish", "running_loop", "supervise"]
-
-_owned: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Task[None]]] = WeakKeyDictionary()
 
 
 def running_loop(what: str) -> asyncio.AbstractEventLoop:
@@ -28,13 +26,10 @@ def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Run ``work`` on the running loop; a strong reference is kept until it has ended.
 
     ``work`` must not raise: it delivers every failure to whoever awaits its result. When the loop is closed by
-    ``asyncio.run`` it is cancelled and waited for.
+    ``asyncio.run`` it is cancelled and waited for; when the loop ends otherwise, its coroutine is closed.
     """
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(work, name=name)
-    tasks = _owned.setdefault(loop, set())
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    keep(task, "supervised")
     return task
 
 
@@ -42,12 +37,14 @@ def accompany(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Run ``work`` beside its owner, who keeps the task, cancels it and waits for it; ``drain`` does not wait for it.
 
     Like what is supervised, it must not raise."""
-    return asyncio.get_running_loop().create_task(work, name=name)
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    keep(task, "accompanying")
+    return task
 
 
 async def drain() -> None:
     """Wait until everything supervised on this loop has ended."""
-    while tasks := _owned.get(asyncio.get_running_loop()):
+    while tasks := supervised_here():
         await asyncio.wait(tasks)
 
 
@@ -56,9 +53,14 @@ async def finish(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
     anyio's shield alone does not do: ``Task.cancel()`` and ``asyncio.timeout`` go through it. ``work`` must be safe to
     run again: a closing loop cancels every task there is, the one that runs ``work`` included, once.
+
+    Does nothing where no loop runs: there, a coroutine is being closed whose loop has ended, and what it left has been
+    released (``_abandoned``).
     """
+    if asyncio._get_running_loop() is None:
+        return
     cancelled: asyncio.CancelledError | None = None
-    task = asyncio.ensure_future(work())
+    task = _begin(work)
     with anyio.CancelScope(shield=True):
         while True:
             try:
@@ -68,8 +70,14 @@ async def finish(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 continue
             if not task.cancelled():
                 break
-            task = asyncio.ensure_future(work())
+            task = _begin(work)
     if cancelled is not None:
         task.exception()
         raise cancelled
     task.result()
+
+
+def _begin(work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+    task = asyncio.get_running_loop().create_task(work())
+    keep(task, "accompanying")
+    return task

@@ -8,6 +8,8 @@ its thread under ``Task.cancel()``, ``asyncio.timeout`` and anyio scopes alike, 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import math
 import os
 import queue
 import threading
@@ -17,15 +19,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import anyio
 
+from ._abandoned import hop, put_back, take_abandoned
 from ._turns import awaited, no_more_turns, rest, slice_s
 from .errors import Closed, DeadlineExceeded, ForkedProcess
 
-__all__ = ["Deadline", "Stop", "Threads", "io_threads", "let_go", "politely"]
+__all__ = ["Deadline", "Stop", "Threads", "in_background", "io_threads", "let_go", "look_for_abandoned", "politely"]
 
 with suppress(ImportError):
     import_module("anyio._backends._asyncio")  # or the first cancel scope imports it, for 100 ms, on the running loop
@@ -125,6 +129,7 @@ class Threads(Executor):
         """Run ``fn`` in a thread. Raises ``Closed``, and ``ForkedProcess`` in a child of the process that made it."""
         if os.getpid() != self._pid:
             raise ForkedProcess("this handle was made before os.fork(); make a new one in the child")
+        look_for_abandoned()
         future: Future[T] = Future()
 
         def work() -> None:
@@ -136,6 +141,7 @@ class Threads(Executor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
+            look_for_abandoned()  # the loop that waited for this may have ended
 
         with self._lock:
             if self._closed:
@@ -192,7 +198,8 @@ class Threads(Executor):
         waiter.add_done_callback(_consume)
         cancelled: asyncio.CancelledError | None = None
         expired = False
-        with anyio.CancelScope(shield=True):
+        until = math.inf if deadline is None else deadline.at
+        with hop(future, partial(_stop_work, future, stop), until), anyio.CancelScope(shield=True):
             while not waiter.done():
                 patience = None if deadline is None else _GRACE_S if expired else deadline.remaining_s()
                 try:
@@ -271,6 +278,35 @@ def _consume(future: asyncio.Future[T]) -> None:
     if not future.cancelled():
         future.exception()
 
+
+def in_background(work: Callable[[], object], name: str) -> Future[object]:
+    """Run ``work`` in a thread of its own, which ends with it."""
+    threads = Threads(name, 1)
+    try:
+        return threads.submit(work)
+    finally:
+        threads.close()
+
+
+def look_for_abandoned() -> None:
+    """End, in the background, what was in flight on event loops that have ended. Costs nothing where there are none."""
+    for home, reason in take_abandoned():
+        try:
+            in_background(partial(home.release, reason), "sidestream-abandoned")
+        except RuntimeError:  # the system grants no more threads
+            put_back(home)
+
+
+_AT_EXIT_S = 5.0
+
+
+def _release_at_exit() -> None:
+    """In the main thread: no thread can be started any more. Those that there are still run."""
+    for home, reason in take_abandoned(at_exit=True):
+        home.release(reason, _AT_EXIT_S)
+
+
+atexit.register(_release_at_exit)
 
 _shared: Threads | None = None
 _shared_lock = threading.Lock()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
+from ._abandoned import Watched, watch
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads
 from .catalog import Step, list_steps, next_generation, read_metadata, step_name
@@ -24,6 +27,7 @@ from .errors import (
     ForkedProcess,
     InvalidOption,
     KeyCollision,
+    SidestreamError,
     UnsafeObject,
     UnsupportedTensor,
     WrongLoop,
@@ -68,7 +72,7 @@ from .runs.starting import EARLIER, JointTurn, Starts, tells_of_earlier
 from .runs.together import RestoringTogether, call_together
 from .runs.upkeep import Upkeep
 from .runs.watching import Watch
-from .saver.client import choose_saver
+from .saver.client import Saver, choose_saver
 from .saving import start_save, start_together
 from .staging import AsyncStager, capture
 from .staging.arena import Backing
@@ -79,6 +83,36 @@ from .writing import Stager
 __all__ = ["Checkpointer"]
 
 Latest = Literal["latest"]
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What an open ``Checkpointer`` holds, for where its loop ends. Nothing in here refers to that loop."""
+
+    url: str
+    stager: AsyncStager | None
+    saver: Saver | None
+    expires_at: float = math.inf
+
+    def let_go(self) -> None:
+        """Of the saver process."""
+        saver, self.saver = self.saver, None
+        if saver is not None:
+            saver.let_go()
+
+    @property
+    def what(self) -> str:
+        return f"the Checkpointer of {self.url} was not closed"
+
+    def abandon(self) -> None:
+        """Its saves have entries of their own."""
+
+    def leave(self, *, stuck: bool) -> str:
+        self.let_go()
+        if self.stager is not None:
+            with suppress(SidestreamError):  # told by other means
+                self.stager.close()
+        return "its staging memory and its saver process were released"
 
 
 class Checkpointer:
@@ -158,6 +192,8 @@ class Checkpointer:
         self._last_saved: tuple[int, float] | None = None
         self._preemption: Preemption | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._holding: _Holding | None = None
+        self._watch: Watched | None = None
         self._pid = os.getpid()
         self._closed = False
         self._restored: LoadReport | None = None
@@ -650,8 +686,9 @@ class Checkpointer:
         finally:
             if self._preemption is not None:
                 self._preemption.uninstall()
-            if self._saver is not None and self._loop is not None:
-                self._saver.let_go()
+            if self._holding is not None and self._watch is not None:
+                self._holding.let_go()
+                self._watch.end()
             if self._own_stager is not None:
                 await finish(self._own_stager.aclose)
         self._raise_unheard()
@@ -668,6 +705,8 @@ class Checkpointer:
         self._loop = running_loop("Checkpointer")
         if self._saver is not None:
             self._saver.hold()
+        self._holding = _Holding(self.url, self._own_stager, self._saver)
+        self._watch = watch(self._holding, holds_loop=False)
         return self
 
     async def __aexit__(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ._tasks import finish
-from ._threads import Deadline, io_threads
+from ._threads import Deadline, Stop, io_threads
 from ._torch import TORCH_VERSION
 from .errors import Conflict, NotDurable, OutcomeUnknown, SidestreamError
 from .format.checksum import crc32
@@ -20,7 +20,18 @@ from .options import Durability
 from .saver.body import BytesBody, PiecesBody
 from .storage import Store
 
-__all__ = ["BytesBody", "Outcome", "Verdict", "carry_out", "clean_up", "commit", "commit_files", "commit_part"]
+__all__ = [
+    "BytesBody",
+    "Outcome",
+    "Unfinished",
+    "Verdict",
+    "carry_out",
+    "clean_up",
+    "commit",
+    "commit_files",
+    "commit_part",
+    "settle",
+]
 
 Outcome = Literal["committed", "absent", "unknown"]
 _READ_BACK_S = 10.0
@@ -32,6 +43,9 @@ class Verdict:
     """What became of a save, filled in as it becomes known: ``"absent"`` until the commit has been sent."""
 
     outcome: Outcome = "absent"
+    look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
+    """Reads back what came of a commit that was sent. Its argument: whether a thread that was left behind may still
+    carry it out."""
 
 
 async def commit(
@@ -120,6 +134,7 @@ async def carry_out(
     attempt: str,
 ) -> None:
     """``publish()``, and the truth about what came of it: whether the file ``name`` is there and ends with ``tail``."""
+    verdict.look = lambda stuck: _read_back(store, name, tail, stuck, verdict)
     verdict.outcome = "unknown"
     try:
         await publish()
@@ -154,11 +169,11 @@ def _tail_of(pieces: Sequence[bytes]) -> bytes:
 
 
 async def _after_failure(store: Store, name: str, tail: bytes, error: BaseException, verdict: Verdict) -> Outcome:
-    await finish(lambda: _read_back(store, name, tail, error, verdict))
+    await finish(lambda: _read_back(store, name, tail, getattr(error, "left_behind", False), verdict))
     return verdict.outcome
 
 
-async def _read_back(store: Store, name: str, tail: bytes, error: BaseException, verdict: Verdict) -> None:
+async def _read_back(store: Store, name: str, tail: bytes, stuck: bool, verdict: Verdict) -> None:
     try:
         found = await store.read_tail(name, TAIL_BYTES, deadline=Deadline.after(_READ_BACK_S)) == tail
     except FileNotFoundError:
@@ -167,8 +182,42 @@ async def _read_back(store: Store, name: str, tail: bytes, error: BaseException,
         return
     if found:
         verdict.outcome = "committed"
-    elif not getattr(error, "left_behind", False):  # a thread that was left behind may still do it
+    elif not stuck:  # a thread that was left behind may still do it
         verdict.outcome = "absent"
+
+
+def settle(store: Store, attempt: str, verdict: Verdict, *, stuck: bool) -> None:
+    """In a thread, where nobody else carries on with ``attempt``: find out what came of it, and remove it if it did not
+    commit. Raises what the storage raises."""
+    from .storage.io_loop import Call  # and with it fsspec
+
+    look = verdict.look
+    if verdict.outcome == "unknown" and look is not None:
+        deadline = Deadline.after(_READ_BACK_S)
+        Call(lambda: look(stuck)).result("reading back what came of the commit", stop=Stop(), deadline=deadline)
+    if verdict.outcome == "absent":
+        store.discard_here(attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An attempt of an operation that runs on its caller's task, for where the loop of that one ends."""
+
+    what: str
+    store: Store
+    attempt: str
+    verdict: Verdict
+    expires_at: float
+
+    def abandon(self) -> None:
+        """Its threads are stopped where they are waited for."""
+
+    def leave(self, *, stuck: bool) -> str:
+        try:
+            settle(self.store, self.attempt, self.verdict, stuck=stuck)
+        except (SidestreamError, OSError) as error:
+            return f"outcome: {self.verdict.outcome}, what it had written could not be removed: {error}"
+        return f"outcome: {self.verdict.outcome}"
 
 
 async def clean_up(store: Store, attempt: str, verdict: Verdict, error: BaseException) -> None:

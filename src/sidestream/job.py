@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from ._tasks import finish
-from .commit import Verdict, clean_up, commit
+from .commit import Verdict, clean_up, commit, settle
 from .format.records import Manifest
 from .pending import SaveInfo, SaveProgress
 from .writing import SaveOrder
@@ -33,8 +33,6 @@ class Writer(Protocol):
 
     def progress(self) -> SaveProgress: ...
 
-    def abandon(self) -> None: ...
-
 
 class Source(Protocol):
     """What becomes a writer, when the stager of the caller has made the first copy."""
@@ -43,7 +41,12 @@ class Source(Protocol):
 
     def progress(self) -> SaveProgress: ...
 
-    def abandon(self) -> None: ...
+    def abandon(self) -> None:
+        """Nobody will wait for it, or for the writer it became: tell the threads to stop. Does not block."""
+
+    def leave(self) -> None:
+        """In a thread, after ``abandon``: wait until no thread reads a source, writes into memory or to storage any
+        more, then release all memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +67,10 @@ class Job:
     def progress(self) -> SaveProgress:
         return self.source.progress()
 
+    @property
+    def expires_at(self) -> float:
+        return self.order.deadline.at
+
     def _mark(self, phase: str) -> None:
         self.seconds.setdefault(phase, time.monotonic() - self.started)
 
@@ -74,6 +81,10 @@ class SaveJob(Job):
 
     def abandon(self) -> None:
         self.source.abandon()
+
+    def leave(self, *, stuck: bool) -> None:
+        self.source.leave()
+        settle(self.order.location.store, self.order.attempt, self.verdict, stuck=stuck)
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         staged.add_done_callback(lambda _: self._mark("staged"))

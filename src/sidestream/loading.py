@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ._abandoned import noted, watch
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
@@ -27,7 +28,7 @@ from .plan.ask import Answers
 from .plan.local import Local
 from .plan.match import LoadPlan, match
 from .plan.objects import allowed_types
-from .ranks import GroupChoice, Operation, deadline_of, group_of
+from .ranks import GroupChoice, Operation, Part, deadline_of, group_of
 from .reading import Reader, Wanted, whole
 from .storage import Location, Where, locate_directory
 from .streams import streams_of
@@ -105,6 +106,7 @@ async def load(
 
 async def together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
     """What all ranks do, so that it ends alike for all. Raises ``RankFailures``; its own cancel."""
+    watched = watch(Part(operation))
     try:
         result = await work(operation)
     except BaseException as error:
@@ -113,6 +115,8 @@ async def together(work: Callable[[Operation], Awaitable[T]], operation: Operati
             raise
         verdict.written = getattr(error, "written", ())
         raise verdict from error
+    finally:
+        watched.end()
     operation.close()
     return result
 
@@ -122,6 +126,17 @@ async def load_from(
 ) -> LoadReport:
     """``load`` from a resolved location. ``operation`` is there where several ranks load."""
     deadline = Deadline.after(options.timeout_s)
+    with noted(f"loading {location.url}", "its threads have stopped, tensors may have been written to", deadline.at):
+        return await _load_by(location, state, options, operation, deadline)
+
+
+async def _load_by(
+    location: Location,
+    state: Mapping[str, Any],
+    options: LoadOptions,
+    operation: Operation | None,
+    deadline: Deadline,
+) -> LoadReport:
     if options.planner is not None:
         from .planners.loading import load_planned  # and with it DCP, which whoever has a planner has imported
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
+from ._abandoned import watch
 from ._tasks import supervise
+from ._threads import in_background, look_for_abandoned
 from .commit import Outcome, Verdict
 from .errors import Aborted, Skipped
 from .options import Durability
@@ -16,6 +21,9 @@ from .options import Durability
 __all__ = ["PendingSave", "SaveInfo", "SaveProgress", "SaveWork"]
 
 _log = logging.getLogger("sidestream")
+
+_CLOSING_S = 0.2
+"""How long a loop that is being closed waits for a save that it had not begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +66,20 @@ class SaveWork(Protocol):
     @property
     def progress(self) -> SaveProgress: ...
 
+    @property
+    def expires_at(self) -> float:
+        """When its time is over (``time.monotonic`` seconds)."""
+
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         """Do it all, and resolve ``staged`` when the sources may change again."""
 
     def abandon(self) -> None:
-        """Let go of everything; ``run`` will never be called."""
+        """``run`` will never be called, or go on: tell every thread to stop. Does not block; ``leave`` follows."""
+
+    def leave(self, *, stuck: bool) -> None:
+        """In a thread, after ``abandon``: wait until no thread touches anything of it, settle ``verdict``, remove what
+        did not commit, and release all memory. ``stuck``: a thread is left behind in a system call. Raises what the
+        storage raises."""
 
 
 class PendingSave:
@@ -77,6 +94,9 @@ class PendingSave:
         self._result: asyncio.Future[SaveInfo] = loop.create_future()
         self._staged: asyncio.Future[None] = loop.create_future()
         self._started = False
+        self._settled = False
+        self._leaving: Future[Any] | None = None
+        self._watch = watch(_Unfinished(self))
         self._task = supervise(self._run(), f"sidestream save {work.url}")
         self._task.add_done_callback(self._settle)
 
@@ -94,7 +114,7 @@ class PendingSave:
     def outcome(self) -> Outcome | None:
         """None while the save goes on; then ``"committed"``, ``"absent"``, or ``"unknown"`` if the commit was sent and
         could not be read back."""
-        return self._work.verdict.outcome if self._task.done() else None
+        return self._work.verdict.outcome if self.done() else None
 
     @property
     def progress(self) -> SaveProgress:
@@ -119,21 +139,23 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether the save has ended, one way or the other, and has nothing left to clean up."""
-        return self._task.done()
+        look_for_abandoned()
+        return self._settled if self._leaving is None else self._leaving.done()
 
     def cancel(self) -> bool:
         """Ask the save to stop; awaiting it then raises ``CancelledError``. False if it has ended already.
 
         Nothing becomes visible and what was written is removed, unless the commit had been sent; see ``outcome``.
         """
-        if self._task.done():
+        if self._task.done() or self._leaving is not None:
             return False
         self._cancelling = True
         return not self._started or self._task.cancel()  # a task cancelled before its first step never runs at all
 
     async def ended(self) -> None:
         """Wait until ``done()``. Never raises what the save raised."""
-        await asyncio.wait([self._task])
+        if not self.done():
+            await asyncio.wait([self._task if self._leaving is None else asyncio.wrap_future(self._leaving)])
 
     def __await__(self) -> Generator[None, None, SaveInfo]:
         try:
@@ -159,18 +181,40 @@ class PendingSave:
             self._result.set_result(info)
         if not self._staged.done():
             self._staged.set_result(None)
+        self._end()
+
+    def _end(self) -> None:
+        self._settled = True
+        self._watch.end()
 
     def _settle(self, _: object = None) -> None:
         """Cancelled, by ``cancel()`` or with the loop, perhaps before the first step."""
-        if self._result.done():
-            return
-        if not self._started:
-            self._work.abandon()
-        if self._cancelling:
-            self._result.cancel()
-        else:
-            outcome = self._work.verdict.outcome
-            self._fail(Aborted(f"the event loop was closed while {self.url} was being saved (outcome: {outcome})"))
+        if not self._result.done():
+            if not self._started:
+                self._never_began()
+            if self._cancelling:
+                self._result.cancel()
+            else:
+                self._fail(self._aborted())
+            if not self._staged.done():
+                self._staged.set_result(None)
+        self._end()
+
+    def _never_began(self) -> None:
+        """The loop may be about to close, and waits for a moment only."""
+        self._work.abandon()
+        self._leaving = in_background(partial(self._work.leave, stuck=False), "sidestream-abandoned")
+        self._leaving.add_done_callback(self._say_what_stayed)
+        wait([self._leaving], _CLOSING_S)
+
+    def _say_what_stayed(self, left: Future[Any]) -> None:
+        error = left.exception()
+        if error is not None:
+            _log.warning("what %s had written could not be removed: %s", self.url, error)
+
+    def _aborted(self) -> Aborted:
+        outcome = self._work.verdict.outcome
+        return Aborted(f"the event loop was closed while {self.url} was being saved (outcome: {outcome})")
 
     def _fail(self, error: BaseException) -> None:
         self._result.set_exception(error)
@@ -181,10 +225,54 @@ class PendingSave:
             self._staged.set_exception(error)
             self._staged.exception()
 
+    def _resolve_from_outside(self) -> None:
+        """In another thread, where the loop never runs again: nobody waits for callbacks of these futures."""
+        with suppress(RuntimeError, asyncio.InvalidStateError):  # "Event loop is closed"
+            self._result.set_exception(self._aborted())
+        with suppress(RuntimeError, asyncio.InvalidStateError):
+            self._staged.set_result(None)
+        self._result.done() and self._result.exception()
+        self._heard = self._settled = True
+        if self._leaving is not None and not self._leaving.done():
+            self._leaving.set_result(None)
+
     def __del__(self) -> None:
         error = self.unheard if hasattr(self, "_task") else None
         if error is not None:
             _log.error("saving %s failed and nobody awaited it: %s: %s", self.url, type(error).__name__, error)
+
+
+class _Unfinished:
+    """A save whose loop has ended."""
+
+    def __init__(self, pending: PendingSave) -> None:
+        self._pending = pending
+        self.what = f"saving {pending._work.url}"
+
+    @property
+    def expires_at(self) -> float:
+        return self._pending._work.expires_at
+
+    def abandon(self) -> None:
+        if self._pending._leaving is None:
+            self._pending._leaving = Future()
+        self._pending._work.abandon()
+
+    def leave(self, *, stuck: bool) -> str:
+        pending = self._pending
+        try:
+            pending._work.leave(stuck=stuck)
+            removed = "what it had written was removed"
+        except Exception as error:  # told in the log line
+            removed = f"what it had written could not be removed: {error}"
+        outcome = pending._work.verdict.outcome
+        pending._resolve_from_outside()
+        told = {
+            "absent": removed,
+            "committed": "it is complete",
+            "unknown": "nothing was deleted; look whether it is there",
+        }
+        return f"outcome: {outcome}, {told[outcome]}"
 
 
 class _Shared:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from ._abandoned import noted
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from .apart import read_part
@@ -100,11 +101,12 @@ async def verify(
 
 async def verify_at(location: Location, deadline: Deadline, progress: Progress | None = None) -> VerifyReport:
     """``verify``, of a resolved location."""
-    try:
-        location, manifest = await open_manifest(location, deadline)
-    except (Corrupt, NotCovered) as damage:
-        return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
-    return await verify_manifest(location, manifest, deadline, progress)
+    with noted(f"verifying {location.url}", "its threads have stopped", deadline.at):
+        try:
+            location, manifest = await open_manifest(location, deadline)
+        except (Corrupt, NotCovered) as damage:
+            return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
+        return await verify_manifest(location, manifest, deadline, progress)
 
 
 async def verify_manifest(

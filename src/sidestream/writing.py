@@ -11,16 +11,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
-from ._threads import Deadline, Stop, Threads, io_threads
+from ._threads import Deadline, Stop, Threads, in_background, io_threads
 from ._torch import Stateful
 from .catalog import attempt_name
-from .errors import Closed, InvalidOption, Skipped
+from .errors import Closed, InvalidOption, SidestreamError, Skipped
 from .format.digest import digest_of
 from .format.records import Node
 from .format.shard import BlockSums, ShardLayout
@@ -143,6 +144,7 @@ class Writing:
         except BaseException:  # also of a signal
             if not launched.cancel():
                 self.abandon()
+                in_background(self._withdraw, "sidestream-abandoned")
             raise
 
     async def launch(self) -> Writing:
@@ -189,12 +191,19 @@ class Writing:
         self._staging.release()
 
     def abandon(self) -> None:
-        """Nobody will wait for it: stop, and leave nothing behind."""
         self._stop.set()
         self._staging.release()
+
+    def leave(self) -> None:
+        patience_s = self._order.deadline.remaining_s() + _GRACE_S
+        wait([self._done, self._staging.copied], patience_s)
         if self._own is not None:
-            self._own.close()
-        wait([self._done], _GRACE_S)
+            with suppress(SidestreamError):  # told by other means
+                self._own.close()
+
+    def _withdraw(self) -> None:
+        """In a thread: its caller was interrupted when it had been launched, so that nobody will wait for it."""
+        self.leave()
         self._order.location.store.discard_here(self._order.attempt)
 
     # --- the thread ---
@@ -294,3 +303,9 @@ class ForeignStage:
 
     def abandon(self) -> None:
         self._result = None
+        if self._writing is not None:
+            self._writing.abandon()
+
+    def leave(self) -> None:
+        if self._writing is not None:
+            self._writing.leave()

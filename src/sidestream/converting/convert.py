@@ -13,11 +13,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from .._abandoned import watch
 from .._tasks import finish, running_loop
 from .._threads import Deadline, io_threads
 from .._torch import dtype_from_name, dtype_name
 from ..catalog import attempt_name
-from ..commit import Verdict, clean_up, commit
+from ..commit import Unfinished, Verdict, clean_up, commit
 from ..errors import InvalidOption, MissingKeys, UnsupportedTensor
 from ..foreign_file import TORCH_SUFFIXES
 from ..format.dtypes import itemsize
@@ -255,6 +256,8 @@ class _Conversion:
             pieces = [piece for _, tensor in self._selection.origin.values() for piece in tensor.checks]
             await self._pipeline.check(pieces)
         verdict = Verdict()
+        left = Unfinished(f"converting to {self._where.url}", store, attempt, verdict, self._deadline.at)
+        watched = watch(left)
         try:
             naming: Naming = "attempt" if self._dcp is not None else "single" if self._single else "given"
             into = Destination(store, attempt, target, naming, self._durability)
@@ -266,6 +269,8 @@ class _Conversion:
         except BaseException as error:
             await clean_up(store, attempt, verdict, error)
             raise
+        finally:
+            watched.end()
 
     async def _commit(self, dcp: DcpTarget, attempt: str, verdict: Verdict) -> None:
         store, target = self._where.store, self._where.name

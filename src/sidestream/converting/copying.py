@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from .._abandoned import watch
 from .._tasks import finish, running_loop
 from .._threads import Deadline, Stop, io_threads, politely
 from ..catalog import attempt_name, open_manifest
-from ..commit import Verdict, clean_up, commit_files
+from ..commit import Unfinished, Verdict, clean_up, commit_files
 from ..errors import Corrupt, InvalidOption, StorageError
 from ..foreign_manifest import read_file
 from ..format.apart import part_metadata_name
@@ -236,6 +237,8 @@ class _Copy:
         naming: Naming = "single" if found.single else "given"
         into = Destination(store, attempt_name(target, uuid.uuid4().hex), target, naming, self.durability)
         verdict = Verdict()
+        left = Unfinished(f"copying to {self.where.url}", store, into.attempt, verdict, self.deadline.at)
+        watched = watch(left)
         self._tell(0)
         try:
             *others, last = files
@@ -249,6 +252,8 @@ class _Copy:
         except BaseException as error:
             await clean_up(store, into.attempt, verdict, error)
             raise
+        finally:
+            watched.end()
 
     async def _commit(self, into: Destination, verdict: Verdict) -> None:
         found, location, nbytes = self.found, self.found.location, self.found.sizes[METADATA_NAME]

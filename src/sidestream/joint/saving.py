@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -14,7 +16,7 @@ from .._tasks import finish
 from .._threads import Deadline, Stop, Threads, io_threads, politely
 from .._torch import TORCH_VERSION
 from ..catalog import read_marker
-from ..commit import BytesBody, Outcome, Verdict, clean_up, commit_files
+from ..commit import BytesBody, Outcome, Verdict, clean_up, commit_files, settle
 from ..errors import NotDurable, NotShared, OutcomeUnknown, RankFailures, SidestreamError
 from ..format.checksum import crc32
 from ..format.dcp_shared import places_of_chunks, places_of_values, shared_metadata
@@ -85,11 +87,18 @@ class FailedSave:
     verdict: Verdict = field(default_factory=Verdict)
     progress: SaveProgress = field(default_factory=SaveProgress)
 
+    @property
+    def expires_at(self) -> float:
+        return self.operation.deadline.at
+
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         raise await self.operation.failed(self.error) from self.error
 
     def abandon(self) -> None:
         self.operation.report(self.error)
+
+    def leave(self, *, stuck: bool) -> None:
+        """It has written nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,10 +107,50 @@ class JointSave(Job):
 
     operation: Operation
     planning: Agreeing
+    _reply: bytes | None = None
+    """On rank 0, once the commit has been sent: what the others are told when it has taken place."""
 
     def abandon(self) -> None:
-        self.operation.report(asyncio.CancelledError())
+        if self.verdict.outcome == "absent":
+            self.operation.report(asyncio.CancelledError())
         self.source.abandon()
+
+    def leave(self, *, stuck: bool) -> None:
+        self.source.leave()
+        if self.operation.rank == 0:
+            self._leave_first(stuck)
+        else:
+            self._leave_other()
+
+    def _leave_first(self, stuck: bool) -> None:
+        """On rank 0: the others learn what came of a commit that had been sent."""
+        operation, order = self.operation, self.order
+        try:
+            settle(order.location.store, order.attempt, self.verdict, stuck=stuck)
+        finally:
+            if self.verdict.outcome == "committed" and self._reply is not None:
+                operation.answer("commit", self._reply)
+                operation.close()
+            else:
+                operation.report(self._reason(asyncio.CancelledError()))
+
+    def _leave_other(self) -> None:
+        """On any other rank: rank 0 commits, or has, or never will."""
+        order, operation = self.order, self.operation
+        order.location.store.forget(order.attempt)
+        if operation.step != "commit":
+            return
+        from ..storage.io_loop import Call  # and with it fsspec
+
+        wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
+        deadline = Deadline.after(_READ_BACK_S)
+        self.verdict.outcome = "unknown"
+        seen = Call(self._seen_by(deadline)).result("reading back", stop=Stop(), deadline=deadline)
+        if seen == "committed" or operation.verdict.done():
+            self.verdict.outcome = seen
+
+    def _seen_by(self, deadline: Deadline) -> Callable[[], Coroutine[Any, Any, Outcome]]:
+        return partial(self._seen, deadline)
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         staged.add_done_callback(lambda _: self._mark("staged"))
@@ -247,6 +296,7 @@ class JointSave(Job):
         files = await io_threads().run(self._files, told, planned, deadline=deadline)
         if not await self.operation.seal():
             raise Stopped
+        self._reply = self._answer(told, nbytes)
         try:
             await commit_files(
                 store,

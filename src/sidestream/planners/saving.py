@@ -6,6 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._tasks import finish
 from .._threads import Stop, Threads, io_threads
 from ..commit import commit_files
-from ..errors import InvalidOption
+from ..errors import InvalidOption, SidestreamError
 from ..format.records import Manifest
 from ..job import SaveJob
 from ..joint.saving import JointSave, maker_of_attempt, terms_of
@@ -143,10 +144,17 @@ class PlannedWriting:
 
     def abandon(self) -> None:
         self.interrupt()
-        wait([self._done], _GRACE_S)
-        self._order.location.store.discard_here(self._order.attempt)
+
+    def leave(self) -> None:
+        patience_s = self._order.deadline.remaining_s() + _GRACE_S
+        threads: list[Future[Any]] = [self._done]
+        if self._staging is not None:
+            threads.append(self._staging.copied)
+        wait(threads, patience_s)
+        self._staging = self._staged = None
         if self._own is not None:
-            self._own.close()
+            with suppress(SidestreamError):  # told by other means
+                self._own.close()
 
     def _give_way(self) -> None:
         """From any thread: a stage that waits for memory, or copies, ends. One that has ended stays what it is."""
@@ -292,7 +300,12 @@ class PartJob(SaveJob):
         return await SaveJob.run(self, staged)
 
     async def _give_up(self) -> None:
-        await io_threads().run(self.source.abandon)
+        self.source.abandon()
+        await io_threads().run(self._withdraw)
+
+    def _withdraw(self) -> None:
+        self.source.leave()
+        self.order.location.store.discard_here(self.order.attempt)
 
     async def _commit(self, plan: Any, written: Any) -> int:
         order, sizes = self.order, _sizes(written)

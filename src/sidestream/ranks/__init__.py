@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from .failure import Stopped
-from .operation import Operation
+from .operation import Operation, Part
 from .process import has_ended, this_process
 from .rendezvous import GroupChoice, Member, deadline_of, group_of
 
-__all__ = ["GroupChoice", "Member", "Operation", "Stopped", "deadline_of", "group_of", "has_ended", "this_process"]
+__all__ = [
+    "GroupChoice",
+    "Member",
+    "Operation",
+    "Part",
+    "Stopped",
+    "deadline_of",
+    "group_of",
+    "has_ended",
+    "this_process",
+]

@@ -20,7 +20,7 @@ from .._turns import awaited
 from ..errors import RankFailures
 from .failure import Stopped
 
-__all__ = ["Decide", "Exchange", "Operation"]
+__all__ = ["Decide", "Exchange", "Operation", "Part"]
 
 Decide: TypeAlias = Callable[[Sequence[bytes]], "bytes | Sequence[bytes]"]
 """On rank 0: from the parts of all ranks, by rank, to one answer for all or one for each."""
@@ -62,6 +62,28 @@ class Traffic(Protocol):
     def leave(self, operation: Operation) -> None: ...
 
     def close(self, operation: Operation) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part in an operation that runs on its caller's task: where the loop of that one ends, the other ranks
+    are told."""
+
+    operation: Operation
+
+    @property
+    def what(self) -> str:
+        return f"this rank's part in a {self.operation.kind}"
+
+    @property
+    def expires_at(self) -> float:
+        return self.operation.expires_at
+
+    def abandon(self) -> None:
+        self.operation.report(asyncio.CancelledError())
+
+    def leave(self, *, stuck: bool) -> None:
+        """It has nothing else."""
 
 
 class Operation:

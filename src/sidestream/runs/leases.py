@@ -17,11 +17,14 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from .._abandoned import Watched, watch
 from .._tasks import accompany, finish
-from .._threads import Deadline
+from .._threads import Deadline, Stop
 from ..commit import BytesBody
 from ..errors import AccessDenied, NoSpace, SidestreamError
 from ..storage import Store
@@ -123,6 +126,7 @@ class Lease:
         self._files: list[str] = []
         self._put_at = time.monotonic()
         self._renewing: asyncio.Task[None] | None = None
+        self._watch: Watched | None = None
 
     @property
     def doubtful(self) -> bool:
@@ -136,6 +140,7 @@ class Lease:
             await self.release()
             raise
         self.renew()
+        self._watch = watch(self)
 
     def renew(self) -> None:
         """Put it again and again, the first time when a part of its time is over."""
@@ -147,12 +152,39 @@ class Lease:
     async def release(self) -> None:
         """Give it back, cancelled or not. Never raises what the storage raises: what is left expires."""
         self.abandon()
+        if self._watch is not None:
+            self._watch.end()
         await finish(self._remove)
 
+    # --- where the loop that renews it ends ---
+
+    @property
+    def what(self) -> str:
+        return f"a lease on {self.directory}"
+
+    @property
+    def expires_at(self) -> float:
+        return self._put_at + self._ttl_s
+
     def abandon(self) -> None:
-        """Renew it no longer; it expires."""
+        """Renew it no longer."""
         if self._renewing is not None:
-            self._renewing.cancel()
+            with suppress(RuntimeError):  # the loop is closed
+                self._renewing.cancel()
+
+    def leave(self, *, stuck: bool) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """In a thread: give it back, as far as that can be done. What is left expires."""
+        from ..storage.io_loop import Call  # and with it fsspec
+
+        names, self._files = self._files, []
+        if names:
+            deadline = Deadline.after(_CALL_S)
+            remove = partial(self._store.remove, names, deadline=deadline)
+            with suppress(SidestreamError):
+                Call(remove).result("giving back a lease", stop=Stop(), deadline=deadline)
 
     async def _put_one(self, deadline: Deadline) -> None:
         name = f"{_DIRECTORY}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"

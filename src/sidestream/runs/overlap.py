@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Protocol
 
 from ..commit import Verdict
@@ -109,13 +111,25 @@ class LeasedSave:
         finally:
             await self._lease.release()
 
+    @property
+    def expires_at(self) -> float:
+        return self._job.expires_at
+
     def abandon(self) -> None:
         self._job.abandon()
         self._lease.abandon()
 
+    def leave(self, *, stuck: bool) -> None:
+        try:
+            self._job.leave(stuck=stuck)
+        finally:
+            self._lease.drop()
+
 
 class SkippedSave:
     """A save that never was."""
+
+    expires_at = 0.0
 
     def __init__(self, url: str, why: str) -> None:
         self.url = url
@@ -127,7 +141,10 @@ class SkippedSave:
         raise Skipped(f"{self.url} was not saved: {self._why}")
 
     def abandon(self) -> None:
-        """There is nothing to let go of."""
+        """No thread works for it."""
+
+    def leave(self, *, stuck: bool) -> None:
+        """It has written nothing."""
 
 
 class Turn(Protocol):
@@ -218,7 +235,19 @@ class QueuedSave:
         del start
         return await begun
 
+    @property
+    def expires_at(self) -> float:
+        """In the queue it has all the time there is."""
+        return math.inf if self._begun is None else self._begun.expires_at
+
     def abandon(self) -> None:
-        """Nothing has been begun."""
         self._start = None
-        self._turn.abandon()
+        if self._begun is not None:
+            self._begun.abandon()
+            return
+        with suppress(RuntimeError):  # the loop is closed, and with it everybody in the queue
+            self._turn.abandon()
+
+    def leave(self, *, stuck: bool) -> None:
+        if self._begun is not None:
+            self._begun.leave(stuck=stuck)

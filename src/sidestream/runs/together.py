@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._abandoned import watch
 from .._threads import Deadline
 from ..catalog import Step, look_at
 from ..errors import CheckpointNotFound, Corrupt, NotShared, RankFailures, SidestreamError
 from ..loading import LoadOptions, LoadReport, PassedOver, load_from, together
-from ..ranks import Member, Operation
+from ..ranks import Member, Operation, Part
 from ..storage import Location, Store
 from .choosing import Wish, choose
 from .leases import Lease, Leases
@@ -26,6 +27,7 @@ _log = logging.getLogger("sidestream")
 
 async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
     """Do what precedes an operation's own work; if that fails here, it fails everywhere. Raises ``RankFailures``."""
+    watched = watch(Part(operation))
     try:
         return await work()
     except BaseException as error:
@@ -33,6 +35,8 @@ async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]
         if isinstance(error, asyncio.CancelledError):
             raise
         raise verdict from error
+    finally:
+        watched.end()
 
 
 @dataclass(slots=True)
