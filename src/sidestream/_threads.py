@@ -27,7 +27,7 @@ import anyio
 
 from ._abandoned import hop, put_back, take_abandoned
 from ._turns import awaited, no_more_turns, rest, slice_s
-from .errors import Closed, DeadlineExceeded, ForkedProcess
+from .errors import Closed, DeadlineExceeded, ForkedProcess, out_of_memory
 
 __all__ = ["Deadline", "Stop", "Threads", "in_background", "io_threads", "let_go", "look_for_abandoned", "politely"]
 
@@ -181,8 +181,9 @@ class Threads(Executor):
         Meanwhile a busy loop lets the thread have the interpreter now and then (``_turns``), unless it is ``idle``:
         something that sleeps for as long as nothing happens.
         """
-        future = self.submit(fn, *args)
-        return await self.wait(future, fn.__name__.strip("_"), stop=stop, deadline=deadline, idle=idle)
+        name = fn.__name__.strip("_")
+        future = self.submit(lambda: _within(name, deadline, fn, *args))
+        return await self.wait(future, name, stop=stop, deadline=deadline, idle=idle)
 
     async def wait(
         self,
@@ -230,8 +231,35 @@ class Threads(Executor):
             self._work.put(None)
 
 
+class _Work(threading.local):
+    """What the current thread does for ``Threads.run``, and until when."""
+
+    name = ""
+    deadline: Deadline | None = None
+
+
+_work = _Work()
+
+
+def _within(name: str, deadline: Deadline | None, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    """In a thread: ``fn``, with a deadline that ``politely`` knows; memory that it does not get is a typed error."""
+    before = _work.name, _work.deadline
+    _work.name, _work.deadline = name, deadline
+    try:
+        return fn(*args)
+    except (MemoryError, RuntimeError, OSError) as error:
+        if (lack := out_of_memory(error, f"{name}()")) is not None:
+            raise lack from error
+        raise
+    finally:
+        _work.name, _work.deadline = before
+
+
 def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
     """Iterate in a worker thread, and really let go of the GIL after each slice of time (``slice_s()``).
+
+    Within ``Threads.run`` the iteration ends with ``DeadlineExceeded`` when the deadline of that call has passed: an
+    event loop can stop waiting for a thread, but nothing stops the thread itself.
 
     Pure Python keeps it for a switch interval (5 ms) otherwise, again and again, and the loop waits as long each time;
     ``sleep(0)`` gives it up for too short a time for anybody else to get it. The clock is looked at after each
@@ -241,6 +269,8 @@ def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
     for number, item in enumerate(items, 1):
         yield item
         if number % every == 0 and time.perf_counter() - rested > slice_s():
+            if _work.deadline is not None:
+                _work.deadline.check(f"{_work.name}()")
             rest()
             rested = time.perf_counter()
 

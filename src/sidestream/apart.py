@@ -5,28 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ._threads import Deadline, io_threads
+from ._threads import Deadline, io_threads, politely
 from .errors import Corrupt, Incomplete
 from .foreign import agree
 from .foreign_manifest import read_file
-from .format.apart import PartMarker, find_part_marker, part_manifest_name, part_metadata_name, whole
+from .format.apart import (
+    PartMarker,
+    find_part_marker,
+    missing_ranks,
+    part_manifest_name,
+    part_metadata_name,
+    whole,
+)
 from .format.checksum import crc32
 from .format.manifest import parse_manifest
 from .format.marker import TAIL_BYTES
-from .format.ranks import Replica, is_rank_file, merge_ranks
+from .format.ranks import Replica, merge_ranks, ranks_among
 from .format.records import Manifest, ValueEntry
 from .format.values import is_stored
 from .reading import in_parallel
 from .storage import Store
 
-__all__ = ["is_whole", "read_apart", "read_part", "read_part_markers"]
+__all__ = ["check_sizes", "is_whole", "read_apart", "read_part", "read_part_markers"]
 
 
 async def read_part_markers(
     store: Store, directory: str, names: Mapping[str, int], deadline: Deadline
 ) -> dict[int, PartMarker | None]:
     """What there is of each rank, among the files ``names``: None where another writer made it. Raises ``Corrupt``."""
-    ranks = sorted(int(name[2:].partition(".")[0]) for name in names if is_rank_file(name))
+    ranks = await io_threads().run(ranks_among, names, deadline=deadline)
     found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
     queue = iter(ranks)
 
@@ -41,25 +48,26 @@ async def read_part_markers(
 
 async def is_whole(store: Store, directory: str, names: Mapping[str, int], deadline: Deadline) -> bool:
     """Whether it is a checkpoint in parts of ours. Raises ``Incomplete``, ``Corrupt``."""
-    files = [name for name in sorted(names) if is_rank_file(name)]
-    for one in (await read_part_markers(store, directory, dict.fromkeys(files[:1], 0), deadline)).values():
-        if one is not None and one.world_size != len(files):  # the others would tell nothing new
-            missing = [rank for rank in range(one.world_size) if part_metadata_name(rank) not in names]
+    ranks = await io_threads().run(ranks_among, names, deadline=deadline)
+    first = {part_metadata_name(rank): 0 for rank in ranks[:1]}
+    for one in (await read_part_markers(store, directory, first, deadline)).values():
+        if one is not None and one.world_size != len(ranks):  # the others would tell nothing new
+            missing = await io_threads().run(missing_ranks, frozenset(ranks), one.world_size, deadline=deadline)
             raise Incomplete(
                 f"the save {one.save_id!r} of {one.world_size} ranks, each by itself, is not whole: there are parts of "
-                f"{len(files)} ranks",
+                f"{len(ranks)} ranks",
                 save_id=one.save_id,
                 missing=missing,
             )
     markers = await read_part_markers(store, directory, names, deadline)
-    return any(markers.values()) and bool(whole(markers))
+    return any(markers.values()) and bool(await io_threads().run(whole, markers, deadline=deadline))
 
 
 async def read_apart(
     store: Store, directory: str, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None], deadline: Deadline
 ) -> Manifest:
     """The checkpoint that the parts make, not yet validated. Raises ``Incomplete``, ``Corrupt``."""
-    found = whole(markers)
+    found = await io_threads().run(whole, markers, deadline=deadline)
     read: dict[int, Manifest] = {}
     queue = iter(found)
 
@@ -69,25 +77,27 @@ async def read_apart(
 
     await in_parallel(work)
     parts = [read[marker.rank] for marker in found]
-    manifest, replicas = await io_threads().run(_merged, parts, deadline=deadline)
+    manifest, replicas, files = await io_threads().run(_merged, parts, deadline=deadline)
     for replica in replicas:
         if not await agree(store, directory, replica, deadline):
             raise _differ(replica.fqn)
     return replace(
         manifest,
         save_id=found[0].save_id,
-        files={file: nbytes for part in parts for file, nbytes in part.files.items()},
+        files=files,
         metadata=parts[0].metadata,
         planner="dcp",
         parts=tuple(found),
     )
 
 
-def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
-    """Also what is left to compare, byte by byte. Raises ``Corrupt`` where the parts say that they differ."""
+def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica], dict[str, int]]:
+    """Also what is left to compare, byte by byte, and the files of all parts. Raises ``Corrupt`` where the parts say
+    that they differ."""
     manifest, replicas = merge_ranks(parts)
+    files = {file: nbytes for part in politely(parts) for file, nbytes in part.files.items()}
     left = []
-    for replica in replicas:
+    for replica in politely(replicas):
         first, other = replica.first, replica.other
         if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
             if first.node != other.node:
@@ -96,7 +106,7 @@ def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
                 left.append(replica)
         elif isinstance(first, ValueEntry) or isinstance(other, ValueEntry) or first[1].crcs != other[1].crcs:
             raise _differ(replica.fqn)
-    return manifest, left
+    return manifest, left, files
 
 
 def _differ(fqn: str) -> Corrupt:
@@ -119,13 +129,17 @@ async def read_part(
     def parse() -> Manifest:
         if crc32(raw) != marker.manifest_crc:
             raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
-        manifest = parse_manifest(bytes(raw))
+        manifest = parse_manifest(raw)
         if not isinstance(manifest, Manifest) or manifest.save_id[: len(marker.id)] != marker.id:
             raise Corrupt(f"{name} belongs to another save than the marker", file=name)
+        check_sizes(manifest.files, sizes)
         return manifest
 
-    part = await io_threads().run(parse, deadline=deadline)
-    for file, nbytes in part.files.items():
-        if sizes.get(file) != nbytes:
-            raise Corrupt(f"{file} has {sizes.get(file, 0)} bytes, {nbytes} were saved", file=file)
-    return part
+    return await io_threads().run(parse, deadline=deadline)
+
+
+def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
+    """In a worker thread. Raises ``Corrupt`` for a file that is not there, or not as long as it was saved."""
+    for file, nbytes in politely(saved.items()):
+        if found.get(file) != nbytes:
+            raise Corrupt(f"{file} has {found.get(file, 0)} bytes, {nbytes} were saved", file=file)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ._threads import Deadline, io_threads
-from .apart import is_whole, read_apart, read_part_markers
+from ._threads import Deadline, io_threads, politely
+from .apart import check_sizes, is_whole, read_apart, read_part_markers
 from .errors import CheckpointNotFound, Corrupt, Incomplete, SidestreamError, UnsupportedCheckpoint
 from .foreign_file import FILE_SUFFIXES, read_file_manifest
 from .foreign_manifest import is_foreign, read_file, read_foreign_manifest
@@ -45,8 +45,10 @@ __all__ = [
     "target_of_attempt",
 ]
 
-_STEP = re.compile(r"step-(\d{1,18})(?:\.g(\d{1,9}))?")
-_TARGET = re.compile(r"\.?(step-\d{1,18}(?:\.g\d{1,9})?)(?:[./].*)?")
+_NUMBER = "0|[1-9][0-9]{0,17}"  # as Python writes it: another spelling would be a second directory of one step
+_GENERATION = "[2-9]|[1-9][0-9]{1,8}"
+_STEP = re.compile(rf"step-({_NUMBER})(?:\.g({_GENERATION}))?")
+_TARGET = re.compile(rf"\.?(step-(?:{_NUMBER})(?:\.g(?:{_GENERATION}))?)(?:[./].*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ async def list_steps(store: Store, deadline: Deadline) -> list[Step]:
             elif not steps:
                 hollow.append(found.name)
         if await still_listed(store, hollow, deadline):
-            return sorted(steps.values(), key=lambda found: found.step)
+            return list(steps.values())[::-1]  # looked at newest first
 
 
 async def still_listed(store: Store, names: Collection[str], deadline: Deadline) -> bool:
@@ -154,8 +156,13 @@ async def list_generations(store: Store, known: Mapping[str, Step], deadline: De
 
 async def named_steps(store: Store, deadline: Deadline, step: int | None = None) -> list[Step]:
     """Every directory that is named like a step, or like that one; newest step and highest generation first."""
-    matches = [(_STEP.fullmatch(name), name) for name in await store.directories(deadline=deadline)]
-    found = [Step(int(match[1]), int(match[2] or 1), name) for match, name in matches if match is not None]
+    names = await store.directories(deadline=deadline)
+    return await io_threads().run(_steps_among, names, step, deadline=deadline)
+
+
+def _steps_among(names: Iterable[str], step: int | None) -> list[Step]:
+    matches = ((_STEP.fullmatch(name), name) for name in politely(names))
+    found = (Step(int(match[1]), int(match[2] or 1), name) for match, name in matches if match is not None)
     wanted = [each for each in found if step in (None, each.step)]
     return sorted(wanted, key=lambda each: each.order, reverse=True)
 
@@ -178,7 +185,8 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
             names = await store.sizes(found.name, deadline=deadline)
         except FileNotFoundError:  # removed since it was listed
             return None
-        if any(name.startswith("manifest-") for name in names) and (store.appears_whole or not missing):
+        ours = await io_threads().run(_manifest_among, names, deadline=deadline)
+        if ours is not None and (store.appears_whole or not missing):
             return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
         if not missing:
             return found
@@ -191,6 +199,11 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
     if (marker.step, marker.generation) != found.order:
         return replace(found, damage=Corrupt(f"{found.name}: its marker says step {marker.step}; was it renamed?"))
     return replace(found, marker=marker)
+
+
+def _manifest_among(names: Iterable[str]) -> str | None:
+    """In a worker thread: the first file that only a save of ours makes."""
+    return next((name for name in politely(names) if name.startswith("manifest-")), None)
 
 
 async def open_manifest(location: Location, deadline: Deadline) -> tuple[Location, Manifest]:
@@ -262,7 +275,7 @@ async def read_root(
         return await _read_unlisted(store, directory, url, deadline)
     try:
         sizes = await store.sizes(directory, deadline=deadline) if listed is None else listed
-        unmarked = METADATA_NAME not in sizes and is_foreign(sizes)
+        unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes, deadline=deadline)
         marker = None if unmarked else await read_marker(store, directory, deadline)
     except FileNotFoundError as error:
         raise CheckpointNotFound(
@@ -272,7 +285,7 @@ async def read_root(
         raise _told(error, url) from error
     with _telling(url):
         if marker is None:
-            ours = next((name for name in sizes if name.startswith("manifest-")), None)
+            ours = await io_threads().run(_manifest_among, sizes, deadline=deadline)
             if ours is not None:
                 what = f"it names no manifest, but {ours} is there"
                 raise Corrupt(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
@@ -312,7 +325,7 @@ async def read_parts(
 def _parse_part(name: str, raw: bytearray, crc: int) -> Part:
     if crc32(raw) != crc:
         raise Corrupt(f"{name} was altered: its checksum is not the one in the manifest", file=name)
-    return parse_part(bytes(raw))
+    return parse_part(raw)
 
 
 @contextmanager
@@ -364,9 +377,7 @@ async def _own_manifest(
     head = _head(manifest)
     if (head.save_id, head.step, head.generation) != (marker.save_id, marker.step, marker.generation):
         raise Corrupt(f"{name} belongs to another save than the marker", file=name)
-    for file, nbytes in head.files.items():
-        if sizes.get(file) != nbytes:
-            raise Corrupt(f"{file} has {sizes.get(file, 0)} bytes, {nbytes} were saved", file=file)
+    await io_threads().run(check_sizes, head.files, sizes, deadline=deadline)
     return manifest
 
 
@@ -377,7 +388,7 @@ def _head(manifest: Manifest | Root) -> Manifest:
 def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest | Root:
     if crc32(raw) != marker.manifest_crc:
         raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
-    return parse_manifest(bytes(raw))
+    return parse_manifest(raw)
 
 
 def _told(error: E, url: str) -> E:

@@ -7,7 +7,8 @@ where they enter the library, so nothing else leaves it.
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ __all__ = [
     "NotCovered",
     "NotDurable",
     "NotShared",
+    "OutOfMemory",
     "OutcomeUnknown",
     "PlannerFailed",
     "RankFailure",
@@ -135,6 +137,11 @@ class Conflict(SidestreamError, FileExistsError):
 
 class ArenaExhausted(SidestreamError, MemoryError):
     """Staging memory within the budget did not suffice, or did not become free in time."""
+
+
+class OutOfMemory(SidestreamError, MemoryError):
+    """The system or torch refused memory that a load, save, verification or conversion needs. Nothing that was there
+    before is damaged; ``written`` says what a load has changed."""
 
 
 class Busy(SidestreamError, RuntimeError):
@@ -309,6 +316,34 @@ class KindMismatch(Mismatch):
 
 class NotCovered(Mismatch):
     """The saved chunks of a tensor leave some of its elements out."""
+
+
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "cannot allocate memory", "out of memory")
+"""What torch's allocators say in a bare ``RuntimeError``."""
+
+
+def out_of_memory(error: BaseException, doing: str) -> OutOfMemory | None:
+    """The typed error if ``error``, met while ``doing`` something, is an allocator's refusal; else None."""
+    if isinstance(error, SidestreamError):
+        return None
+    refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not refused and isinstance(error, RuntimeError):
+        refused = any(words in str(error).lower() for words in _NO_MEMORY)
+    if not refused:
+        return None
+    told = str(error).partition("\n")[0][:300] or type(error).__name__
+    return OutOfMemory(f"{doing}: no memory ({told}); free some, raise the limit of this process, or load less at once")
+
+
+@contextmanager
+def allocating(what: str) -> Iterator[None]:
+    """Raises ``OutOfMemory`` where an allocation within is refused."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if (lack := out_of_memory(error, what)) is not None:
+            raise lack from error
+        raise
 
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ._threads import Deadline, io_threads, politely
-from .errors import Corrupt
+from .errors import Corrupt, allocating
 from .foreign import agree
 from .format.dcp_metadata import read_dcp_metadata
 from .format.marker import METADATA_NAME
@@ -28,15 +29,22 @@ from .format.safetensors import (
 from .format.validate import check_item
 from .storage import ReadRange, Store
 
-__all__ = ["is_foreign", "read_file", "read_foreign_manifest", "read_safetensors_file"]
+__all__ = ["MOST_METADATA_BYTES", "is_foreign", "read_file", "read_foreign_manifest", "read_safetensors_file"]
 
 
-_MOST_FILE_BYTES = 1 << 32
-_ONE_OF_MANY = re.compile(rf"(?!shard-)(.+)-\d{{5}}-of-(\d{{5}}){re.escape(SUFFIX)}")
+_ONE_OF_MANY = re.compile(rf"(?!shard-)(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
+
+MOST_MANIFEST_BYTES = 1 << 32
+MOST_METADATA_BYTES = 1 << 30
+MOST_JSON_BYTES = 100_000_000
+_PIECE_BYTES = 16 << 20
+_PAGE_BYTES = 4096
+_EMPTY_PAGE = bytes(_PAGE_BYTES)
+_MOST_EMPTY_PAGES = 4096
 
 
 def is_foreign(sizes: Mapping[str, int]) -> bool:
-    """Whether a directory without ``.metadata`` is a checkpoint all the same: stock DCP's of ranks that did not talk to
+    """In a worker thread: whether a directory without ``.metadata`` is a checkpoint all the same: stock DCP's of ranks that did not talk to
     each other, or safetensors. One that has a manifest is an attempt of ours, whatever else is in it."""
     ours = any(name.startswith("manifest-") for name in sizes)
     return not ours and any(name.endswith(SUFFIX) or is_rank_file(name) for name in sizes)
@@ -47,35 +55,37 @@ async def read_foreign_manifest(store: Store, directory: str, sizes: Mapping[str
 
     Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``MissingExtra``.
     """
-    ranks = [] if METADATA_NAME in sizes else rank_files(sizes)
+    threads = io_threads()
+    ranks = [] if METADATA_NAME in sizes else await threads.run(rank_files, sizes, deadline=deadline)
     if METADATA_NAME in sizes:
         manifest = await _read_metadata(store, directory, METADATA_NAME, sizes, deadline)
     elif ranks:
         manifest = await _read_ranks(store, directory, ranks, sizes, deadline)
     else:
         manifest = await _read_safetensors(store, directory, sizes, deadline)
-    return await io_threads().run(_with_files, manifest, sizes, deadline=deadline)
+    return await threads.run(_with_files, manifest, sizes, deadline=deadline)
 
 
 async def _read_metadata(
     store: Store, directory: str, name: str, sizes: Mapping[str, int], deadline: Deadline
 ) -> Manifest:
-    raw = await read_file(store, f"{directory}/{name}", sizes[name], deadline)
+    threads = io_threads()
+    raw = await read_file(store, f"{directory}/{name}", sizes[name], deadline, most_bytes=MOST_METADATA_BYTES)
     try:
-        manifest = await io_threads().run(read_dcp_metadata, bytes(raw), deadline=deadline)
+        manifest = await threads.run(read_dcp_metadata, raw, deadline=deadline)
     except Corrupt as error:
         error.file = error.file or name
         raise
-    shards = await io_threads().run(shards_of, manifest, sizes, deadline=deadline)
+    shards = await threads.run(_present_shards, manifest, sizes, deadline=deadline)
     if not shards:
         return manifest
-    # a name that is missing, or no name at all, is told when the manifest is validated
-    present = {file: start for file, start in shards.items() if file in sizes}
-    headers = {
-        file: await _read_header(store, directory, file, start, sizes[file], deadline)
-        for file, start in present.items()
-    }
-    return await io_threads().run(locate_shards, manifest, headers, deadline=deadline)
+    headers = {file: await _read_header(store, directory, file, start, sizes[file], deadline) for file, start in shards}
+    return await threads.run(locate_shards, manifest, headers, deadline=deadline)
+
+
+def _present_shards(manifest: Manifest, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """A shard that is missing, or has no plain name, is told when the manifest is validated."""
+    return [(file, start) for file, start in politely(shards_of(manifest, sizes).items()) if file in sizes]
 
 
 async def _read_ranks(
@@ -97,33 +107,46 @@ async def _read_ranks(
 
 
 async def _read_safetensors(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:
+    threads = io_threads()
     index = None
-    files = sorted(name for name in sizes if name.endswith(SUFFIX))
-    if INDEX_NAME not in sizes:
-        _check_all_there(files)
     if INDEX_NAME in sizes:
-        raw = await read_file(store, f"{directory}/{INDEX_NAME}", sizes[INDEX_NAME], deadline)
-        index = await io_threads().run(parse_index, raw, deadline=deadline)
-        files = sorted(set(index.values()))
-        missing = [file for file in files if file not in sizes]
-        if missing:
-            raise Corrupt(f"{missing[0]!r} is in {INDEX_NAME} and not in the directory", file=missing[0])
+        nbytes = sizes[INDEX_NAME]
+        raw = await read_file(store, f"{directory}/{INDEX_NAME}", nbytes, deadline, most_bytes=MOST_JSON_BYTES)
+        index = await threads.run(parse_index, raw, deadline=deadline)
+        files = await threads.run(_files_of_index, index, sizes, deadline=deadline)
+    else:
+        files = await threads.run(_files_without_index, sizes, deadline=deadline)
     headers = {file: await _read_header(store, directory, file, 0, sizes[file], deadline) for file in files}
-    return await io_threads().run(manifest_of_headers, headers, index, deadline=deadline)
+    return await threads.run(manifest_of_headers, headers, index, deadline=deadline)
 
 
-def _check_all_there(files: Sequence[str]) -> None:
-    """Where the index is missing, which comes last, the names say how many files there ought to be. Those of ranks,
-    which stock DCP calls shards, need not all have something of every file."""
-    for name in files:
+def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> list[str]:
+    files = sorted(set(index.values()))
+    for file in politely(files):
+        if file not in sizes:
+            raise Corrupt(f"{file!r} is in {INDEX_NAME} and not in the directory", file=file)
+    return files
+
+
+def _files_without_index(sizes: Mapping[str, int]) -> list[str]:
+    """The index comes last. Where it is missing, the names say how many files there ought to be. Those of ranks, which
+    stock DCP calls shards, need not all have something of every file."""
+    files = sorted(name for name in politely(sizes) if name.endswith(SUFFIX))
+    checked: set[tuple[str, str]] = set()
+    for name in politely(files):
         match = _ONE_OF_MANY.fullmatch(name)
-        if match is None:
+        if match is None or (match[1], match[2]) in checked:
             continue
-        count = int(match[2])
-        wanted = (f"{match[1]}-{number:05d}-of-{match[2]}{SUFFIX}" for number in range(1, count + 1))
-        missing = next((one for one in wanted if one not in files), None)
+        checked.add((match[1], match[2]))
+        missing = next((one for one in _wanted(match[1], match[2]) if one not in sizes), None)
         if missing is not None:
-            raise Corrupt(f"{name} is one of {count} files, and {missing} is not there", file=missing)
+            raise Corrupt(f"{name} is one of {int(match[2])} files, and {missing} is not there", file=missing)
+    return files
+
+
+def _wanted(stem: str, count: str) -> Iterator[str]:
+    """The search for a name that is missing ends after as many steps as there are files, because it is found then."""
+    return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in politely(range(1, int(count) + 1)))
 
 
 async def read_safetensors_file(
@@ -143,7 +166,9 @@ async def _read_header(
     if start < 0 or begin > file_bytes:
         raise Corrupt(f"{file} has {file_bytes} bytes, too few for safetensors at {start}", file=file)
     await store.read(f"{directory}/{file}", [ReadRange(start, memoryview(prefix))], deadline=deadline)
-    raw = bytearray(header_bytes(prefix, file_bytes - begin, file))
+    nbytes = header_bytes(prefix, file_bytes - begin, file)
+    with allocating(f"reading the header of {file}"):
+        raw = bytearray(nbytes)
     await store.read(f"{directory}/{file}", [ReadRange(begin, memoryview(raw))], deadline=deadline)
     return await io_threads().run(parse_header, raw, begin + len(raw), file_bytes, file, deadline=deadline)
 
@@ -160,10 +185,38 @@ def _files(entry: Entry) -> Iterator[str]:
         yield entry.file
 
 
-async def read_file(store: Store, name: str, nbytes: int, deadline: Deadline) -> bytearray:
-    """A small file, whose size is known. Raises ``Corrupt`` if it claims to be a large one (a sparse file can)."""
-    if nbytes > _MOST_FILE_BYTES:
-        raise Corrupt(f"{name} has {nbytes} bytes, more than the {_MOST_FILE_BYTES} that are read", file=name)
-    raw = bytearray(nbytes)
-    await store.read(name, [ReadRange(0, memoryview(raw))], deadline=deadline)
+async def read_file(
+    store: Store, name: str, nbytes: int, deadline: Deadline, *, most_bytes: int = MOST_MANIFEST_BYTES
+) -> bytearray:
+    """All of a file that describes others, whose size is known, piece by piece.
+
+    Raises ``Corrupt``, before anything is read, if it claims more than ``most_bytes``; while it is read, if most of it
+    is empty: a sparse file has any size and takes no room. ``OutOfMemory``.
+    """
+    if nbytes > most_bytes:
+        raise Corrupt(f"{name} has {nbytes} bytes, more than the {most_bytes} that are read", file=name)
+    with allocating(f"reading {name}"):
+        raw = bytearray(nbytes)  # the system gives its pages one by one, when they are read into
+    whole, empty = memoryview(raw), _EmptyPages(name)
+    for start in range(0, nbytes, _PIECE_BYTES):
+        piece = whole[start : start + _PIECE_BYTES]
+        await store.read(name, [ReadRange(start, piece, partial(empty.look, piece))], deadline=deadline)
     return raw
+
+
+class _EmptyPages:
+    """Counts the pages of a file that hold nothing but zeros."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pages = self._empty = 0
+
+    def look(self, piece: memoryview) -> None:
+        """In a thread of the store, as the bytes arrive."""
+        for start in politely(range(0, len(piece), _PAGE_BYTES)):
+            self._pages += 1
+            self._empty += piece[start : start + _PAGE_BYTES].tobytes() == _EMPTY_PAGE
+        if self._empty > max(_MOST_EMPTY_PAGES, self._pages // 2):
+            raise Corrupt(
+                f"{self._name} consists of zeros for the most part: it is sparse, or damaged", file=self._name
+            )

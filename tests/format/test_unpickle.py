@@ -209,7 +209,8 @@ def test_memo_bombs_cost_nothing() -> None:
         assert isinstance(decode(b"\x80\x02" + bomb + b".", ALLOWED), tuple)
         assert isinstance(decode(b"\x80\x02}" + bomb + b"Ns.", ALLOWED), Pairs)
         assert isinstance(decode(b"\x80\x04\x8f(" + bomb + b"\x90.", ALLOWED), Call)
-        assert decode(b"\x80\x02Nr\xff\xff\xff\xff.", ALLOWED) is None  # a memo index of 4 Gi
+        with pytest.raises(Corrupt, match="memo index 4294967295, where 0 comes next"):
+            decode(b"\x80\x02Nr\xff\xff\xff\xff.", ALLOWED)
 
 
 def test_deep_and_circular_values_are_refused() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -163,6 +164,92 @@ def stock_cases(victim: str) -> Iterator[tuple[str, Make]]:
     yield "trailing bytes", lambda path: (described(path, weight, value), append(path / ".metadata", b"."))[0]
     yield "metadata is a bomb", lambda path: (stock(path), sparse(path / ".metadata", 1 << 40))[0]
     yield "zstd bomb", zstd_bomb
+
+
+# --- keys that share a hash -----------------------------------------------------------------------------------------
+
+_MODULUS = (1 << 61) - 1  # of CPython's hash of numbers
+MANY = 2_000
+
+
+def colliding() -> dict[str, list[Any]]:
+    """Thousands of keys with one hash, of each kind that a file can hold. None of them is ever put into a dict here."""
+    bits = [[number >> bit & 1 for bit in range(15)] for number in range(MANY)]
+    return {
+        "integers": [number * _MODULUS for number in range(MANY)],
+        "negative integers": [-number * _MODULUS for number in range(1, MANY)],
+        "tuples": [tuple(-1 - bit for bit in one) for one in bits],
+        "tuples of large integers": [(number * _MODULUS, "a") for number in range(MANY)],
+        "nested tuples": [((-1 - one[0], (tuple(-1 - bit for bit in one),)),) for one in bits],
+        "frozensets": [frozenset(at + bit * _MODULUS for at, bit in enumerate(one)) for one in bits],
+        "complex numbers": [complex(-1000003.0 * number, number) for number in range(2, MANY)],
+        "sizes": [torch.Size(bit * _MODULUS for bit in one) for one in bits],
+        "numpy numbers": [np.complex128(complex(-1000003.0 * number, number)) for number in range(2, MANY)],
+    }
+
+
+def opcodes(value: Any) -> bytes:
+    """What pushes a value, without the beginning and the end of its pickle."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def colliding_cases(sound: Path) -> Iterator[tuple[str, Make]]:
+    weight = item(STATE["w"])
+    for name, keys in colliding().items():
+        pushed = [opcodes(key) for key in keys]
+        for kind, pickled in {
+            "dict": b"}(" + b"".join(key + b"N" for key in pushed) + b"u",
+            "set": b"c__builtin__\nset\n](" + b"".join(pushed) + b"e\x85R",
+            "frozenset in a tuple": b"c__builtin__\nfrozenset\n](" + b"".join(pushed) + b"e\x85R\x85",
+            "ordered dict": b"ccollections\nOrderedDict\n)R(" + b"".join(key + b"N" for key in pushed) + b"u",
+        }.items():
+            bomb = with_records(item(1), lambda file, raw, p=pickled: _pickled(file, raw, p))  # type: ignore[misc]
+            yield f"colliding {name} of a {kind}", lambda path, bomb=bomb: described(path, weight, bomb)  # type: ignore[misc]
+    integers = [number * _MODULUS for number in range(MANY)]
+    nodes: dict[str, Any] = {
+        "dict": {"dict": [[{"int": hex(one)}, None] for one in integers]},
+        "set": {"set": [{"int": hex(one)} for one in integers]},
+        "tuples": {"set": [{"tuple": [-1 - (one >> bit & 1) for bit in range(15)]} for one in range(MANY)]},
+    }
+    for name, node in nodes.items():
+        yield (
+            f"colliding node {name}",
+            forged(sound, lambda head, lines, node=node: lines["v"][1].__setitem__(3, node)),  # type: ignore[misc]
+        )
+
+    def keys_of_paths(head: dict[str, Any], lines: dict[str, list[Any]]) -> None:
+        value = lines["v"]
+        more = {f"p.{one}": [*value[:2], f"p.{one}", ["p", {"key": one}]] for one in integers}
+        for line in more.values():
+            line[1] = [value[1][0], 0, 0, None]
+        lines.update(more)
+        head["entries"] = len(lines)
+
+    yield "colliding keys of paths", forged(sound, keys_of_paths)
+    offsets = [tuple(-1 - (one >> bit & 1) for bit in range(15)) for one in range(MANY)]
+    yield "colliding offsets", lambda path: scattered(path, offsets)
+    yield (
+        "colliding large offsets",
+        lambda path: scattered(path, [tuple(-at * _MODULUS for at in map(abs, one)) for one in offsets]),
+    )
+
+
+def _pickled(file: str, raw: bytes, pushed: bytes) -> bytes:
+    return b"\x80\x02" + pushed + b"." if file.endswith("data.pkl") else raw
+
+
+def scattered(path: Path, offsets: list[tuple[int, ...]]) -> None:
+    """Stock DCP's metadata with a place for each of these offsets of one tensor, which are written by hand: a dict of
+    them would never be made."""
+    described(path, item(STATE["w"]), item(STATE["v"]))
+    raw = (path / ".metadata").read_bytes()
+    at = raw.rindex(b"u", 0, raw.index(b"storage_meta") if b"storage_meta" in raw else len(raw))
+    module = b"torch.distributed.checkpoint."
+    state = b"".join(map(opcodes, ("relative_path", "x", "offset", 0, "length", 0)))
+    info = b"c" + module + b"filesystem\n_StorageInfo\n)\x81}(" + state + b"ub"
+    index = b"c" + module + b"metadata\nMetadataIndex\n)\x81}(" + b"".join(map(opcodes, ("fqn", "w", "offset")))
+    rows = [index + opcodes(one) + b"ub" + info for one in offsets]
+    (path / ".metadata").write_bytes(raw[:at] + b"".join(rows) + raw[at:])
 
 
 def zstd_bomb(path: Path) -> None:

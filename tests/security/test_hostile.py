@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _hostile import STATE, file_system_cases, own_cases, safetensors_cases, stock, stock_cases
+from _hostile import STATE, colliding_cases, file_system_cases, own_cases, safetensors_cases, stock, stock_cases
 
 import sidestream
 
@@ -28,7 +28,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sidestream.blocking.save(STATE, sound / "own")
     stock(sound / "stock")
     victim = root / "victim"
-    groups = (stock_cases(str(victim)), file_system_cases(root), safetensors_cases(), own_cases(sound / "own"))
+    groups = (
+        stock_cases(str(victim)),
+        file_system_cases(root),
+        safetensors_cases(),
+        own_cases(sound / "own"),
+        colliding_cases(sound / "own"),
+    )
     for name, make in (case for group in groups for case in group):
         make(root / "hostile" / name.replace("/", "_"))
     child = subprocess.run(
@@ -63,6 +69,7 @@ def test_everything_hostile_is_refused(outcomes: dict[str, Any]) -> None:
     loaded = {name for name, one in results.items() if one["load"] == "returned"}
     assert loaded == {
         "claim hole in a list",
+        "colliding keys of paths",
         "own list with a hole",
         "own same path",
     }  # a load goes by FQN, not by path

@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 
+from .._threads import politely
 from ..errors import Corrupt, Incomplete
 from .marker import find_attribute, last_attribute
 
-__all__ = ["PartMarker", "find_part_marker", "part_attribute", "part_manifest_name", "part_metadata_name", "whole"]
+__all__ = [
+    "PartMarker",
+    "find_part_marker",
+    "missing_ranks",
+    "part_attribute",
+    "part_manifest_name",
+    "part_metadata_name",
+    "whole",
+]
 
 _ATTRIBUTE = "sidestream_part"
 _ID = re.compile(r"[0-9a-f]{16}")
 _SHOWN = 20
 _MOST_RANKS = 10_000_000
+_MOST_MISSING = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
 def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
     """The parts of a checkpoint, by rank. ``found`` has what there is of each rank, at least one of them ours.
 
-    Raises ``Incomplete`` unless those of one save are all there, and no others."""
+    In a worker thread. Raises ``Incomplete`` unless those of one save are all there, and no others."""
     counts = Counter((one.save_id, one.world_size) for one in found.values() if one is not None)
     (save_id, world), _ = max(counts.items(), key=lambda item: (item[1], item[0]))
     mine = {
@@ -78,21 +89,35 @@ def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
         for rank, one in found.items()
         if one is not None and (one.save_id, one.world_size) == (save_id, world)
     }
-    missing = [rank for rank in range(world) if rank not in found]
-    others = {rank: _told(one, save_id) for rank, one in sorted(found.items()) if rank not in mine}
-    if not missing and not others:
+    others = {rank: _told(one, save_id) for rank, one in politely(sorted(found.items())) if rank not in mine}
+    there = sum(rank < world for rank in found)
+    if there == world and not others:
         return [mine[rank] for rank in range(world)]
     said = []
+    missing = missing_ranks(found, world)
     if missing:
-        said.append(f"missing are the parts of {_ranks(missing)}")
-    for other in dict.fromkeys(others.values()):
-        said.append(f"{_ranks([rank for rank, one in others.items() if one == other])}: {other}")
+        said.append(f"missing are the parts of {_ranks(missing, world - there)}")
+    for other, ranks in _by_text(others).items():
+        said.append(f"{_ranks(ranks, len(ranks))}: {other}")
     raise Incomplete(
         f"the save {save_id!r} of {world} ranks, each by itself, is not whole: {'; '.join(said)}",
         save_id=save_id,
         missing=missing,
         others={rank: "" if found[rank] is None else _id_of(found[rank]) for rank in others},
     )
+
+
+def missing_ranks(found: Container[int], world: int) -> list[int]:
+    """In a worker thread: the ranks that have no part; the first 65,536 of them, because a file of a few bytes can say
+    that there are millions."""
+    return list(islice((rank for rank in politely(range(world)) if rank not in found), _MOST_MISSING))
+
+
+def _by_text(others: Mapping[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, text in politely(others.items()):
+        found.setdefault(text, []).append(rank)
+    return dict(islice(found.items(), _SHOWN))
 
 
 def _id_of(one: PartMarker | None) -> str:
@@ -107,7 +132,7 @@ def _told(one: PartMarker | None, save_id: str) -> str:
     return f"a part of the save {one.save_id!r}"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    ranks = list(ranks)
-    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+def _ranks(ranks: Sequence[int], count: int) -> str:
+    """The first of ``count`` ranks."""
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {count - _SHOWN} more" if count > _SHOWN else "")
+    return f"rank {shown}" if count == 1 else f"ranks {shown}"

@@ -8,6 +8,7 @@ from .._threads import let_go, politely
 from ..errors import Corrupt, UnsupportedCheckpoint
 from .dtypes import DTYPES
 from .foreign_tensors import DtypeNames, is_dtype
+from .keys import name_of
 from .pickle_machine import Call, Global, Limits, Pairs
 from .records import Chunk, Entry, Key, Manifest, TensorEntry, ValueEntry
 from .transforms import check_transforms
@@ -40,7 +41,8 @@ _MAX_RANK = 64
 _MAX_PATH = 64
 _MAX_FQN = 4096
 
-_Index = tuple[str, tuple[int, ...] | None]
+_Index = tuple[str, str]
+"""FQN, and the name of the offsets (see ``keys.py``), empty for a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class _Location:
     transform: str | None
 
 
-def read_dcp_metadata(data: bytes) -> Manifest:
+def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
     """The checkpoint that a ``.metadata`` file describes, with an empty ``save_id`` and ``files``, not yet validated.
 
     Unknown attributes are ignored. Without ``planner_data`` the path of an entry is its FQN.
@@ -99,7 +101,7 @@ def _chunk(fqn: str, described: object, locations: dict[_Index, _Location]) -> C
 
 def _take(locations: dict[_Index, _Location], fqn: str, offsets: tuple[int, ...] | None) -> _Location:
     """The location of an item, which is used up: a list of chunks that repeats one ends here, however long it is."""
-    where = locations.pop((fqn, offsets), None)
+    where = locations.pop((fqn, "" if offsets is None else name_of(offsets)), None)
     if where is None:
         at = "" if offsets is None else f" for the chunk at {list(offsets)}, or has the chunk twice"
         raise Corrupt(f".metadata: {fqn!r} has no storage_data{at}", fqn=fqn)
@@ -134,7 +136,7 @@ def _locations(storage_data: object) -> dict[_Index, _Location]:
                 where = _Location(file, start, length, check_transforms(info.get("transform_descriptors"), fqn))
             case _:
                 raise Corrupt(f".metadata: the storage_data of {fqn!r} is incomplete", fqn=fqn)
-        slot = (fqn, None if offset is None else _dims(offset, fqn))
+        slot = (fqn, "" if offset is None else name_of(_dims(offset, fqn)))
         if slot in locations:
             raise Corrupt(f".metadata: {fqn!r} has two locations for one chunk", fqn=fqn)
         locations[slot] = where
@@ -161,7 +163,7 @@ def _dims(value: object, fqn: str) -> tuple[int, ...]:
     """Sizes or offsets: a ``torch.Size``, or a tuple as some writers have it."""
     if isinstance(value, Call) and value.function == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
-    if isinstance(value, tuple) and len(value) <= _MAX_RANK and all(type(dim) is int for dim in value):
+    if isinstance(value, tuple) and len(value) <= _MAX_RANK and all(type(dim) is int and dim >= 0 for dim in value):
         return value
     raise Corrupt(f".metadata: {fqn!r} has sizes or offsets that are none", fqn=fqn)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import Corrupt, UnsupportedCheckpoint
 from .dtypes import DTYPES, STORAGE_DTYPES, itemsize
@@ -83,7 +83,8 @@ def read_tensor(value: object) -> StoredTensor:
         raise UnsupportedCheckpoint("a lazily conjugated or negated tensor; resolve it before saving")
     tensor = StoredTensor(name, _dims(shape), _dims(strides), offset, key, storage_bytes)
     _check_reach(tensor)
-    return tensor
+    first = offset if math.prod(tensor.shape) else 0
+    return replace(tensor, strides=_significant(tensor.shape, tensor.strides), storage_offset=first)
 
 
 def _storage(value: object, dtype: Global | None) -> tuple[str, str, int]:
@@ -119,6 +120,20 @@ def _check_reach(tensor: StoredTensor) -> None:
     reach = sum((dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.strides, strict=True))
     if (tensor.storage_offset + reach + 1) * itemsize(tensor.dtype) > tensor.storage_bytes:
         raise _malformed("it reaches out of its storage")
+
+
+def _significant(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides with those that no element depends on as a row-major tensor has them. They could be any numbers, and
+    one of them is as good a reason as another to take two equal tensors for different ones."""
+    dense = []
+    following = 1
+    for dim in reversed(shape):
+        dense.append(following)
+        following *= max(dim, 1)
+    dense.reverse()
+    if not math.prod(shape):
+        return tuple(dense)
+    return tuple(own if dim > 1 else row for dim, own, row in zip(shape, strides, dense, strict=True))
 
 
 def _malformed(what: str) -> Corrupt:

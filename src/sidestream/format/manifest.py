@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from .._threads import politely
 from ..errors import Corrupt, UnsupportedCheckpoint
@@ -138,11 +138,11 @@ def _chunk(chunk: Chunk) -> list[object]:
     return [chunk.offsets, chunk.sizes, *place, crcs, *digests]
 
 
-def parse_manifest(raw: bytes) -> Manifest | Root:
+def parse_manifest(raw: bytes | bytearray) -> Manifest | Root:
     """Raises ``Corrupt`` where the text is not what ``write_manifest`` writes, ``UnsupportedCheckpoint`` for a later
     version. The content is not validated here (``validate.py``). In a worker thread. A ``Root`` has its entries in
     the parts of the ranks (``shared.py``)."""
-    lines = raw.split(b"\n")
+    lines = cast(list[bytes], raw.split(b"\n"))
     if lines.pop() != b"":
         raise Corrupt("the manifest is cut off")
     try:

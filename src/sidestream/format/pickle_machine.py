@@ -73,16 +73,25 @@ class Machine:
 
     __slots__ = ("allowed", "data", "limits", "marks", "memo", "position", "stack")
 
-    def __init__(self, data: bytes, allowed: Container[str], limits: Limits) -> None:
+    def __init__(self, data: bytes | bytearray, allowed: Container[str], limits: Limits) -> None:
         self.data = data
         self.allowed = allowed
         self.limits = limits
         self.position = 0
         self.stack: list[object] = []
         self.marks: list[list[object]] = []  # the stacks below each open mark
-        self.memo: dict[int, object] = {}
+        self.memo: list[object] = []
 
-    def take(self, count: int) -> bytes:
+    def memoize(self, index: int) -> None:
+        """Every pickler numbers its memo from 0 on. A dict of numbers that the file chooses could be made slow."""
+        if index == len(self.memo):
+            self.memo.append(self.stack[-1])
+        elif index < len(self.memo):
+            self.memo[index] = self.stack[-1]
+        else:
+            raise self.malformed(f"memo index {index}, where {len(self.memo)} comes next")
+
+    def take(self, count: int) -> bytes | bytearray:
         start = self.position
         end = start + count
         if end > len(self.data):

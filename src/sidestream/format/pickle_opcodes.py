@@ -91,14 +91,14 @@ def _float(machine: Machine) -> None:
     machine.stack.append(struct.unpack(">d", machine.take(8))[0])
 
 
-def _sized(length_bytes: int, make: Callable[[bytes], object]) -> _Handler:
+def _sized(length_bytes: int, make: Callable[[bytes | bytearray], object]) -> _Handler:
     def push(machine: Machine) -> None:
         machine.stack.append(make(machine.take(machine.number(length_bytes))))
 
     return push
 
 
-def _text(encoded: bytes) -> str:
+def _text(encoded: bytes | bytearray) -> str:
     return encoded.decode("utf-8", "surrogatepass")
 
 
@@ -125,13 +125,13 @@ _opcode(0x96)(_sized(8, bytearray))  # BYTEARRAY8
 
 @_opcode(0x94)  # MEMOIZE
 def _memoize(machine: Machine) -> None:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
+    machine.memo.append(machine.stack[-1])
 
 
 @_opcode(ord("q"), ord("r"))  # BINPUT, LONG_BINPUT
 def _put(machine: Machine) -> None:
     long = machine.data[machine.position - 1] == ord("r")
-    machine.memo[machine.number(4 if long else 1)] = machine.stack[-1]
+    machine.memoize(machine.number(4 if long else 1))
 
 
 @_opcode(ord("h"))  # BINGET

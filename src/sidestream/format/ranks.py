@@ -9,11 +9,12 @@ from typing import TypeAlias
 
 from .._threads import politely
 from ..errors import Corrupt
+from .keys import name_of
 from .records import Chunk, Entry, Manifest, TensorEntry, ValueEntry
 
-__all__ = ["Item", "Replica", "is_rank_file", "merge_ranks", "rank_files"]
+__all__ = ["Item", "Replica", "is_rank_file", "merge_ranks", "rank_files", "ranks_among"]
 
-_NAME = re.compile(r"__(0|[1-9]\d{0,6})\.metadata")
+_NAME = re.compile(r"__(0|[1-9][0-9]{0,6})\.metadata")
 
 Item: TypeAlias = "tuple[TensorEntry, Chunk] | ValueEntry"
 
@@ -31,9 +32,14 @@ def is_rank_file(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def ranks_among(names: Iterable[str]) -> list[int]:
+    """In a worker thread: the ranks that have such a file, in order."""
+    return sorted(int(match[1]) for name in politely(names) if (match := _NAME.fullmatch(name)))
+
+
 def rank_files(names: Iterable[str]) -> list[str]:
     """The files of the ranks, in order; none if there are none. Raises ``Corrupt`` where one of them is missing."""
-    ranks = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+    ranks = ranks_among(names)
     for expected, rank in enumerate(ranks):
         if rank != expected:
             raise Corrupt(f"__{expected}.metadata is missing, although __{rank}.metadata is there")
@@ -46,7 +52,7 @@ def merge_ranks(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
     Raises ``Corrupt``, naming FQN and rank, where they disagree about what a name stands for.
     """
     entries: dict[str, Entry] = {}
-    boxes: dict[str, dict[object, Chunk]] = {}
+    boxes: dict[str, dict[str, Chunk]] = {}
     replicas: list[Replica] = []
     for rank, part in enumerate(parts):
         for fqn, entry in politely(part.entries.items()):
@@ -64,17 +70,17 @@ def merge_ranks(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
     return Manifest(save_id="", entries=_with_chunks(entries, boxes), files={}), replicas
 
 
-def _gather(fqn: str, entry: TensorEntry, boxes: dict[object, Chunk]) -> list[Replica]:
+def _gather(fqn: str, entry: TensorEntry, boxes: dict[str, Chunk]) -> list[Replica]:
     """Add the chunks of a rank to those of the ranks before; those that were there are replicas."""
     found = []
-    for chunk in entry.chunks:
-        first = boxes.setdefault((chunk.offsets, chunk.sizes), chunk)
+    for chunk in politely(entry.chunks, 128):
+        first = boxes.setdefault(name_of(chunk.offsets, chunk.sizes), chunk)
         if first is not chunk:
             found.append(Replica(fqn, (entry, first), (entry, chunk)))
     return found
 
 
-def _with_chunks(entries: dict[str, Entry], boxes: Mapping[str, Mapping[object, Chunk]]) -> dict[str, Entry]:
+def _with_chunks(entries: dict[str, Entry], boxes: Mapping[str, Mapping[str, Chunk]]) -> dict[str, Entry]:
     return {
         fqn: replace(entry, chunks=tuple(boxes[fqn].values())) if isinstance(entry, TensorEntry) else entry
         for fqn, entry in politely(entries.items())

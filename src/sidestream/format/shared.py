@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from .._threads import politely
 from ..errors import Corrupt
+from .keys import name_of
 from .records import Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _EVERY = 128
+_MOST_ROWS = 1 << 32
 
 
 class Placed(NamedTuple):
@@ -82,9 +84,9 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has written: chunks by row and offsets, values by row."""
+    """What a rank has written: chunks by row and the name of their offsets (``keys.py``), values by row."""
 
-    chunks: Mapping[tuple[int, tuple[int, ...]], Chunk]
+    chunks: Mapping[tuple[int, str], Chunk]
     values: Mapping[int, tuple[str, int, int, Node]]
 
 
@@ -113,9 +115,9 @@ def _line(content: object) -> bytes:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def parse_part(raw: bytes) -> Part:
+def parse_part(raw: bytes | bytearray) -> Part:
     """Raises ``Corrupt``."""
-    chunks: dict[tuple[int, tuple[int, ...]], Chunk] = {}
+    chunks: dict[tuple[int, str], Chunk] = {}
     values: dict[int, tuple[str, int, int, Node]] = {}
     lines = raw.split(b"\n")
     if lines.pop() != b"":
@@ -125,13 +127,15 @@ def parse_part(raw: bytes) -> Part:
             row, offsets, *rest = json.loads(line.decode())
             if offsets is None:
                 file, offset, nbytes, node = rest
-                _check(row, offset, nbytes)
+                _check(offset, nbytes)
+                _check_row(row)
                 values[row] = (_text(file), offset, nbytes, node)
                 continue
             sizes, file, item_offset, item_bytes, payload_offset, crcs, *digests = rest
-            _check(row, item_offset, item_bytes, payload_offset, *offsets, *sizes)
+            _check(item_offset, item_bytes, payload_offset, *offsets, *sizes)
+            _check_row(row)
             (digest,) = digests or (None,)
-            chunks[row, tuple(offsets)] = Chunk(
+            chunks[row, name_of(tuple(offsets))] = Chunk(
                 tuple(offsets), tuple(sizes), _text(file), item_offset, item_bytes, payload_offset,
                 base64.b64decode(crcs, validate=True),
                 digests=None if digest is None else base64.b64decode(digest, validate=True),
@@ -146,6 +150,12 @@ def parse_part(raw: bytes) -> Part:
 def _check(*numbers: Any) -> None:
     if any(type(number) is not int for number in numbers):
         raise Corrupt("a part of the manifest has something else where a number belongs")
+
+
+def _check_row(number: Any) -> None:
+    """Rows are keys of dicts: integers without a bound could all have one hash."""
+    if type(number) is not int or not 0 <= number < _MOST_ROWS:
+        raise Corrupt("a part of the manifest has something else where the number of a row belongs")
 
 
 def _text(value: Any) -> str:
@@ -223,7 +233,7 @@ def _chunks(root: Root, parts: Mapping[int, Part], number: int, row: SharedRow, 
         part = parts.get(placed.rank)
         if part is None and not whole:
             continue
-        chunk = None if part is None else part.chunks.get((number, placed.offsets))
+        chunk = None if part is None else part.chunks.get((number, name_of(placed.offsets)))
         if chunk is None or chunk.sizes != placed.sizes:
             raise Corrupt(f"{row.fqn}: no part of the manifest has its box at {placed.offsets}", fqn=row.fqn)
         yield chunk

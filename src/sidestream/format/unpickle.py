@@ -25,7 +25,7 @@ _STOP = ord(".")
 _SLICE = 512  # opcodes, a fraction of a microsecond each
 
 
-def decode(data: bytes, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS) -> object:
+def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS) -> object:
     """What ``data`` describes: None, bool, int, float, str, bytes, bytearray, list, tuple and the records above.
 
     The result is finite (no container holds itself) and nested at most ``limits.depth`` deep, so that a recursive
@@ -75,7 +75,7 @@ def _check_nesting(root: object, limit: int) -> None:
         return
     heights: dict[int, int] = {}  # by id; 0 while the parts are being visited
     todo = [root]
-    while todo:
+    for _ in politely(iter(lambda: bool(todo), False)):
         part = todo[-1]
         key = id(part)
         height = heights.get(key)

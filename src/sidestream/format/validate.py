@@ -10,6 +10,7 @@ from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
 from .cover import TooIntricateError, find_overlap, volume
 from .digest import DIGEST_BYTES
 from .dtypes import DTYPES, itemsize
+from .keys import name_of
 from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
 from .shared import Root
 from .transforms import MOST_EXPANSION
@@ -80,12 +81,13 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
 
 def check_patterns(root: Root, rows: Iterable[int]) -> None:
     """In a worker thread: the boxes of each of these rows cover its shape, and lie apart. Raises as ``validate``."""
-    known: set[tuple[int, tuple[int, ...]]] = set()
+    known: set[tuple[int, str]] = set()
     for number in politely(rows):
         row = root.shared.rows[number]
-        if (row.pattern, row.shape) in known:
+        layout = (row.pattern, name_of(row.shape))
+        if layout in known:
             continue
-        known.add((row.pattern, row.shape))
+        known.add(layout)
         boxes = [(one.offsets, one.sizes) for one in root.shared.patterns[row.pattern]]
         numel = math.prod(row.shape)
         try:

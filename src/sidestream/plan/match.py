@@ -291,7 +291,9 @@ def _match_stateful(
     nothing, and may be."""
     empty = [leaf for leaf in leaves if leaf.kind == "empty"]
     if not manifest.exact:  # stock DCP has no entries for empty dicts; the object wants to see them all the same
-        saved = {plain_path(entry.path)[:depth] for entry in below.values() for depth in range(len(entry.path) + 1)}
+        ours = {plain_path(leaf.path) for leaf in empty}  # looked up in, because hashes of saved paths can be chosen
+        paths = (plain_path(entry.path) for entry in politely(below.values()))
+        saved = {path[:depth] for path in paths for depth in range(len(path) + 1) if path[:depth] in ours}
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
     instance = root.value.instance
     if not below:

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from ..errors import InvalidOption, UnsafeObject, UnsupportedCheckpoint
+from .hashed import check_hashes
 
 __all__ = ["NOTHING_ALLOWED", "Allowed", "allowed_types", "lookup", "rebuild", "rebuild_member"]
 
@@ -42,6 +43,7 @@ def rebuild(content: Any, decode: Callable[[Any], Any], allow: Allowed) -> Any:
     args = [decode(arg) for arg in content["args"]]
     elements = [decode(element) for element in content.get("elements", ())]
     items = [(decode(key), decode(value)) for key, value in content.get("items", ())]
+    check_hashes([key for key, _ in items])
     state = decode(content["state"]) if "state" in content else None
     try:
         instance = kind.__new__(kind, *args) if content["new"] else kind(*args)

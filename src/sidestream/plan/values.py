@@ -17,6 +17,7 @@ from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from ..format.dtypes import DTYPES
 from ..format.records import Node
 from ..format.values import check_inline_tensor, node_bytes, node_kind
+from .hashed import fill, set_of
 from .objects import NOTHING_ALLOWED, Allowed, lookup, rebuild, rebuild_member
 
 __all__ = ["copy_value", "decode_value", "encode_value"]
@@ -133,20 +134,20 @@ def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Any:
         ) from None
 
 
-_BUILDERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-
-
 def _decode(node: Node, allow: Allowed) -> Any:
     kind, content = node_kind(node)
     if kind == "scalar":
         return content
-    if kind in _BUILDERS:
-        return _BUILDERS[kind](_decode(item, allow) for item in content)
     match kind:
-        case "dict":
-            return {_decode(key, allow): _decode(value, allow) for key, value in content}
-        case "ordered_dict":
-            return OrderedDict((_decode(key, allow), _decode(value, allow)) for key, value in content)
+        case "list" | "tuple":
+            items = [_decode(item, allow) for item in content]
+            return items if kind == "list" else tuple(items)
+        case "set" | "frozenset":
+            elements = set_of([_decode(item, allow) for item in content])
+            return elements if kind == "set" else frozenset(elements)
+        case "dict" | "ordered_dict":
+            pairs = [(_decode(key, allow), _decode(value, allow)) for key, value in content]
+            return fill({} if kind == "dict" else OrderedDict(), pairs)
         case "int":
             return int(content, 16)
         case "float":
