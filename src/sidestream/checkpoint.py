@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -14,9 +14,9 @@ from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
 from .catalog import open_manifest
-from .errors import Corrupt, InvalidOption, MissingKeys
-from .foreign import read_values
-from .format.records import EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
+from .errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
+from .foreign import read_values, why_opaque
+from .format.records import EmptyEntry, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .loading import new_tensors
 from .mapping import map_tensors
 from .options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout
@@ -24,6 +24,7 @@ from .plan.assemble import assemble
 from .plan.metadata import decode_metadata
 from .plan.objects import Allowed, allowed_types
 from .plan.ranges import Box
+from .plan.selecting import selected
 from .reading import Reader, Wanted, whole
 from .storage import Location, Where, locate_directory
 from .streams import Streams, streams_of
@@ -37,7 +38,8 @@ Memory: TypeAlias = Literal["host", "mapped"] | torch.device
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A saved tensor: dtype, global shape, bytes."""
+    """A saved tensor: dtype, global shape, bytes. Of one that this version cannot read: the dtype and shape that it
+    shows, and the bytes of its items."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -118,6 +120,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
 
     def __getitem__(self, fqn: str) -> TensorInfo | None:
         entry = self._entry(fqn)
+        if isinstance(entry, OpaqueEntry):
+            return _opaque_info(fqn, entry)
         if not isinstance(entry, TensorEntry):
             return None
         dtype = dtype_from_name(entry.dtype)
@@ -141,9 +145,10 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
 
         Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. Raises ``MissingKeys``,
-        ``InvalidOption`` for a slice with a step or for no device of this machine, ``Corrupt``. A cancel leaves nothing
-        behind.
+        ``InvalidOption`` for a slice with a step or for no device of this machine, ``UnsupportedCheckpoint`` for a
+        tensor of a kind that this version does not read, ``Corrupt``. A cancel leaves nothing behind.
         """
+        await self._refuse({fqn: one} if isinstance(one := self._entry(fqn), OpaqueEntry) else {})
         info = self.info(fqn)
         where = _device(device)
         entry = self._manifest.entries[fqn]
@@ -164,12 +169,19 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
     async def value(self, fqn: str) -> Any:
         """A plain value, or a tensor like ``tensor()``. Raises ``MissingKeys``, ``UnsafeObject`` (other writers)."""
         entry = self._entry(fqn)
-        if isinstance(entry, TensorEntry):
+        if isinstance(entry, TensorEntry | OpaqueEntry):
             return await self.tensor(fqn)
         return (await self._values({fqn: entry} if isinstance(entry, ValueEntry) else {})).get(fqn, {})
 
-    async def state_dict(self, *, memory: Memory = "host", progress: Progress | None = None) -> dict[Any, Any]:
-        """Everything, nested as it was saved; tied tensors are tied again.
+    async def state_dict(
+        self,
+        *,
+        memory: Memory = "host",
+        progress: Progress | None = None,
+        select: str | Collection[str] | None = None,
+    ) -> dict[Any, Any]:
+        """Everything, nested as it was saved; tied tensors are tied again. ``select``: patterns of FQNs
+        (``"model.*"``), of which only what matches is read.
 
         ``memory``: new memory of the ``"host"``, of a ``torch.device``, or ``"mapped"``: tensors over the files of a
         checkpoint on this machine, without a copy. Mapped ones may be written to, which changes private copies of
@@ -179,13 +191,15 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         in checkpoints of other writers that may be all of them.
 
         A checkpoint of stock DCP says neither where it had empty containers nor which keys were integers.
-        ``progress(done, total)`` is called on the loop with bytes. Raises ``Corrupt``, ``InvalidOption``. A cancel
-        leaves nothing behind.
+        ``progress(done, total)`` is called on the loop with bytes. Raises ``Corrupt``, ``InvalidOption``,
+        ``MissingKeys`` for a pattern that matches nothing, ``UnsupportedCheckpoint`` where a tensor of a kind that this
+        version does not read is asked for. A cancel leaves nothing behind.
         """
         device = None if memory == "host" else _memory(memory)
         deadline = Deadline.after(self._timeout_s)
-        entries = self._manifest.entries
-        fqns, value_entries = await io_threads().run(_sorted_out, entries, deadline=deadline)
+        entries = await io_threads().run(self._selected, select, deadline=deadline)
+        fqns, value_entries, opaque = await io_threads().run(_sorted_out, entries, deadline=deadline)
+        await self._refuse(opaque)
         values = await self._values(value_entries)
         mapped = {}
         if memory == "mapped":
@@ -208,7 +222,22 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is."""
         return await verify_manifest(self._location, self._manifest, Deadline.after(self._timeout_s), progress)
 
-    def _entry(self, fqn: str) -> TensorEntry | ValueEntry | EmptyEntry:
+    def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
+        entries = self._manifest.entries
+        return entries if select is None else {fqn: entries[fqn] for fqn in selected(entries, select, self.url)}
+
+    async def _refuse(self, opaque: Mapping[str, OpaqueEntry]) -> None:
+        """Raise for the first of these, if there are some, and say how many there are."""
+        if not opaque:
+            return
+        deadline = Deadline.after(self._timeout_s)
+        with self._all_there():
+            error = await why_opaque(self._location.store, self._location.name, *next(iter(opaque.items())), deadline)
+        others = f"; {len(opaque)} such tensors were asked for, leave them out with select=" if len(opaque) > 1 else ""
+        error.args = (f"{self.url}: {error.args[0]}{others}",)
+        raise error
+
+    def _entry(self, fqn: str) -> Entry:
         try:
             return self._manifest.entries[fqn]
         except KeyError:
@@ -236,6 +265,14 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             return await read_values(store, directory, self._manifest, entries, deadline, self._allow, self._trust)
 
 
+def _opaque_info(fqn: str, entry: OpaqueEntry) -> TensorInfo:
+    try:
+        dtype = dtype_from_name(entry.dtype)
+    except KeyError:
+        raise UnsupportedCheckpoint(f"{fqn} has dtype {entry.dtype}, which this torch does not know") from None
+    return TensorInfo(dtype, torch.Size(entry.shape), sum(chunk.item_bytes for chunk in entry.chunks))
+
+
 def _device(device: object) -> torch.device:
     try:
         found: torch.device = torch.device(device)  # type: ignore[call-overload]
@@ -254,15 +291,17 @@ def _memory(memory: object) -> torch.device | None:
     raise InvalidOption(f'memory={memory!r} has to be "host", "mapped" or a torch.device')
 
 
-def _sorted_out(entries: Mapping[str, Entry]) -> tuple[list[str], dict[str, ValueEntry]]:
-    """The tensors, and the plain values."""
-    tensors, values = [], {}
+def _sorted_out(entries: Mapping[str, Entry]) -> tuple[list[str], dict[str, ValueEntry], dict[str, OpaqueEntry]]:
+    """The tensors, the plain values, and the tensors that cannot be read."""
+    tensors, values, opaque = [], {}, {}
     for fqn, entry in politely(entries.items()):
         if isinstance(entry, TensorEntry):
             tensors.append(fqn)
         elif isinstance(entry, ValueEntry):
             values[fqn] = entry
-    return tensors, values
+        elif isinstance(entry, OpaqueEntry):
+            opaque[fqn] = entry
+    return tensors, values, opaque
 
 
 def _distinct(

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeAlias
 
 import torch
 
 from ._threads import Deadline, io_threads, politely
-from .errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
+from .errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
 from .format.checksum import crc32
 from .format.dtypes import itemsize
 from .format.ranks import Replica
-from .format.records import Chunk, Entry, ForeignPayload, Manifest, TensorEntry, ValueEntry
+from .format.records import Chunk, Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .format.torch_item import Records, open_tensor_item, open_value_item
-from .format.torch_zip import TorchZip, is_zip
+from .format.torch_zip import TorchZip, is_older, is_zip
 from .format.transforms import require, unpack
 from .format.values import is_stored
 from .options import Trust
@@ -30,9 +31,10 @@ from .storage import ReadRange, Store
 __all__ = [
     "Located",
     "Opened",
-    "Seekable",
+    "StoreFile",
     "agree",
     "check_item_records",
+    "check_opaque_item",
     "ends_of",
     "is_closed",
     "locate_tensor",
@@ -40,6 +42,7 @@ __all__ = [
     "read_item",
     "read_values",
     "unpack_chunk",
+    "why_opaque",
 ]
 
 Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
@@ -49,6 +52,7 @@ Opened: TypeAlias = dict[Chunk, tuple[Chunk, ForeignPayload]]
 """Chunks whose zips have been looked into, as they are without and with what those say."""
 
 _END_BYTES = 64 << 10
+_BARE = {"stored": "bytes"}  # what a planner wrote as bytes of its own
 _MAX_VALUE_BYTES = 64 << 20
 
 
@@ -84,7 +88,7 @@ def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> dict[str, Any]
 async def _read_value(
     store: Store, directory: str, fqn: str, entry: ValueEntry, deadline: Deadline, allow: Allowed, trust: Trust
 ) -> Any:
-    if entry.node == {"stored": "bytes"}:
+    if entry.node == _BARE:
         raise UnsafeObject(
             f"{fqn}: a planner wrote it as bytes that are no value to anybody else; load it with "
             "sidestream.dcp.StorageReader and that planner"
@@ -106,8 +110,8 @@ def _open_value(raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed, tru
 
 def _unpickle(content: bytearray) -> Any:
     """The one place where a file's own code may run: the caller has said that it may."""
-    if is_zip(content):
-        TorchZip(io.BytesIO(content), len(content)).check()  # torch compares no checksums
+    if not is_older(content):
+        _check_records(content)  # torch compares no checksums
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
     except Exception as error:
@@ -176,7 +180,10 @@ def _open_chunk(
 async def check_item_records(
     store: Store, directory: str, fqn: str, entry: Entry, item: Chunk | ValueEntry, deadline: Deadline
 ) -> bool:
-    """Read an item as a whole and compare the checksums of all its records; False if it has none. Builds no value."""
+    """Read an item as a whole, and compare and decode as a load would; False if it has no checksums. Builds no value.
+
+    What a load raises ``Corrupt`` for, this does too: an item that is neither a zip nor in torch's older format is
+    damaged. An object that only ``allow`` would let pass is none of its concerns."""
     if isinstance(item, ValueEntry) and item.item_bytes > _MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
     raw = await read_item(store, directory, item, deadline)
@@ -188,11 +195,53 @@ async def check_item_records(
                 content, _ = unpack_chunk(fqn, entry, item, raw)
             elif item.transform:
                 content = unpack(raw, _MAX_VALUE_BYTES)
-            if is_zip(content):
-                TorchZip(io.BytesIO(content), len(content)).check()
-            return is_zip(content)
+            bare = isinstance(item, ValueEntry) and item.node == _BARE
+            if is_older(content) or (bare and not is_zip(content)):
+                return False
+            _check_records(content)
+            if isinstance(item, ValueEntry) and not bare:
+                with suppress(UnsafeObject):
+                    open_value_item(io.BytesIO(content), len(content))
+            return True
 
     return await io_threads().run(check, deadline=deadline)
+
+
+def _check_records(content: bytearray) -> None:
+    TorchZip(io.BytesIO(content), len(content)).check()
+
+
+async def check_opaque_item(store: Store, directory: str, fqn: str, chunk: Chunk, deadline: Deadline) -> None:
+    """Read an item that only its writer understands, in pieces, and compare the checksums of all its records.
+
+    A compressed item is not looked at. One at a time: the thread that compares waits for others that read."""
+    if chunk.transform:
+        return
+    item = StoreFile(store, f"{directory}/{chunk.file}", chunk.item_bytes, deadline, chunk.item_offset)
+
+    def check() -> None:
+        with _about(chunk, fqn), io.BufferedReader(item, _END_BYTES) as file:
+            TorchZip(file, chunk.item_bytes).check()
+
+    await io_threads().run(check, deadline=deadline)
+
+
+async def why_opaque(store: Store, directory: str, fqn: str, entry: OpaqueEntry, deadline: Deadline) -> SidestreamError:
+    """What to raise where an ``OpaqueEntry`` is asked for. Only the ends of its items are read: they say whether it is
+    of a kind that this version does not read (``UnsupportedCheckpoint``) or damaged (``Corrupt``)."""
+    tensor = TensorEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
+    for chunk in entry.chunks:
+        if chunk.transform:
+            continue
+        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
+        try:
+            await io_threads().run(open_ends, fqn, tensor, chunk, ends, deadline=deadline)
+        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+            return error
+    return UnsupportedCheckpoint(
+        f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
+        "torch.distributed.checkpoint"
+    )
 
 
 @contextmanager
@@ -282,7 +331,7 @@ def open_ends(
         return _open_chunk(entry, chunk, item, records)
 
 
-class Seekable(io.RawIOBase):
+class _Seekable(io.RawIOBase):
     """A file of ``nbytes`` to be read from anywhere; ``readinto`` is up to those who derive from it."""
 
     def __init__(self, nbytes: int) -> None:
@@ -301,7 +350,30 @@ class Seekable(io.RawIOBase):
         return self._position
 
 
-class _Ends(Seekable):
+class StoreFile(_Seekable):
+    """``nbytes`` of a file of a store from ``start`` on, for code in a worker thread that reads them bit by bit; the
+    loop that this is made on does the reading."""
+
+    def __init__(self, store: Store, name: str, nbytes: int, deadline: Deadline, start: int = 0) -> None:
+        super().__init__(nbytes)
+        self._store, self._name, self._deadline, self._start = store, name, deadline, start
+        self._loop = asyncio.get_running_loop()
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        nbytes = max(0, min(len(buffer), self._nbytes - self._position))
+        if nbytes:
+            into = memoryview(buffer)[:nbytes]
+            one = ReadRange(self._start + self._position, into)
+            read = self._store.read(self._name, [one], deadline=self._deadline)
+            try:
+                asyncio.run_coroutine_threadsafe(read, self._loop).result()
+            except FileNotFoundError as error:
+                raise Corrupt(f"{self._name} was deleted while it was read") from error
+        self._position += nbytes
+        return nbytes
+
+
+class _Ends(_Seekable):
     """A file of which only head and tail are there. Whoever reads what lies between finds zeros, and no zip."""
 
     def __init__(self, head: bytes, tail: bytes, nbytes: int) -> None:

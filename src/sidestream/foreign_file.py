@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Mapping
 
 import torch
 
 from ._threads import Deadline, io_threads, politely
-from .errors import Corrupt
-from .foreign import Seekable
+from .foreign import StoreFile
 from .foreign_manifest import read_safetensors_file
 from .format.records import Chunk, EmptyEntry, Entry, ForeignPayload, Manifest, TensorEntry, ValueEntry
 from .format.safetensors import SUFFIX
 from .format.torch_file import FileTensor, FileValue, read_torch_file
-from .storage import ReadRange, Store
+from .storage import Store
 
 __all__ = ["FILE_SUFFIXES", "TORCH_SUFFIXES", "read_file_manifest"]
 
@@ -30,7 +28,7 @@ async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Dea
     Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``KeyCollision``."""
     if name.endswith(SUFFIX):
         return await read_safetensors_file(store, ".", name, {name: nbytes}, deadline)
-    reader = _StoreFile(store, name, nbytes, asyncio.get_running_loop(), deadline)
+    reader = StoreFile(store, name, nbytes, deadline)
 
     def read() -> Manifest:
         with io.BufferedReader(reader, 1 << 16) as file:
@@ -59,25 +57,3 @@ def _tensor(one: FileTensor, name: str) -> TensorEntry:
     offsets = (0,) * len(stored.shape)
     chunk = Chunk(offsets, stored.shape, name, one.start, stored.storage_bytes, one.start, told=payload)
     return TensorEntry(one.path, stored.dtype, stored.shape, (chunk,))
-
-
-class _StoreFile(Seekable):
-    """A file of a store for code in a worker thread that reads it bit by bit; the loop does the reading."""
-
-    def __init__(
-        self, store: Store, name: str, nbytes: int, loop: asyncio.AbstractEventLoop, deadline: Deadline
-    ) -> None:
-        super().__init__(nbytes)
-        self._store, self._name, self._loop, self._deadline = store, name, loop, deadline
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        nbytes = max(0, min(len(buffer), self._nbytes - self._position))
-        if nbytes:
-            into = memoryview(buffer)[:nbytes]
-            read = self._store.read(self._name, [ReadRange(self._position, into)], deadline=self._deadline)
-            try:
-                asyncio.run_coroutine_threadsafe(read, self._loop).result()
-            except FileNotFoundError as error:
-                raise Corrupt(f"{self._name} was deleted while it was read") from error
-        self._position += nbytes
-        return nbytes

@@ -12,8 +12,9 @@ from .errors import Corrupt, allocating
 from .foreign import agree
 from .format.dcp_metadata import read_dcp_metadata
 from .format.marker import METADATA_NAME
+from .format.opaque import with_opaque_entries
 from .format.ranks import is_rank_file, merge_ranks, rank_files
-from .format.records import Entry, Manifest, TensorEntry, ValueEntry
+from .format.records import Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .format.safetensors import (
     INDEX_NAME,
     PREFIX_BYTES,
@@ -174,12 +175,13 @@ async def _read_header(
 
 
 def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:
+    manifest = with_opaque_entries(manifest)
     used = {file for entry in politely(manifest.entries.values()) for file in _files(entry)}
     return replace(manifest, files={name: nbytes for name, nbytes in politely(sizes.items()) if name in used})
 
 
 def _files(entry: Entry) -> Iterator[str]:
-    if isinstance(entry, TensorEntry):
+    if isinstance(entry, TensorEntry | OpaqueEntry):
         yield from (chunk.file for chunk in entry.chunks)
     elif isinstance(entry, ValueEntry):
         yield entry.file

@@ -16,9 +16,9 @@ from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
 from .catalog import open_manifest, open_root
 from .errors import Corrupt, Mismatch, SidestreamError
-from .foreign import read_values
+from .foreign import read_values, why_opaque
 from .format.digest import digest_check
-from .format.records import Entry, Manifest, TensorEntry, ValueEntry
+from .format.records import Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .handover import Handover, hand_over, prepare
 from .joint.hosts import HostReads
 from .joint.reading import agree_on, outline, read_needed, stoppable
@@ -145,6 +145,7 @@ async def _load_by(
         location, manifest = await open_manifest(location, deadline)
         answers = await _ask(state)
         plan = await io_threads().run(match, state, answers, manifest, location.url, options.strict, deadline=deadline)
+        await _refuse_opaque(location, manifest, plan, deadline)
     else:
         work = _match_together(location, state, await _ask(state), options, operation)
         location, manifest, plan = await stoppable(operation, work)
@@ -172,11 +173,25 @@ async def _match_together(
     location, root = await open_root(location, deadline)
     found = await outline(root, deadline)
     plan = await threads.run(compare, found, deadline=deadline)
+    await _refuse_opaque(location, found, plan, deadline)
     await agree_on(operation, found, plan, url, options.per_host)
     manifest = await read_needed(location, root, plan, deadline)
     if manifest is not found:
         plan = await threads.run(compare, manifest, deadline=deadline)
     return location, manifest, plan
+
+
+async def _refuse_opaque(location: Location, manifest: Manifest, plan: LoadPlan, deadline: Deadline) -> None:
+    """Raise where the target asks for what cannot be read, naming the first and how many there are."""
+    if not plan.opaque:
+        return
+    fqn = plan.opaque[0]
+    entry = manifest.entries[fqn]
+    assert isinstance(entry, OpaqueEntry)
+    error = await why_opaque(location.store, location.name, fqn, entry, deadline)
+    others = f"; the target asks for {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
+    error.args = (f"{location.url}: {error.args[0]}{others} (nothing was changed)",)
+    raise error
 
 
 async def _load(

@@ -14,15 +14,15 @@ from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from .apart import read_part
 from .catalog import open_manifest
-from .errors import Corrupt, NotCovered, SidestreamError, UnsafeObject
-from .foreign import check_item_records, locate_tensor
+from .errors import Corrupt, NotCovered, SidestreamError, UnsafeObject, UnsupportedCheckpoint
+from .foreign import check_item_records, check_opaque_item, locate_tensor, why_opaque
 from .foreign_manifest import read_file
 from .format.apart import part_metadata_name
 from .format.dcp_metadata import read_dcp_metadata
 from .format.described import describe
 from .format.digest import DigestCheck, digest_check
 from .format.marker import METADATA_NAME, TAIL_BYTES, find_marker
-from .format.records import Chunk, Manifest, TensorEntry, ValueEntry
+from .format.records import Chunk, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .format.transforms import require
 from .options import Progress, StorePolicy, check_timeout
 from .plan.checks import Piece, compare_metadata, foreign_pieces, own_pieces, value_pieces
@@ -53,8 +53,9 @@ class VerifyReport:
 
     ``damaged`` has the first thing that is wrong with each tensor, value or file; ``verified`` the FQNs whose bytes
     were all compared and found right, ``unverified`` those for which the writer left nothing to compare with
-    (safetensors). ``nbytes`` were read. ``digest`` says whether the digests that the checkpoint carries were compared
-    besides its checksums; None if it carries none.
+    (safetensors), ``unreadable`` the tensors of a kind that this version does not read (quantized ones, subclasses):
+    their bytes match the checksums of their writer, and nothing more is known of them. ``nbytes`` were read. ``digest``
+    says whether the digests that the checkpoint carries were compared besides its checksums; None if it carries none.
     """
 
     url: str
@@ -66,6 +67,7 @@ class VerifyReport:
     unverified: tuple[str, ...]
     damaged: tuple[Damage, ...]
     digest: DigestCheck | None
+    unreadable: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -116,18 +118,21 @@ async def verify_manifest(
     verification = Verification(location, manifest, deadline, progress)
     await verification.run()
     damaged = verification.damages
-    unverified = verification.unverified - damaged.keys()
+    unreadable = verification.unreadable - damaged.keys()
+    unverified = verification.unverified - damaged.keys() - unreadable
     fqns = [fqn for fqn, entry in manifest.entries.items() if isinstance(entry, (TensorEntry, ValueEntry))]
+    apart = unverified | unreadable | damaged.keys()
     return VerifyReport(
         url=location.url,
         save_id=manifest.save_id,
         step=manifest.step,
         generation=manifest.generation,
         nbytes=verification.done_bytes,
-        verified=tuple(fqn for fqn in fqns if fqn not in unverified and fqn not in damaged),
+        verified=tuple(fqn for fqn in fqns if fqn not in apart),
         unverified=tuple(sorted(unverified)),
         damaged=tuple(damaged.values()),
         digest=digest_check(manifest.digest),
+        unreadable=tuple(sorted(unreadable)),
     )
 
 
@@ -141,16 +146,21 @@ class Verification:
     progress: Progress | None = None
     damages: dict[str, Damage] = field(default_factory=dict)
     unverified: set[str] = field(default_factory=set)
+    unreadable: set[str] = field(default_factory=set)
     done_bytes: int = 0
     total_bytes: int = 0
     _planned: set[object] = field(default_factory=set)
+    _opaque: list[tuple[str, Chunk]] = field(default_factory=list)
 
     async def run(self) -> None:
         whole = self._whole_items()
         pieces = await self.plan()
         runs = await io_threads().run(_runs, pieces, deadline=self.deadline)
         self.total_bytes = (
-            self.done_bytes + sum(piece.nbytes for piece in pieces) + sum(item.item_bytes for _, _, item in whole)
+            self.done_bytes
+            + sum(piece.nbytes for piece in pieces)
+            + sum(item.item_bytes for _, _, item in whole)
+            + sum(chunk.item_bytes for _, chunk in self._opaque)
         )
         self._tell(0)
         await self._in_parallel(runs, self._check_run)
@@ -165,11 +175,17 @@ class Verification:
         else:
             tensors = [(fqn, one) for fqn, one in self.manifest.entries.items() if isinstance(one, TensorEntry)]
             await self._in_parallel(tensors, lambda named: self._plan_foreign(*named, pieces))
+            for fqn, entry in (await io_threads().run(_opaque, self.manifest, deadline=self.deadline)).items():
+                await self._plan_opaque(fqn, entry)
         return pieces
 
     async def check_whole_items(self) -> None:
         """What cannot be compared piece by piece."""
         await self._in_parallel(self._whole_items(), lambda item: self._check_whole(*item))
+        for fqn, chunk in self._opaque:
+            with self._noting(fqn):
+                await check_opaque_item(self.location.store, self.location.name, fqn, chunk, self.deadline)
+            self._tell(chunk.item_bytes)
 
     async def _compare_metadata(self) -> None:
         """Both files derive from one plan; stock DCP believes the one, and we the other."""
@@ -232,12 +248,27 @@ class Verification:
             self.unverified.add(fqn)
         with self._noting(fqn):
             store, directory = self.location.store, self.location.name
-            located, payloads = await locate_tensor(store, directory, fqn, entry, self.deadline, records="all")
+            try:
+                located, payloads = await locate_tensor(store, directory, fqn, entry, self.deadline, records="all")
+            except UnsupportedCheckpoint:
+                self._put_aside(fqn, entry)
+                return
             places = {(chunk.file, chunk.payload_offset): chunk for chunk in payloads}
             for place in places.keys() & self._planned:  # views of one storage
                 del payloads[places[place]]
             self._planned.update(places)
             pieces.extend(foreign_pieces(fqn, located, payloads))
+
+    async def _plan_opaque(self, fqn: str, entry: OpaqueEntry) -> None:
+        with self._noting(fqn):
+            why = await why_opaque(self.location.store, self.location.name, fqn, entry, self.deadline)
+            if not isinstance(why, UnsupportedCheckpoint):
+                raise why
+            self._put_aside(fqn, entry)
+
+    def _put_aside(self, fqn: str, entry: TensorEntry | OpaqueEntry) -> None:
+        self.unreadable.add(fqn)
+        self._opaque.extend((fqn, chunk) for chunk in entry.chunks)
 
     def _whole_items(self) -> list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]:
         """Items of other writers that are read as a whole: values (also those that DCP's planner has pickled for
@@ -256,8 +287,11 @@ class Verification:
     async def _check_whole(self, fqn: str, entry: TensorEntry | ValueEntry, item: Chunk | ValueEntry) -> None:
         store, directory = self.location.store, self.location.name
         with self._noting(fqn):
-            if not await check_item_records(store, directory, fqn, entry, item, self.deadline):
-                self.unverified.add(fqn)
+            try:
+                if not await check_item_records(store, directory, fqn, entry, item, self.deadline):
+                    self.unverified.add(fqn)
+            except UnsupportedCheckpoint:
+                self.unreadable.add(fqn)
         self._tell(item.item_bytes)
 
     async def _check_run(self, run: Sequence[Piece]) -> None:
@@ -303,6 +337,10 @@ class Verification:
                 await work(item)
 
         await in_parallel(worker)
+
+
+def _opaque(manifest: Manifest) -> dict[str, OpaqueEntry]:
+    return {fqn: one for fqn, one in politely(manifest.entries.items()) if isinstance(one, OpaqueEntry)}
 
 
 def _differences(part: Manifest, raw: bytes) -> list[Corrupt]:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from sidestream.errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
 from sidestream.format.dcp_metadata import read_dcp_metadata
 from sidestream.format.dtypes import DTYPES
-from sidestream.format.records import Chunk, Manifest, TensorEntry, ValueEntry
+from sidestream.format.records import Chunk, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from sidestream.format.validate import validate
 
 
@@ -164,14 +164,17 @@ def test_what_is_not_supported() -> None:
     metadata.storage_data[MetadataIndex("w", [0, 0])].transform_descriptors = ["stream.zstd"]
     with pytest.raises(UnsupportedCheckpoint, match="'w'"):
         read_dcp_metadata(pickled(metadata))
+
+
+def test_a_tensor_of_a_dtype_that_is_not_read_is_opaque() -> None:
     metadata = small_metadata()
     for dtype in (torch.qint8, torch.quint4x2, torch.uint3):
         metadata.state_dict_metadata["w"].properties.dtype = dtype  # type: ignore[union-attr]
-        with pytest.raises(UnsupportedCheckpoint, match=str(dtype).removeprefix("torch.")):
-            read_dcp_metadata(pickled(metadata))
+        entry = read_dcp_metadata(pickled(metadata)).entries["w"]
+        assert isinstance(entry, OpaqueEntry)
+        assert entry.dtype == str(dtype).removeprefix("torch.")
     data = pickled(small_metadata()).replace(b"\x8c\x07float32", b"\x8c\x07float97")
-    with pytest.raises(UnsupportedCheckpoint, match="float97"):
-        read_dcp_metadata(data)
+    assert isinstance(read_dcp_metadata(data).entries["w"], OpaqueEntry)
 
 
 def without_location(metadata: Metadata) -> None:

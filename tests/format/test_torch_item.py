@@ -222,9 +222,13 @@ def test_foreign_tensor_types_are_refused_by_name() -> None:
         warnings.simplefilter("ignore")
         quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     for tensor in (quantized, torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
-        for opened in (tensor_of, value_of):
-            with pytest.raises(UnsafeObject, match=r"torch\._utils\._rebuild_"):
-                opened(saved(tensor))
+        with pytest.raises(UnsafeObject, match=r"torch\._utils\._rebuild_"):
+            value_of(saved(tensor))
+    with pytest.raises(UnsafeObject, match=r"torch\._utils\._rebuild_"):
+        tensor_of(saved(torch.ones(2, device="meta")))
+    for tensor, kind in ((quantized, "a quantized tensor"), (torch.eye(2).to_sparse(), "a sparse tensor")):
+        with pytest.raises(UnsupportedCheckpoint, match=kind):
+            tensor_of(saved(tensor))
 
 
 # --- values --------------------------------------------------------------------------------------------------------

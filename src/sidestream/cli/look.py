@@ -12,7 +12,7 @@ import torch
 from .. import blocking
 from .._threads import Deadline
 from ..catalog import list_steps
-from ..converting.source import SourceTensor, open_source
+from ..converting.source import SourceOpaque, SourceTensor, open_source
 from ..errors import CheckpointNotFound, MissingKeys
 from ..format.dtypes import itemsize
 from ..options import Progress
@@ -69,9 +69,12 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     for name, one in source.entries.items():
         if not fnmatchcase(name, pattern):
             continue
-        if isinstance(one, SourceTensor):
+        if isinstance(one, SourceTensor | SourceOpaque):
             entry = one.entry
-            nbytes = itemsize(entry.dtype) * torch.Size(entry.shape).numel()
+            if isinstance(one, SourceTensor):
+                nbytes = itemsize(entry.dtype) * torch.Size(entry.shape).numel()
+            else:
+                nbytes = sum(chunk.item_bytes for chunk in entry.chunks)
             files = tuple(sorted({chunk.file for chunk in entry.chunks}))
             found.append(Row(name, entry.dtype, entry.shape, nbytes, files))
         elif not one.empty:

@@ -96,6 +96,9 @@ def verify(
         return 0 if report.ok else 1
     for damage in report.damaged:
         say(f"damaged: {damage.message}")
+    if report.unreadable:
+        some = ", ".join(report.unreadable[:5])
+        say(f"{len(report.unreadable)} of a kind that this version does not read: {some}")
     say(f"{len(report.verified)} verified, {len(report.damaged)} damaged, {len(report.unverified)} without checksum")
     return 0 if report.ok else 1
 

@@ -8,7 +8,6 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,7 +18,7 @@ from .._threads import Deadline, io_threads
 from .._torch import dtype_from_name, dtype_name
 from ..catalog import attempt_name
 from ..commit import Unfinished, Verdict, clean_up, commit
-from ..errors import InvalidOption, MissingKeys, UnsupportedTensor
+from ..errors import InvalidOption, UnsupportedTensor
 from ..foreign_file import TORCH_SUFFIXES
 from ..format.dtypes import itemsize
 from ..format.records import Manifest
@@ -27,11 +26,12 @@ from ..format.safetensors import SUFFIX
 from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
 from ..plan.cast import castable
 from ..plan.ranges import PIECE_BYTES
+from ..plan.selecting import selected
 from ..storage import Location, Naming, Where, locate_directory
 from .dcp_target import DcpTarget
 from .pipeline import Pipeline
 from .publishing import publish
-from .source import Source, SourceTensor, open_source
+from .source import Source, SourceOpaque, SourceTensor, open_source
 from .targets import (
     OutTensor,
     OutValue,
@@ -108,7 +108,8 @@ async def convert(
     file that is larger than a part of ``store_policy`` is not created conditionally there: of two conversions to one
     name at the same time, one may replace the other's.
 
-    Raises what opening ``source`` raises; ``MissingKeys`` if a pattern matches nothing; ``KeyCollision``;
+    Raises what opening ``source`` raises; ``MissingKeys`` if a pattern matches nothing; ``UnsupportedCheckpoint`` where
+    the selection has a tensor of a kind that this version does not read; ``KeyCollision``;
     ``InvalidOption``, for safetensors also where the selection has plain values, which they cannot hold;
     ``UnsupportedTensor``; ``Conflict`` if ``target`` is there; ``Corrupt``, ``StorageError``, ``DeadlineExceeded``:
     then nothing is visible, and what was written has been removed. The same holds for a cancel.
@@ -161,7 +162,8 @@ class _Selection:
 def _select(
     source: Source, select: str | Collection[str] | None, rename: Rename | None, dtype: torch.dtype | None
 ) -> _Selection:
-    taken = _matching(source, select)
+    taken = selected(source.entries, select, source.url)
+    _refuse_opaque(source, taken)
     names = {fqn: _new_name(fqn, rename) for fqn in taken}
     check_names(list(names.values()))
     found = _Selection([], [], {}, list(names.values()), tuple(fqn for fqn in source.entries if fqn not in names), ())
@@ -169,6 +171,8 @@ def _select(
     for fqn, new in names.items():
         entry = source.entries[fqn]
         path = renamed_path(entry.path, fqn, new)
+        if isinstance(entry, SourceOpaque):
+            continue
         if not isinstance(entry, SourceTensor):
             found.values.append(OutValue(new, path, entry.node, entry.empty))
             continue
@@ -182,14 +186,16 @@ def _select(
     return _Selection(found.tensors, found.values, found.origin, found.order, found.left_out, tuple(cast))
 
 
-def _matching(source: Source, select: str | Collection[str] | None) -> list[str]:
-    if select is None:
-        return list(source.entries)
-    patterns = [select] if isinstance(select, str) else list(select)
-    unused = [pattern for pattern in patterns if not any(fnmatchcase(fqn, pattern) for fqn in source.entries)]
-    if unused or not patterns:
-        raise MissingKeys(f"{source.url}: nothing is named like {', '.join(unused) or 'that'}", unused)
-    return [fqn for fqn in source.entries if any(fnmatchcase(fqn, pattern) for pattern in patterns)]
+def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
+    """Raise for the first tensor that cannot be read, and name the others."""
+    opaque = [fqn for fqn in taken if isinstance(source.entries[fqn], SourceOpaque)]
+    if not opaque:
+        return
+    first = source.entries[opaque[0]]
+    assert isinstance(first, SourceOpaque)
+    also = f" (so are {', '.join(opaque[1:6])}{', ...' if len(opaque) > 6 else ''})" if opaque[1:] else ""
+    first.error.args = (f"{source.url}: {first.error.args[0]}{also}; select what is to be converted without it",)
+    raise first.error
 
 
 def _new_name(fqn: str, rename: Rename | None) -> str:

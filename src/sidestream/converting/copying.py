@@ -132,7 +132,7 @@ async def _look(location: Location, deadline: Deadline) -> _Found:
         first = next(iter(verification.damages.values()))
         raise Corrupt(f"{location.url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
     names = [fqn for fqn, one in manifest.entries.items() if not isinstance(one, EmptyEntry)]
-    unverified = frozenset(verification.unverified | left_out)
+    unverified = frozenset(verification.unverified | verification.unreadable | left_out)
     if single:
         return _Found(directory, manifest.files, True, pieces, names, unverified)
     listed = await location.store.sizes(location.name, deadline=deadline)

@@ -11,14 +11,25 @@ import torch
 
 from .._threads import Deadline
 from ..catalog import open_manifest
-from ..foreign import Located, locate_tensor, read_values
+from ..errors import SidestreamError, UnsupportedCheckpoint
+from ..foreign import Located, locate_tensor, read_values, why_opaque
 from ..format.dtypes import itemsize
-from ..format.records import Chunk, EmptyEntry, ForeignPayload, Key, Manifest, Node, TensorEntry, ValueEntry
+from ..format.records import (
+    Chunk,
+    EmptyEntry,
+    ForeignPayload,
+    Key,
+    Manifest,
+    Node,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+)
 from ..plan.checks import Piece, foreign_pieces
 from ..plan.values import encode_value
 from ..storage import EVERYDAY, Location, Store, Where, locate_directory
 
-__all__ = ["Source", "SourceTensor", "SourceValue", "open_source"]
+__all__ = ["Source", "SourceOpaque", "SourceTensor", "SourceValue", "open_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +59,20 @@ class SourceValue:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceOpaque:
+    """A tensor that cannot be read, and what to raise if it is taken."""
+
+    path: tuple[Key, ...]
+    entry: TensorEntry | OpaqueEntry
+    error: SidestreamError
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     store: Store
     directory: str
     url: str
-    entries: Mapping[str, SourceTensor | SourceValue]
+    entries: Mapping[str, SourceTensor | SourceValue | SourceOpaque]
     own: bool = False
     unverified: frozenset[str] = field(default_factory=frozenset)
 
@@ -64,7 +84,7 @@ async def open_source(url: str | os.PathLike[str], deadline: Deadline, where: Wh
 
 
 async def _of_manifest(location: Location, manifest: Manifest, deadline: Deadline) -> Source:
-    entries: dict[str, SourceTensor | SourceValue] = {}
+    entries: dict[str, SourceTensor | SourceValue | SourceOpaque] = {}
     unverified: set[str] = set()
     checked: set[object] = set()
     wanted = {fqn: one for fqn, one in manifest.entries.items() if isinstance(one, ValueEntry)}
@@ -74,11 +94,17 @@ async def _of_manifest(location: Location, manifest: Manifest, deadline: Deadlin
             entries[fqn] = SourceValue(entry.path, None, empty=True)
         elif isinstance(entry, ValueEntry):
             entries[fqn] = SourceValue(entry.path, encode_value(values[fqn], fqn))
+        elif isinstance(entry, OpaqueEntry):
+            error = await why_opaque(location.store, location.name, fqn, entry, deadline)
+            entries[fqn] = SourceOpaque(entry.path, entry, error)
         elif manifest.own:
             identity = (entry.dtype, entry.chunks)
             entries[fqn] = SourceTensor(entry.path, entry, _straight(entry), None, identity)
         else:
-            entries[fqn] = await _foreign_tensor(location, fqn, entry, deadline, checked)
+            try:
+                entries[fqn] = await _foreign_tensor(location, fqn, entry, deadline, checked)
+            except UnsupportedCheckpoint as error:
+                entries[fqn] = SourceOpaque(entry.path, entry, error)
             if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
                 unverified.add(fqn)
     return Source(location.store, location.name, location.url, entries, manifest.own, frozenset(unverified))

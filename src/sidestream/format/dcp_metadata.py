@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .._threads import let_go, politely
-from ..errors import Corrupt, UnsupportedCheckpoint
+from ..errors import Corrupt
 from .dtypes import DTYPES
 from .foreign_tensors import DtypeNames, is_dtype
 from .keys import name_of
 from .pickle_machine import Call, Global, Limits, Pairs
-from .records import Chunk, Entry, Key, Manifest, TensorEntry, ValueEntry
+from .records import Chunk, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .transforms import check_transforms
 from .unpickle import decode
 
@@ -56,10 +56,11 @@ class _Location:
 def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
     """The checkpoint that a ``.metadata`` file describes, with an empty ``save_id`` and ``files``, not yet validated.
 
-    Unknown attributes are ignored. Without ``planner_data`` the path of an entry is its FQN.
+    Unknown attributes are ignored. Without ``planner_data`` the path of an entry is its FQN. A tensor of a dtype that
+    this version does not read becomes an ``OpaqueEntry``.
 
     Raises ``Corrupt`` where the file is malformed or has no location for a chunk, ``UnsafeObject`` where it names a
-    type that is no part of the format, ``UnsupportedCheckpoint`` for unknown transforms and dtypes.
+    type that is no part of the format, ``UnsupportedCheckpoint`` for unknown transforms.
     """
     metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
     locations = _locations(metadata.get("storage_data"))
@@ -81,14 +82,15 @@ def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
 
 def _tensor_entry(
     fqn: str, path: tuple[Key, ...], described: object, locations: dict[_Index, _Location]
-) -> TensorEntry:
+) -> TensorEntry | OpaqueEntry:
     attributes = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn)
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
         raise Corrupt(f".metadata: {fqn!r} has no list of chunks", fqn=fqn)
     dtype = _dtype(attributes.get("properties"), fqn)
     shape = _dims(attributes.get("size"), fqn)
-    return TensorEntry(path, dtype, shape, tuple(_chunk(fqn, chunk, locations) for chunk in chunks))
+    kind = TensorEntry if dtype in DTYPES else OpaqueEntry
+    return kind(path, dtype, shape, tuple(_chunk(fqn, chunk, locations) for chunk in chunks))
 
 
 def _chunk(fqn: str, described: object, locations: dict[_Index, _Location]) -> Chunk:
@@ -118,10 +120,7 @@ def _dtype(properties: object, fqn: str) -> str:
         dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Global) or not is_dtype(dtype.name):
         raise Corrupt(f".metadata: {fqn!r} has no dtype", fqn=fqn)
-    name = dtype.name.removeprefix("torch.")
-    if name not in DTYPES:
-        raise UnsupportedCheckpoint(f"{fqn!r} has dtype {name}, which this version does not read")
-    return name
+    return dtype.name.removeprefix("torch.")
 
 
 def _locations(storage_data: object) -> dict[_Index, _Location]:

@@ -11,7 +11,19 @@ from typing import Any, TypeVar, cast, get_args
 from .._threads import politely
 from ..errors import Corrupt, UnsupportedCheckpoint
 from ..options import Digest
-from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
+from .records import (
+    BLOCK_BYTES,
+    Chunk,
+    DictKey,
+    EmptyEntry,
+    Entry,
+    Key,
+    Manifest,
+    Node,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+)
 from .shared import PartName, Root, Shared, SharedRow, parse_patterns, pattern_lines, row_lines
 
 __all__ = [
@@ -129,6 +141,8 @@ def _entry(entry: Entry) -> tuple[object, ...]:
             return "value", [entry.file, entry.item_offset, entry.item_bytes, entry.node]
         case EmptyEntry():
             return "empty", entry.kind
+        case OpaqueEntry():
+            raise TypeError("a tensor that cannot be read is never written")
 
 
 def _chunk(chunk: Chunk) -> list[object]:

@@ -15,6 +15,7 @@ __all__ = [
     "Key",
     "Manifest",
     "Node",
+    "OpaqueEntry",
     "TensorEntry",
     "ValueEntry",
 ]
@@ -108,7 +109,19 @@ class EmptyEntry:
     kind: str = "dict"
 
 
-Entry: TypeAlias = TensorEntry | ValueEntry | EmptyEntry
+@dataclass(frozen=True, slots=True)
+class OpaqueEntry:
+    """A tensor of another writer that this version cannot read, such as a quantized one. It is listed, and refused by
+    name when it is asked for. ``dtype``, ``shape`` and ``chunks`` are what ``.metadata`` says: no memory is allocated
+    for them."""
+
+    path: tuple[Key, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+Entry: TypeAlias = TensorEntry | ValueEntry | EmptyEntry | OpaqueEntry
 
 
 @dataclass(frozen=True, slots=True)

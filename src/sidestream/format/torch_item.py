@@ -10,10 +10,10 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
-from ..errors import Corrupt
+from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from .foreign_tensors import TENSOR_GLOBALS, StoredTensor, read_tensor
 from .foreign_values import node_of, value_globals
-from .pickle_machine import Limits
+from .pickle_machine import Call, Global, Limits
 from .records import Node
 from .torch_zip import TorchZip
 from .unpickle import decode
@@ -21,6 +21,15 @@ from .unpickle import decode
 __all__ = ["Records", "TensorPayload", "open_tensor_item", "open_value_item"]
 
 _TENSOR_PICKLE_BYTES = 1 << 16
+_TENSOR_LIMITS = Limits(integer_bytes=9)
+
+_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+_OTHER_KINDS = {
+    "torch._utils._rebuild_qtensor": "a quantized tensor",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+}
 
 Records = Literal["needed", "all"]
 
@@ -47,11 +56,20 @@ def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "need
 
     The payload is not read; with ``records="all"`` the checksums of all else are compared too. Raises ``Corrupt``,
     ``UnsafeObject`` for a type that is no part of a tensor, naming it, and ``UnsupportedCheckpoint`` for tensors that
-    no checkpoint of ours can hold.
+    are not dense (quantized, sparse, a subclass of tensors), naming their kind.
     """
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", _TENSOR_PICKLE_BYTES)
-    tensor = read_tensor(decode(pickled, TENSOR_GLOBALS, Limits(integer_bytes=9)))
+    try:
+        tensor = read_tensor(decode(pickled, TENSOR_GLOBALS, _TENSOR_LIMITS))
+    except UnsafeObject:
+        kind = _other_kind(pickled)
+        if kind is None:
+            raise
+        raise UnsupportedCheckpoint(
+            f"it was saved as {kind}, which this version does not read; load it with torch.distributed.checkpoint, or "
+            "save plain tensors"
+        ) from None
     record = _record(archive, tensor)
     if records == "all":
         archive.check(but=record)
@@ -83,6 +101,26 @@ def open_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozens
         return payloads[record]
 
     return node_of(value, item_bytes, read_payload, allow)
+
+
+class _AnyName:
+    """For ``decode``, which imports and calls nothing, whatever is named."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _other_kind(pickled: bytes) -> str | None:
+    """What else than a dense tensor the pickle of an item rebuilds; None if that is no tensor at all."""
+    try:
+        root = decode(pickled, _AnyName(), _TENSOR_LIMITS)
+    except Corrupt:
+        return None
+    if isinstance(root, Call) and root.function == _SUBCLASS and len(root.args) > 1:
+        kind = root.args[1]
+        name = ascii(kind.name[:200])[1:-1] if isinstance(kind, Global) else "unknown"
+        return f"a tensor of the subclass {name}"
+    return _OTHER_KINDS.get(root.function) if isinstance(root, Call) else None
 
 
 def _record(archive: TorchZip, tensor: StoredTensor) -> str:

@@ -12,7 +12,7 @@ from zlib import crc32
 
 from ..errors import Corrupt, SidestreamError, UnsupportedCheckpoint
 
-__all__ = ["TorchZip", "is_zip"]
+__all__ = ["TorchZip", "is_older", "is_zip"]
 
 _MAX_DIRECTORY_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
@@ -27,6 +27,11 @@ def is_zip(content: bytes | bytearray) -> bool:
     return content.startswith(b"PK\x03\x04")
 
 
+def is_older(content: bytes | bytearray) -> bool:
+    """Whether it begins as ``torch.save`` began a file before it wrote zips."""
+    return content.startswith(_OLDER_MAGIC)
+
+
 class TorchZip:
     """The records of one item. ``source`` is a seekable binary file that holds the item and nothing else.
 
@@ -37,7 +42,7 @@ class TorchZip:
 
     def __init__(self, source: BinaryIO, item_bytes: int) -> None:
         self._window = _Window(source, item_bytes)
-        if self._window.read(len(_OLDER_MAGIC)) == _OLDER_MAGIC:
+        if is_older(self._window.read(len(_OLDER_MAGIC))):
             raise UnsupportedCheckpoint(
                 "written in the format that torch.save had before zips, which this version does not read; load it with "
                 "torch.distributed.checkpoint"

@@ -11,7 +11,17 @@ from .cover import TooIntricateError, find_overlap, volume
 from .digest import DIGEST_BYTES
 from .dtypes import DTYPES, itemsize
 from .keys import name_of
-from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
+from .records import (
+    BLOCK_BYTES,
+    Chunk,
+    DictKey,
+    EmptyEntry,
+    Entry,
+    Manifest,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+)
 from .shared import Root
 from .transforms import MOST_EXPANSION
 
@@ -53,7 +63,8 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
     ``check_patterns`` tells about holes.
 
     Raises ``Corrupt`` with ``file`` or ``fqn`` set, and ``NotCovered`` (all tensors listed) where only chunks are
-    missing. ``UnsupportedCheckpoint`` for a dtype that is not known and for chunks laid out in no practicable way.
+    missing. ``UnsupportedCheckpoint`` for a dtype that is not known and for chunks laid out in no practicable way. Of
+    an ``OpaqueEntry`` only the places of its items are looked at.
     """
     _check_counts(manifest)
     for name, size in manifest.files.items():
@@ -102,7 +113,8 @@ def check_patterns(root: Root, rows: Iterable[int]) -> None:
 
 
 def _check_counts(manifest: Manifest) -> None:
-    chunks = sum(len(entry.chunks) for entry in manifest.entries.values() if isinstance(entry, TensorEntry))
+    tensors = (entry for entry in manifest.entries.values() if isinstance(entry, TensorEntry | OpaqueEntry))
+    chunks = sum(len(entry.chunks) for entry in tensors)
     counts = (len(manifest.entries), MAX_ENTRIES, "entries"), (chunks, MAX_CHUNKS, "chunks")
     for count, most, what in (*counts, (len(manifest.files), MAX_FILES, "files")):
         if count > most:
@@ -140,6 +152,9 @@ def _items(entry: Entry, own: bool) -> Iterator[tuple[str, int, int, object]]:
         for chunk in entry.chunks:
             content = (entry.dtype, entry.shape, chunk) if own else None if chunk.told is None else "a storage"
             yield chunk.file, chunk.item_offset, chunk.item_bytes, content
+    elif isinstance(entry, OpaqueEntry):
+        for chunk in entry.chunks:
+            yield chunk.file, chunk.item_offset, chunk.item_bytes, None
     elif isinstance(entry, ValueEntry):
         yield entry.file, entry.item_offset, entry.item_bytes, None
 

@@ -20,7 +20,7 @@ from ..errors import (
     UnexpectedKeys,
     UnsupportedTensor,
 )
-from ..format.records import DictKey, EmptyEntry, Entry, Key, Manifest, TensorEntry, ValueEntry
+from ..format.records import DictKey, EmptyEntry, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .ask import Answers
 from .cast import castable
 from .flatten import Leaf, StatefulRoot, leaves_of
@@ -72,6 +72,8 @@ class LoadPlan:
     ignored: tuple[str, ...]
     unexpected: tuple[str, ...] = ()
     """Found in the target's own keys, where other ranks may ask for them."""
+    opaque: tuple[str, ...] = ()
+    """FQNs that are asked for and cannot be read: nothing is changed where there are some."""
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class _Findings:
     missing: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    opaque: list[str] = field(default_factory=list)
     unexpected: list[str] | None = None
     """Where other ranks may ask for what this one does not expect."""
 
@@ -180,6 +183,7 @@ def match(
         cast=tuple(findings.cast),
         ignored=tuple(findings.ignored),
         unexpected=tuple(findings.unexpected or ()),
+        opaque=tuple(findings.opaque),
     )
 
 
@@ -234,6 +238,8 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
         check_tensor(part, leaf.fqn, "load into")
     if entry is None:
         findings.add_missing(leaf.fqn)
+    elif isinstance(entry, OpaqueEntry):
+        findings.opaque.append(leaf.fqn)
     elif not isinstance(entry, TensorEntry):
         findings.add(KindMismatch, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
     elif global_shape(tensor) != entry.shape:
@@ -300,6 +306,7 @@ def _match_stateful(
         findings.add_missing(root.fqn, "nothing of it in the checkpoint")
         return None
     known = {leaf.fqn for leaf in leaves}
+    tensors = {leaf.fqn for leaf in leaves if isinstance(leaf.value, torch.Tensor)}  # reported where they are compared
     entries = below
     if isinstance(instance, torch.nn.Module) and type(instance).load_state_dict is torch.nn.Module.load_state_dict:
         entries = {}
@@ -308,6 +315,9 @@ def _match_stateful(
                 entries[fqn] = entry
             else:
                 findings.add_unexpected(fqn, "module")
+    findings.opaque.extend(
+        fqn for fqn, entry in politely(entries.items()) if isinstance(entry, OpaqueEntry) and fqn not in tensors
+    )
     kept = [leaf for leaf in leaves if leaf.fqn not in below] if "partial" in findings.strict else []
     findings.missing.extend(leaf.fqn for leaf in kept if not isinstance(leaf.value, torch.Tensor))
     versions, integer_keys = root.value.versions, _integer_keys(leaves)
@@ -322,6 +332,8 @@ def _match_value(
     if entry is None:
         if exact or not empty:  # stock DCP has no entry for an empty dict
             findings.add_missing(leaf.fqn)
+    elif isinstance(entry, OpaqueEntry):
+        findings.opaque.append(leaf.fqn)
     elif isinstance(entry, ValueEntry) and not empty:
         if isinstance(leaf.holder, MutableMapping | list):
             values.append((leaf, entry))

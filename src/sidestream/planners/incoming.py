@@ -15,9 +15,17 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from .._threads import Deadline, io_threads, politely
 from .._torch import check_tensor, dtype_name
-from ..errors import Corrupt, DtypeMismatch, MissingKeys, ShapeMismatch, SidestreamError, UnsafeObject
+from ..errors import (
+    Corrupt,
+    DtypeMismatch,
+    MissingKeys,
+    ShapeMismatch,
+    SidestreamError,
+    UnsafeObject,
+    UnsupportedCheckpoint,
+)
 from ..foreign import read_item, read_values
-from ..format.records import Manifest, TensorEntry, ValueEntry
+from ..format.records import Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from ..format.torch_zip import TorchZip, is_zip
 from ..format.transforms import unpack
 from ..options import Trust
@@ -65,13 +73,18 @@ class AskedFor:
 
 def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manifest, url: str) -> AskedFor:
     """Asks the planner for the target of each item. Raises ``MissingKeys``, ``ShapeMismatch``, ``DtypeMismatch``,
-    ``UnsupportedTensor``."""
+    ``UnsupportedTensor``, ``UnsupportedCheckpoint``."""
     items = list(items)
     chunks = chunks_by_place(manifest, {item.storage_index.fqn for item in items})
     found = AskedFor([], [], {})
     for item in items:
         fqn, entry = item.storage_index.fqn, manifest.entries.get(item.storage_index.fqn)
         chunk = chunks.get((fqn, tuple(item.storage_index.offset or ())))
+        if isinstance(entry, OpaqueEntry):
+            raise UnsupportedCheckpoint(
+                f"{fqn}: {url} has it as a quantized tensor or a tensor subclass, which this version does not read; "
+                "load it with DCP's own FileSystemReader, or leave it out of the state dict"
+            )
         if not isinstance(entry, TensorEntry) or chunk is None:
             raise _missing(url, item)
         target = planner.resolve_tensor(item).detach()

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from .._threads import politely
 from .._torch import dtype_from_name, storage_info
 from ..errors import UnsupportedCheckpoint
-from ..format.records import Chunk, DictKey, Key, Manifest, TensorEntry, ValueEntry
+from ..format.records import Chunk, DictKey, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from ..plan.values import decode_value
 
 __all__ = ["chunks_by_place", "metadata_of"]
@@ -32,7 +32,7 @@ def metadata_of(manifest: Manifest, url: str) -> Metadata:
     places: dict[MetadataIndex, object] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for fqn, entry in politely(manifest.entries.items()):
-        if isinstance(entry, TensorEntry):
+        if isinstance(entry, TensorEntry | OpaqueEntry):
             described[fqn] = _tensor(fqn, entry)
             for number, chunk in enumerate(entry.chunks):
                 places[MetadataIndex(fqn, torch.Size(chunk.offsets), number)] = _place(chunk)
@@ -47,7 +47,7 @@ def metadata_of(manifest: Manifest, url: str) -> Metadata:
     return Metadata(described, noted, places, meta, _VERSION)
 
 
-def _tensor(fqn: str, entry: TensorEntry) -> TensorStorageMetadata:
+def _tensor(fqn: str, entry: TensorEntry | OpaqueEntry) -> TensorStorageMetadata:
     try:
         properties = TensorProperties(dtype=dtype_from_name(entry.dtype))
     except KeyError:

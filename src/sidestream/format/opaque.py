@@ -1,0 +1,36 @@
+"""Tensors of other writers that this version cannot read, found before memory is allocated for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from .._threads import politely
+from .dtypes import itemsize
+from .records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry
+
+__all__ = ["with_opaque_entries"]
+
+
+def with_opaque_entries(manifest: Manifest) -> Manifest:
+    """A foreign manifest in which tensors whose items are smaller than their elements are ``OpaqueEntry``. In a worker
+    thread.
+
+    Stock DCP writes such an item for a tensor subclass (of torchao, for instance): ``.metadata`` has the dtype that the
+    subclass shows, the item the tensors that it wraps. A damaged ``.metadata`` may look the same. The item itself tells
+    the two apart when the tensor is asked for.
+    """
+    return replace(manifest, entries={fqn: _sorted_out(entry) for fqn, entry in politely(manifest.entries.items())})
+
+
+def _sorted_out(entry: Entry) -> Entry:
+    if isinstance(entry, TensorEntry) and any(_too_small(entry.dtype, chunk) for chunk in entry.chunks):
+        return OpaqueEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
+    return entry
+
+
+def _too_small(dtype: str, chunk: Chunk) -> bool:
+    """Whether the elements do not fit. A compressed item, and one that was located, is for ``validate`` to judge."""
+    if chunk.payload_offset is not None or chunk.transform or any(size < 0 for size in chunk.sizes):
+        return False
+    return math.prod(chunk.sizes) * itemsize(dtype) > chunk.item_bytes
