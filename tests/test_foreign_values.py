@@ -102,6 +102,7 @@ OBJECTS: dict[str, tuple[Any, list[type]]] = {
     "class inside a class": (Outer.Inner(4), [Outer.Inner]),
     "time": (dt.datetime(2026, 1, 2, 3, tzinfo=dt.UTC), [dt.datetime, dt.timezone, dt.timedelta]),
     "path": (Path("a/b"), [type(Path())]),
+    "range": (range(1, 9, 2), [range]),  # which protocol 2 calls xrange
     "ordered dict": (collections.OrderedDict(b=Point(1), a=2), [Point, collections.OrderedDict]),
     "the class itself": ([Point], [Point]),
 }

@@ -29,6 +29,7 @@ from .plan.values import decode_value
 from .storage import ReadRange, Store
 
 __all__ = [
+    "MAX_VALUE_BYTES",
     "Located",
     "Opened",
     "StoreFile",
@@ -53,7 +54,8 @@ Opened: TypeAlias = dict[Chunk, tuple[Chunk, ForeignPayload]]
 
 _END_BYTES = 64 << 10
 _BARE = {"stored": "bytes"}  # what a planner wrote as bytes of its own
-_MAX_VALUE_BYTES = 64 << 20
+MAX_VALUE_BYTES = 64 << 20
+"""The largest item of another writer's value that is read."""
 
 
 async def read_values(
@@ -93,7 +95,7 @@ async def _read_value(
             f"{fqn}: a planner wrote it as bytes that are no value to anybody else; load it with "
             "sidestream.dcp.StorageReader and that planner"
         )
-    if entry.item_bytes > _MAX_VALUE_BYTES:
+    if entry.item_bytes > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
     raw = await read_item(store, directory, entry, deadline)
     return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, deadline=deadline)
@@ -101,7 +103,7 @@ async def _read_value(
 
 def _open_value(raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed, trust: Trust) -> Any:
     with _about(entry, fqn):
-        content = unpack(raw, _MAX_VALUE_BYTES) if entry.transform else raw
+        content = unpack(raw, MAX_VALUE_BYTES) if entry.transform else raw
         if trust == "pickle":
             return _unpickle(content)
         node = open_value_item(io.BytesIO(content), len(content), frozenset(allow))
@@ -184,7 +186,7 @@ async def check_item_records(
 
     What a load raises ``Corrupt`` for, this does too: an item that is neither a zip nor in torch's older format is
     damaged. An object that only ``allow`` would let pass is none of its concerns."""
-    if isinstance(item, ValueEntry) and item.item_bytes > _MAX_VALUE_BYTES:
+    if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
     raw = await read_item(store, directory, item, deadline)
 
@@ -194,7 +196,7 @@ async def check_item_records(
             if isinstance(item, Chunk) and isinstance(entry, TensorEntry):
                 content, _ = unpack_chunk(fqn, entry, item, raw)
             elif item.transform:
-                content = unpack(raw, _MAX_VALUE_BYTES)
+                content = unpack(raw, MAX_VALUE_BYTES)
             bare = isinstance(item, ValueEntry) and item.node == _BARE
             if is_older(content) or (bare and not is_zip(content)):
                 return False
@@ -277,7 +279,7 @@ async def agree(store: Store, directory: str, replica: Replica, deadline: Deadli
 async def _same_value(
     store: Store, directory: str, fqn: str, first: ValueEntry, other: ValueEntry, deadline: Deadline
 ) -> bool:
-    if max(first.item_bytes, other.item_bytes) > _MAX_VALUE_BYTES:
+    if max(first.item_bytes, other.item_bytes) > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {first.item_bytes} bytes", file=first.file, fqn=fqn)
     items = [await read_item(store, directory, entry, deadline) for entry in (first, other)]
     return first.transform == other.transform and items[0] == items[1]

@@ -193,14 +193,15 @@ def test_a_planner_with_data_of_its_own(kind: Kind, tmp_path: Path) -> None:
 def test_a_planner_with_bytes_of_its_own(kind: Kind, tmp_path: Path) -> None:
     state = {"w": torch.randn(8), "config": {"a": [1, 2]}}
     planner = JsonPlanner(flatten_state_dict=False)
-    kind.save(state, tmp_path / "c", planner=planner)
     options = {"trust": "pickle"} if kind.ours else {}
+    kind.save(state, tmp_path / "c", planner=planner, **options)
     loaded = kind.load(blank(state), tmp_path / "c", JsonLoadPlanner(flatten_state_dict=False), **options)
     assert_same(state, loaded)
 
 
 async def test_bytes_of_a_planner_are_handed_to_nobody_who_did_not_ask(tmp_path: Path) -> None:
-    OURS.save({"w": torch.randn(8), "config": [1]}, tmp_path / "c", JsonPlanner())
+    with pytest.warns(UserWarning, match=r"config \(bytes of the planner's own\)"):
+        OURS.save({"w": torch.randn(8), "config": [1]}, tmp_path / "c", JsonPlanner())
     with pytest.raises(CheckpointException) as failure:
         OURS.load({"config": [2]}, tmp_path / "c")
     assert isinstance(only(failure), UnsafeObject)
@@ -496,7 +497,7 @@ class Hostile:
 async def test_objects(kind: Kind, tmp_path: Path) -> None:
     """Stock unpickles whatever is there. Ours saves it all the same, and reads what the caller allows."""
     state = {"config": Config(), "w": torch.ones(3)}
-    kind.save(state, tmp_path / "c")
+    kind.save(state, tmp_path / "c", **({"allow": [Config]} if kind.ours else {}))
     if not kind.ours:
         assert_same(state, kind.load(blank(state), tmp_path / "c"))
     with pytest.raises(CheckpointException) as failure:
@@ -585,7 +586,7 @@ def test_sizes_that_nobody_knows_beforehand_are_cut_into_files(tmp_path: Path, m
 @pytest.mark.parametrize("planner", [None, JsonPlanner, ExtraDataPlanner, HalfPlanner])
 async def test_verify_knows_what_the_writer_wrote(planner: Any, tmp_path: Path) -> None:
     state = {"w": torch.randn(300, 300), "n": 1, "deep": {"t": torch.arange(3), "b": (1, 2)}}
-    OURS.save(state, tmp_path / "c", planner=planner() if planner else None)
+    OURS.save(state, tmp_path / "c", planner=planner() if planner else None, trust="pickle")
     report = await sidestream.verify(tmp_path / "c")
     assert report.damaged == ()
     assert set(report.unverified) == ({"n", "deep.b"} if planner is JsonPlanner else set())

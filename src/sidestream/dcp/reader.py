@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -26,6 +27,7 @@ from ..reading import Reader
 from ..storage import Location
 from ..streams import current_streams
 from .session import Address, Sessions, is_located
+from .stock_options import StockReaderOptions, check_stock_reader, one_url
 
 __all__ = ["StorageReader"]
 
@@ -43,6 +45,7 @@ class _Load:
 class _Session:
     wanted: str | os.PathLike[str] | None = None
     load: _Load | None = None
+    load_id: str = ""
 
 
 class StorageReader(DcpStorageReader):
@@ -59,13 +62,16 @@ class StorageReader(DcpStorageReader):
     of their own. ``checkpoint_id`` of DCP's call takes the place of ``url`` for that call; ``storage_options``,
     ``filesystem`` and ``store_policy`` (as for ``sidestream.load``) stay.
 
+    The keywords of DCP's own readers are taken too: ``path`` is ``url``; of the others a warning says that they have no
+    meaning here, or an ``InvalidOption`` what to use instead.
+
     When DCP returns, everything is in place. After an error some tensors may have been written to. DCP raises
     ``CheckpointException`` with the error of each rank in ``failures``; of an error in the metadata it keeps the words.
     """
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        url: str | os.PathLike[str] | None = None,
         *,
         verify: Verify = "always",
         allow: Iterable[type] = (),
@@ -74,8 +80,11 @@ class StorageReader(DcpStorageReader):
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         store_policy: StorePolicy | None = None,
+        **stock: Unpack[StockReaderOptions],
     ) -> None:
         super().__init__()
+        check_stock_reader(stock)
+        url = one_url("StorageReader", url, stock)
         check_choice("verify", verify, Verify)
         check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
@@ -89,7 +98,8 @@ class StorageReader(DcpStorageReader):
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._sessions.current().wanted = checkpoint_id if checkpoint_id else None
+        session = self._sessions.current()
+        session.wanted, session.load_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
 
     # Without a parameter named kwargs, so that DCP does not ask once more for the metadata of one rank: they are read
     # as one checkpoint here, and with collectives.
@@ -105,6 +115,8 @@ class StorageReader(DcpStorageReader):
 
         location, manifest, metadata = run_anywhere(read)
         session.load = _Load(location, deadline, manifest)
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -135,6 +147,14 @@ class StorageReader(DcpStorageReader):
     def checkpoint_id(self) -> str:
         """What the call in this thread reads, or would."""
         return self._address.located(self._sessions.current().wanted).url
+
+    @property
+    def load_id(self) -> str:
+        """Of the load that the call in this thread makes, or made last; new with each ``reset``."""
+        session = self._sessions.current()
+        if not session.load_id:
+            session.load_id = uuid.uuid4().hex
+        return session.load_id
 
     # --- inside ---
 

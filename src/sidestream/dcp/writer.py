@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -27,20 +27,26 @@ from ..catalog import attempt_name
 from ..commit import Verdict, clean_up, commit_files
 from ..errors import InvalidOption, SidestreamError
 from ..format.records import Manifest
-from ..options import Apart, Durability, SaverChoice, StorePolicy, check_choice, check_saver, check_timeout
+from ..options import Apart, Durability, SaverChoice, StorePolicy, Trust, check_choice, check_saver, check_timeout
+from ..plan.objects import allowed_types
 from ..planners.committing import as_stock, check_files, complete, files_of_commit
-from ..planners.outgoing import Outgoing
+from ..planners.outgoing import Outgoing, warn_of_refused
 from ..planners.parts import commit_as_part, look_for_room, tag_of
 from ..saver.client import choose_saver
 from ..storage import Body, Location, Place, Store
 from ..storage.io_loop import in_io_thread
 from .orders import Order, forget_order, order_received
 from .session import Address, Sessions, is_located
+from .stock_options import StockWriterOptions, check_extensions, check_stock_writer, durability_of, one_url
 
 __all__ = ["StorageWriter"]
 
 _log = logging.getLogger("sidestream")
 _WRITE_THREADS = 4
+_REMEDY = (
+    'Give StorageReader or sidestream.load allow=[...] with the types, or trust="pickle"; given to StorageWriter too, '
+    "it ends this warning."
+)
 
 
 @dataclass(slots=True)
@@ -72,8 +78,16 @@ class StorageWriter(DcpStorageWriter):
     ``storage_options``, a ``filesystem``, a ``store_policy``, all as for ``sidestream.save``. Calls in several threads
     do not disturb each other. A target that is not empty raises ``Conflict`` before anything is written. With
     ``overwrite=True`` the new checkpoint is exchanged with the old one in one step, which is then deleted; where the
-    file system cannot do that it is a ``Conflict`` too. ``extensions`` are DCP's ``StreamTransformExtension``s.
-    ``saver`` is as for ``sidestream.save``.
+    file system cannot do that it is a ``Conflict`` too. ``extensions`` are DCP's ``StreamTransformExtension``s, of
+    which ``ZStandard`` is taken. ``saver`` is as for ``sidestream.save``.
+
+    A value that is more than data is saved as DCP's planner pickled it. As readers of ours refuse it by default, a
+    warning names it, once for each name: ``allow`` has the types that readers will be given, ``trust="pickle"`` says
+    that they will be given that.
+
+    The keywords of DCP's own writers are taken too: ``path``, ``sync_files`` and ``_extensions`` have a meaning; of the
+    others a warning says that they have none, or an ``InvalidOption`` what to use instead.
+
     ``timeout_s`` is for a whole save. ``use_collectives=False`` with more than one rank needs ``apart``, which says
     which part of which save this is (``sidestream.Apart``): such ranks do not know of each other, nobody commits for
     all, and readers wait until all parts are there.
@@ -84,10 +98,10 @@ class StorageWriter(DcpStorageWriter):
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        url: str | os.PathLike[str] | None = None,
         *,
         overwrite: bool = False,
-        durability: Durability = "fsync",
+        durability: Durability | None = None,
         timeout_s: float = 600.0,
         extensions: Sequence[Any] = (),
         saver: SaverChoice = "thread",
@@ -95,12 +109,20 @@ class StorageWriter(DcpStorageWriter):
         filesystem: Any = None,
         store_policy: StorePolicy | None = None,
         apart: Apart | None = None,
+        allow: Iterable[type] = (),
+        trust: Trust = "data",
+        **stock: Unpack[StockWriterOptions],
     ) -> None:
         super().__init__()
+        check_stock_writer(stock)
+        url, durability = one_url("StorageWriter", url, stock), durability_of(durability, stock)
+        extensions = tuple(extensions) + tuple(stock.get("_extensions") or ())
+        check_extensions(extensions)
         if apart is not None and (overwrite or extensions or saver != "thread"):
             raise InvalidOption("apart= goes with none of overwrite=, extensions= and saver=")
         self._apart = apart
         check_choice("durability", durability, Durability)
+        check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
         self._address = Address(url, storage_options, filesystem, store_policy)
         check_saver(saver)
@@ -108,16 +130,20 @@ class StorageWriter(DcpStorageWriter):
         self._place: Place = "replacing" if overwrite else "new"
         self._durability: Durability = durability
         self._timeout_s = timeout_s
-        self._extensions = tuple(extensions)
+        self._extensions = extensions
+        self._allow = frozenset(allowed_types(allow))
+        self._trust: Trust = trust
+        self._warned: set[str] = set()
         self._sessions: Sessions[_Session] = Sessions(_Session)
 
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._sessions.current().wanted = checkpoint_id if checkpoint_id else None
+        session = self._sessions.current()
+        session.wanted, session.save_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._wanted().url)
+        return StorageMeta(checkpoint_id=self._wanted().url, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -140,7 +166,10 @@ class StorageWriter(DcpStorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans are good: make the attempt, and tell every rank of it."""
         save = self._save()
-        save_id, target = uuid.uuid4().hex, save.location.name
+        session, target = self._sessions.current(), save.location.name
+        if session.used == self.save_id:  # of an earlier save, where nobody called reset()
+            session.save_id = uuid.uuid4().hex
+        save_id = session.used = session.save_id
         orders = [Order(save_id, attempt_name(target, save_id), target, rank) for rank in range(len(plans))]
         apart = self._apart
         if apart is not None:
@@ -158,6 +187,8 @@ class StorageWriter(DcpStorageWriter):
             meant = "nothing" if order is None else repr(order.target)
             raise InvalidOption(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
         save.order = order
+        if self._apart is None:
+            self._sessions.current().save_id = order.save_id
         process, fall_back = choose_saver(self._saver, save.location.store)
         save.process = None if process is None else partial(process.write, fall_back=fall_back)
         try:
@@ -192,6 +223,15 @@ class StorageWriter(DcpStorageWriter):
             return session.save.location.url
         return self._wanted().url
 
+    @property
+    def save_id(self) -> str:
+        """Of the save that the call in this thread makes, or made last: once ``write_data`` has begun, on every rank
+        what readers know the checkpoint by."""
+        session = self._sessions.current()
+        if not session.save_id:
+            session.save_id = uuid.uuid4().hex
+        return session.save_id
+
     # --- inside ---
 
     def _wanted(self) -> Location:
@@ -206,14 +246,25 @@ class StorageWriter(DcpStorageWriter):
     def _write_items(self, save: _Save, order: Order, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         shared = save.process is not None
         tag = "" if self._apart is None else tag_of(order.save_id)
-        outgoing = Outgoing(plan, planner, order.rank, self._extensions, save.deadline, shared=shared, tag=tag)
+        outgoing = Outgoing(
+            plan, planner, order.rank, self._extensions, save.deadline, shared=shared, tag=tag, allow=self._allow
+        )
         try:
             self._write(save, order, outgoing.files(), "joined" if self._apart is None else "apart")
+            self._warn(outgoing, save.location.url)
             if self._apart is not None:
                 return outgoing.results(lambda name: name)
             return outgoing.results(lambda name: save.location.store.published_name(order.attempt, name))
         finally:
             outgoing.close()
+
+    def _warn(self, outgoing: Outgoing, url: str) -> None:
+        """Of values that readers refuse by default, once for each name."""
+        if self._trust == "pickle":
+            return
+        refused = {fqn: why for fqn, why in {**outgoing.refused, **outgoing.opaque}.items() if fqn not in self._warned}
+        self._warned.update(refused)
+        warn_of_refused(refused, url, _REMEDY)
 
     def _write(self, save: _Save, order: Order, files: Iterable[tuple[str, Body]], place: Place) -> None:
         threads = Threads("sidestream-write", _WRITE_THREADS)
@@ -293,9 +344,11 @@ class StorageWriter(DcpStorageWriter):
 
 @dataclass(slots=True)
 class _Session:
-    """``wanted``: the ``checkpoint_id`` of a call that has only begun."""
+    """``wanted``: the ``checkpoint_id`` of a call that has only begun. ``used``: a save id that an attempt has."""
 
     wanted: str | os.PathLike[str] | None = None
+    save_id: str = ""
+    used: str | None = None
     save: _Save | None = None
 
     def drop(self) -> None:

@@ -1,8 +1,9 @@
 """Values that ``torch.save`` wrote, as ``Node`` data: what the pickle means, without the classes that it names.
 
-The kinds are those of ``records.Node``; ``open_value`` lists them. Numbers, strings, bytes, containers, ``torch.Size``,
-dtypes, devices, dense tensors, and numpy's scalars and arrays of plain numbers are data. Nothing else is, but for
-objects of types that the caller allowed: of those a ``Node`` says what they were made from, and makes nothing.
+The kinds are those of ``records.Node``; ``open_value`` lists them. Numbers, strings, bytes, ``io.BytesIO``, containers,
+``torch.Size``, dtypes, devices, dense tensors, and numpy's scalars and arrays of plain numbers are data. Nothing else
+is, but for objects of types that the caller allowed: of those a ``Node`` says what they were made from, and makes
+nothing.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY_KINDS = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 _DEVICE = re.compile("[a-z0-9_]{1,32}")
 _RECONSTRUCT = frozenset(f"{core}._reconstruct" for core in _NUMPY_CORES)
+_BYTES_IO = frozenset({"_io.BytesIO", "io.BytesIO"})
 _SCALAR = frozenset(f"{core}.scalar" for core in _NUMPY_CORES)
 
 VALUE_GLOBALS = DtypeNames(
     TENSOR_GLOBALS.names
     | _RECONSTRUCT
     | _SCALAR
+    | _BYTES_IO
     | {f"builtins.{name}" for name in ("set", "frozenset", "complex", "bytes", "bytearray")}
     | {"_codecs.encode", "torch.Size", "torch.device", "numpy.ndarray", "numpy.dtype"}
 )
 """What the pickle of a value may name."""
 
-_HASHABLE_KINDS = frozenset({"int", "float", "frozenset", "bytes", "complex", "size", "dtype", "device", "numpy"})
+_HASHABLE_KINDS = frozenset(
+    {"int", "float", "frozenset", "bytes", "complex", "size", "dtype", "device", "numpy", "bytesio"}
+)
 _ALLOWED_KINDS = frozenset({"object", "type", "member"})  # whether such a key can be hashed its type will say
 
 
@@ -115,6 +120,8 @@ class _Translator:
             return self._ndarray(call)
         if name == "collections.OrderedDict":
             return self._ordered_dict(call)
+        if name in _BYTES_IO:
+            return self._bytes_io(call)
         if name == "numpy.dtype":
             raise UnsafeObject("the value holds a numpy.dtype itself, which is not read as data")
         if call.state is not None or call.items is not None:
@@ -168,6 +175,16 @@ class _Translator:
             case (), None | Pairs(["_metadata", _]):
                 return {"ordered_dict": self._pairs(call.items or Pairs())}
         raise UnsafeObject("the value holds a collections.OrderedDict with attributes, which is not read as data")
+
+    def _bytes_io(self, call: Call) -> Node:
+        match call.args, call.state, call.items:
+            case (), (content, int(position), None | Pairs([])), None if type(position) is int:
+                data = _bytes_of(content)
+            case _:
+                raise UnsafeObject("the value holds an io.BytesIO with attributes, which is not read as data")
+        if not 0 <= position <= len(data):
+            raise UnsafeObject("the value holds an io.BytesIO that stands beyond its end, which is not read as data")
+        return {"bytesio": [self._base64(data), position]}
 
     def _tensor(self, tensor: StoredTensor) -> Node:
         size = itemsize(tensor.dtype)

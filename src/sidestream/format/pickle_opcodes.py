@@ -252,6 +252,7 @@ def _frozenset(machine: Machine) -> None:
 
 _NAME_BYTES = 512
 _RENAMED_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_RENAMED = {"builtins.xrange": "builtins.range"}
 
 
 @_opcode(ord("c"))  # GLOBAL
@@ -277,6 +278,7 @@ def _stack_global(machine: Machine) -> None:
 
 def _push_global(machine: Machine, module: str, name: str) -> None:
     full = f"{_RENAMED_MODULES.get(module, module)}.{name}"
+    full = _RENAMED.get(full, full)
     if full not in machine.allowed:
         raise UnsafeObject(
             f"the pickle asks for {ascii(full)[1:-1]} (byte {machine.position}), which is not among the types read as"

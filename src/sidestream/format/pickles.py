@@ -19,6 +19,7 @@ __all__ = [
     "integer",
     "list_of",
     "real",
+    "rebuilt",
     "text",
     "tuple_of",
 ]
@@ -72,3 +73,8 @@ def dict_of(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 def call(function: bytes, *arguments: bytes) -> bytes:
     return function + tuple_of(*arguments) + b"R"
+
+
+def rebuilt(kind: bytes, state: bytes) -> bytes:
+    """An object that ``__new__`` makes without arguments and ``__setstate__`` fills."""
+    return kind + b")\x81" + state + b"b"

@@ -5,6 +5,7 @@ Kinds of a ``Node`` beside the bare scalars (None, bool, int, finite float, str)
     {"list": [...]}  {"tuple": [...]}  {"set": [...]}  {"frozenset": [...]}  {"dict": [[key, value], ...]}
     {"ordered_dict": [[key, value], ...]}  {"bytes": base64}  {"bytearray": base64}  {"complex": [re, im]}
     {"int": hexadecimal}  (beyond 64 bits)      {"float": "nan" | "inf" | "-inf"}
+    {"bytesio": [base64, position]}
     {"size": [int, ...]}  {"dtype": "float32"}  {"device": "cuda:0"}
     {"tensor": {"dtype", "shape", "data": base64 of the row-major bytes}}
     {"ndarray": {"dtype": "<u4", "shape", "data": base64}}   {"numpy": {"dtype": "<f8", "data": base64}}
@@ -30,7 +31,7 @@ from .dtypes import DTYPES
 from .frame import tensor_pickle
 from .records import Node
 
-__all__ = ["is_stored", "node_bytes", "node_kind", "pickle_node", "pickle_part"]
+__all__ = ["bytes_and_position", "is_stored", "node_bytes", "node_kind", "pickle_node", "pickle_part"]
 
 
 def node_kind(node: Node) -> tuple[str, Any]:
@@ -53,6 +54,16 @@ def node_bytes(content: Any) -> bytes:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, TypeError, ValueError):
         raise Corrupt("a value of the manifest holds damaged base64") from None
+
+
+def bytes_and_position(content: Any) -> tuple[bytes, int]:
+    """What an ``io.BytesIO`` holds and where it stands, which is not beyond its end: a write there would fill the gap,
+    however large."""
+    data, position = content
+    raw = node_bytes(data)
+    if type(position) is not int or not 0 <= position <= len(raw):
+        raise Corrupt("a BytesIO whose position is not inside of its bytes")
+    return raw, position
 
 
 def pickle_node(node: Node) -> tuple[bytes, list[bytes]]:
@@ -109,6 +120,9 @@ def _pickle_leaf(kind: str, content: Any, storages: list[bytes]) -> bytes:
             return _pickle_bytes(node_bytes(content))
         case "bytearray":
             return p.call(p.global_("builtins", "bytearray"), _pickle_bytes(node_bytes(content)))
+        case "bytesio":
+            raw, position = bytes_and_position(content)
+            return p.rebuilt(p.global_("_io", "BytesIO"), p.tuple_of(_pickle_bytes(raw), p.integer(position), p.NONE))
         case "size":
             return p.call(p.global_("torch", "Size"), p.tuple_of(*map(p.integer, content)))
         case "dtype":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import io
 import math
 import re
 import sys
@@ -16,7 +17,7 @@ from .._torch import check_tensor, dtype_from_name, dtype_name
 from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from ..format.dtypes import DTYPES
 from ..format.records import Node
-from ..format.values import check_inline_tensor, node_bytes, node_kind
+from ..format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
 from .hashed import fill, set_of
 from .objects import NOTHING_ALLOWED, Allowed, lookup, rebuild, rebuild_member
 
@@ -32,7 +33,9 @@ _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc]\d{1,2}")
 def copy_value(value: Any) -> Any:
     """A copy of a value that can be changed in place; what ``encode_value`` would refuse is left for it to refuse."""
     numpy = sys.modules.get("numpy")
-    if type(value) in (set, frozenset, bytearray) or (numpy is not None and isinstance(value, numpy.ndarray)):
+    if type(value) in (set, frozenset, bytearray, io.BytesIO) or (
+        numpy is not None and isinstance(value, numpy.ndarray)
+    ):
         return copy.deepcopy(value)
     return value
 
@@ -41,7 +44,8 @@ def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
     """``value`` as data; the caller may change it afterwards.
 
     Raises ``UnsafeObject``, naming ``fqn`` and the type, for anything but numbers, strings, bytes, None, tuples, lists,
-    dicts, sets, ``torch.Size``, dtypes, devices, numpy numbers and arrays, and tensors of at most 1 MiB inside those.
+    dicts, sets, ``io.BytesIO``, ``torch.Size``, dtypes, devices, numpy numbers and arrays, and tensors of at most 1 MiB
+    inside those.
     """
     kind = type(value)
     if value is None or kind is bool or kind is str:
@@ -69,6 +73,8 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
         return {"complex": [encode_value(value.real, fqn), encode_value(value.imag, fqn)]}
     if kind is bytes or kind is bytearray:
         return {kind.__name__: _base64(value)}
+    if kind is io.BytesIO:
+        return _encode_bytes_io(value, fqn)
     if kind is torch.Size:
         return {"size": list(value)}
     if kind is torch.dtype:
@@ -84,6 +90,19 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
         f"{fqn}: a {kind.__module__}.{kind.__qualname__} cannot be stored as data; turn it into numbers, strings, "
         "tensors and containers of those, or give it state_dict() and load_state_dict()"
     )
+
+
+def _encode_bytes_io(value: io.BytesIO, fqn: str) -> Node:
+    """The bytes and the position. A subclass, or one with attributes, is more than that."""
+    state: Any = value.__getstate__()  # vars() would give it a dict
+    content, position, attributes = state
+    if attributes:
+        raise UnsafeObject(f"{fqn}: an io.BytesIO with attributes cannot be stored as data; keep them beside it")
+    if position > len(content):
+        raise UnsafeObject(
+            f"{fqn}: the position {position} of an io.BytesIO lies beyond its {len(content)} bytes; seek() into them"
+        )
+    return {"bytesio": [_base64(content), position]}
 
 
 def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
@@ -159,6 +178,11 @@ def _decode(node: Node, allow: Allowed) -> Any:
             return node_bytes(content)
         case "bytearray":
             return bytearray(node_bytes(content))
+        case "bytesio":
+            raw, position = bytes_and_position(content)
+            stream = io.BytesIO(raw)
+            stream.seek(position)
+            return stream
         case "size":
             return torch.Size(content)
         case "dtype":

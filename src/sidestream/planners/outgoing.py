@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,24 +17,26 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._threads import Deadline, politely
 from .._torch import TransformedStreams, check_tensor, dtype_name, storage_key
 from ..errors import Corrupt, InvalidOption, UnsafeObject, UnsupportedCheckpoint, UnsupportedTensor
+from ..foreign import MAX_VALUE_BYTES
 from ..format.dtypes import DTYPES
 from ..format.frame import frame_tensor
 from ..format.records import Node
 from ..format.shard import ShardLayout, lay_out
-from ..format.torch_item import open_value_item
+from ..format.torch_item import check_value_item, open_value_item
 from ..plan.save import window_bytes_for, window_copies
 from ..saver.body import BytesBody, ShardBody
 from ..staging import AsyncStager, Captured, ImageLayout, Staging, capture
 from ..storage import Body
 from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
-__all__ = ["Outgoing"]
+__all__ = ["Outgoing", "warn_of_refused"]
 
 _BUDGET_BYTES = 256 << 20
 _GROUP_BYTES = 512 << 20  # a planner may make its tensors as it resolves them: twice as much of that at a time
 _VALUES_BYTES = 64 << 20
 _NODE_BYTES = 1 << 20  # a larger value is left to its item
 _NO_LIMIT = 1 << 62
+_TOLD = 8
 _GRACE_S = 5.0
 
 
@@ -75,8 +78,14 @@ class Outgoing:
         *,
         shared: bool = False,
         tag: str = "",
+        allow: Set[str] = frozenset(),
     ) -> None:
-        """``tag`` is added to the names of the files."""
+        """``tag`` is added to the names of the files. ``allow`` names the types that readers will be given."""
+        self.refused: dict[str, str] = {}
+        """Why a reader without options refuses a value, by FQN. Complete once ``files`` is exhausted."""
+        self.opaque: dict[str, str] = {}
+        """The same of values that the planner wrote in a form of its own."""
+        self._allow = allow
         self._tag = tag
         self._planner = planner
         self._rank = rank
@@ -139,6 +148,7 @@ class Outgoing:
 
     def _append(self, item: WriteItem, content: io.BytesIO) -> Receipt:
         data = self._planner.resolve_data(item)
+        node = self._inspected(item.index.fqn, data) if isinstance(data, io.BytesIO) else None
         start = content.tell()
         if self._transforms is not None:
             descriptors = self._pack(item, data, content)
@@ -147,7 +157,30 @@ class Outgoing:
         if not isinstance(data, io.BytesIO):
             raise InvalidOption(f"{item.index.fqn}: the planner resolved a BYTE_IO item to a {type(data).__name__}")
         content.write(data.getbuffer())
-        return ValueReceipt("", 0, start, content.tell() - start, _node(data))
+        return ValueReceipt("", 0, start, content.tell() - start, node)
+
+    def _inspected(self, fqn: str, data: io.BytesIO) -> Node:
+        """A planner's bytes as data, where they are the pickle of nothing more."""
+        nbytes = len(data.getbuffer())
+        if bytes(data.getbuffer()[:4]) != b"PK\x03\x04":
+            self.opaque[fqn] = "bytes of the planner's own"
+            return {"stored": "bytes"}
+        if nbytes > MAX_VALUE_BYTES:
+            self.refused[fqn] = f"it has {nbytes} bytes, and a value is read up to {MAX_VALUE_BYTES}"
+        elif nbytes > _NODE_BYTES:
+            self._try(fqn, lambda: check_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow))
+        else:
+            try:
+                return open_value_item(io.BytesIO(data.getbuffer()), nbytes)
+            except (Corrupt, UnsafeObject, UnsupportedCheckpoint):
+                self._try(fqn, lambda: open_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow))
+        return {"stored": "pickle"}
+
+    def _try(self, fqn: str, read: Callable[[], object]) -> None:
+        try:
+            read()
+        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+            self.refused[fqn] = str(error)
 
     def _pack(self, item: WriteItem, data: torch.Tensor | io.BytesIO, content: io.BytesIO) -> tuple[str, ...]:
         assert self._transforms is not None
@@ -255,13 +288,14 @@ def _planned_bytes(item: WriteItem) -> int:
     return 0 if planned is None else math.prod(planned.chunk.sizes) * planned.properties.dtype.itemsize
 
 
-def _node(data: io.BytesIO) -> Node:
-    """A planner's bytes as data, where they are the pickle of nothing more."""
-    nbytes = len(data.getbuffer())
-    pickled = bytes(data.getbuffer()[:4]) == b"PK\x03\x04"
-    if pickled and nbytes <= _NODE_BYTES:
-        try:
-            return open_value_item(io.BytesIO(data.getbuffer()), nbytes)
-        except (Corrupt, UnsafeObject, UnsupportedCheckpoint):
-            pass
-    return {"stored": "pickle" if pickled else "bytes"}
+def warn_of_refused(refused: Mapping[str, str], url: str, remedy: str) -> None:
+    """One warning for everything that a reader without options would refuse, long before one does."""
+    if not refused:
+        return
+    told = [f"{fqn} ({why})" for fqn, why in list(refused.items())[:_TOLD]]
+    more = f", and {len(refused) - _TOLD} more" if len(refused) > _TOLD else ""
+    warnings.warn(
+        f"{url}: sidestream refuses to load {len(refused)} of the values by default, because they are more than data: "
+        f"{', '.join(told)}{more}. They are saved, and stock DCP loads them. {remedy}",
+        stacklevel=2,
+    )

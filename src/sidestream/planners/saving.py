@@ -28,7 +28,7 @@ from ..storage import Place
 from ..writing import SaveOrder, Stager, first_copy, resolve_staged
 from .asking import Asked, asked_save_planner
 from .committing import complete, files_of_commit
-from .outgoing import Outgoing
+from .outgoing import Outgoing, warn_of_refused
 from .parts import commit_as_part, look_for_room, tag_of
 from .planning import Decided, DecidingAlone, DecidingTogether
 
@@ -235,6 +235,7 @@ class PlannedWriting:
                 deadline=order.deadline,
                 place=place if order.apart is None else "apart",
             )
+            warn_of_refused(outgoing.refused, order.location.url, "Give sidestream.load allow=[...] with the types.")
             if order.apart is not None:
                 return outgoing.results(lambda name: name)
             return outgoing.results(lambda name: store.published_name(order.attempt, name))

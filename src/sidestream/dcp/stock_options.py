@@ -1,0 +1,158 @@
+"""The keywords of DCP's own storage classes: what each stands for here, or what to use instead of it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from ..errors import InvalidOption, UnsupportedCheckpoint
+from ..format.transforms import check_transforms
+from ..options import Durability
+
+__all__ = [
+    "StockReaderOptions",
+    "StockWriterOptions",
+    "check_extensions",
+    "check_stock_reader",
+    "check_stock_writer",
+    "durability_of",
+    "one_url",
+]
+
+
+class StockWriterOptions(TypedDict, total=False):
+    """Keywords of ``FileSystemWriter``, ``FsspecWriter`` and ``HuggingFaceStorageWriter``."""
+
+    path: str | os.PathLike[str]
+    single_file_per_rank: bool
+    sync_files: bool
+    thread_count: int
+    per_thread_copy_ahead: int
+    cache_staged_state_dict: bool
+    _extensions: Sequence[Any] | None
+    serialization_format: Any
+    fqn_to_index_mapping: Mapping[str, int] | None
+    save_distributed: bool
+    enable_consolidation: bool
+    thread_count_consolidation: int
+
+
+class StockReaderOptions(TypedDict, total=False):
+    """Keywords of ``FileSystemReader``, ``FsspecReader`` and the readers of safetensors."""
+
+    path: str | os.PathLike[str]
+    thread_count: int
+    _extension_registry: Any
+    target_dtype: Any
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """``ignored``: keywords without a meaning here, and why. ``refused``: those that ask for something else, and what
+    does it. ``translated`` have a meaning."""
+
+    owner: str
+    translated: frozenset[str]
+    ignored: Mapping[str, str]
+    refused: Mapping[str, str]
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raises ``InvalidOption``, naming the keyword; warns once of all that are ignored."""
+        for name in given:
+            if name in self.refused:
+                raise InvalidOption(f"{self.owner} has no {name}=: {self.refused[name]}")
+            if name not in self.translated and name not in self.ignored:
+                raise InvalidOption(
+                    f"{self.owner} has no option {name}=; an option of the file system goes into "
+                    f"storage_options={{{name!r}: ...}}"
+                )
+        ignored = [f"{name}= ({why})" for name, why in self.ignored.items() if name in given]
+        if ignored:
+            warnings.warn(f"{self.owner} ignores {', '.join(ignored)}", stacklevel=4)
+
+
+_SAFETENSORS = 'sidestream.convert(url, target, format="safetensors") writes safetensors from a checkpoint'
+
+_WRITER = _Words(
+    "StorageWriter",
+    frozenset({"path", "sync_files", "_extensions", "serialization_format"}),
+    {
+        "single_file_per_rank": "the size of the state decides how many files a rank writes",
+        "thread_count": "four threads write, whatever it says",
+        "per_thread_copy_ahead": "tensors are staged ahead within a budget of 256 MiB",
+        "cache_staged_state_dict": "sidestream.AsyncStager, given as async_stager=, keeps its memory",
+    },
+    dict.fromkeys(
+        ("fqn_to_index_mapping", "save_distributed", "enable_consolidation", "thread_count_consolidation"), _SAFETENSORS
+    ),
+)
+
+_DEQUANTIZE = "sidestream reads quantized tensors and their scales as they are; multiply them afterwards"
+
+_READER = _Words(
+    "StorageReader",
+    frozenset({"path", "_extension_registry"}),
+    {"thread_count": "ranges are read in parallel, whatever it says"},
+    {"target_dtype": _DEQUANTIZE, "block_size": _DEQUANTIZE},
+)
+
+
+def check_stock_writer(given: Mapping[str, Any]) -> None:
+    """Raises ``InvalidOption`` for a keyword that cannot be taken."""
+    _WRITER.check(given)
+    serialization = getattr(given.get("serialization_format"), "name", "TORCH_SAVE")
+    if serialization != "TORCH_SAVE":
+        raise InvalidOption(f"StorageWriter has no serialization_format {serialization}: {_SAFETENSORS}")
+
+
+def check_stock_reader(given: Mapping[str, Any]) -> None:
+    """Raises ``InvalidOption`` for a keyword that cannot be taken."""
+    _READER.check(given)
+    known: Mapping[str, object] = getattr(given.get("_extension_registry"), "extensions", {})
+    unread = sorted(name for name in known if not _is_read([f"{name}/1"]))
+    if unread:
+        warnings.warn(
+            f"StorageReader reads what went through stream.zstd, and not {', '.join(unread)} of the registry",
+            stacklevel=3,
+        )
+
+
+def one_url(owner: str, url: str | os.PathLike[str] | None, given: Mapping[str, Any]) -> str | os.PathLike[str]:
+    """``url``, which DCP calls ``path``. Raises ``InvalidOption`` unless exactly one of them is given."""
+    path: str | os.PathLike[str] | None = given.get("path")
+    if (url is None) == (path is None):
+        problem = "url= and path= are two names of one thing: give one" if path else "give it a url"
+        raise InvalidOption(f"{owner}: {problem}")
+    return path if url is None else url  # type: ignore[return-value]
+
+
+def durability_of(durability: Durability | None, given: Mapping[str, Any]) -> Durability:
+    """``sync_files`` is DCP's word for it. Raises ``InvalidOption`` where the two contradict each other."""
+    if "sync_files" not in given:
+        return durability or "fsync"
+    meant: Durability = "fsync" if given["sync_files"] else "flush"
+    if durability not in (None, meant):
+        raise InvalidOption(f"sync_files={given['sync_files']!r} contradicts durability={durability!r}: give one")
+    return meant
+
+
+def check_extensions(extensions: Sequence[Any]) -> None:
+    """Raises ``InvalidOption`` for an extension that no reader of ours undoes."""
+    descriptors = [str(one.get_descriptor()) for one in extensions]
+    if descriptors and not _is_read(descriptors):
+        raise InvalidOption(
+            f"extensions={descriptors}: sidestream's readers undo one stream.zstd/1 and nothing else; write it with "
+            "FileSystemWriter of torch.distributed.checkpoint"
+        )
+
+
+def _is_read(descriptors: Sequence[str]) -> bool:
+    try:
+        check_transforms(list(descriptors), "extensions")
+    except UnsupportedCheckpoint:
+        return False
+    return True

@@ -1,0 +1,337 @@
+"""What a program that changes from DCP's storage to ours brings along: values of its own, keywords, ids."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import collections
+import datetime as dt
+import enum
+import io
+import pickle
+import warnings
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _dcp_kinds import FILE, OURS, JsonPlanner
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+import sidestream
+from sidestream.dcp import StorageReader, StorageWriter
+from sidestream.errors import Corrupt, InvalidOption, UnsafeObject
+from sidestream.format.values import pickle_node
+from sidestream.plan.values import decode_value, encode_value
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated.*:UserWarning"),
+]
+
+CONTENT = bytes(range(256)) * 3
+
+
+def stream(content: bytes = CONTENT, position: int = 7) -> io.BytesIO:
+    made = io.BytesIO(content)
+    made.seek(position)
+    return made
+
+
+def check_stream(found: Any, content: bytes = CONTENT, position: int = 7) -> None:
+    assert type(found) is io.BytesIO
+    assert (found.getvalue(), found.tell()) == (content, position)
+
+
+# --- io.BytesIO is data ----------------------------------------------------------------------------------------------
+
+SAVERS = {
+    "sidestream": lambda state, path: sidestream.save(state, path),
+    "planner": lambda state, path: sidestream.save(state, path, planner=DefaultSavePlanner()),
+    "StorageWriter": lambda state, path: asyncio.to_thread(OURS.save, state, path),
+    "stock": lambda state, path: asyncio.to_thread(FILE.save, state, path),
+}
+LOADERS = {
+    "sidestream": lambda state, path: sidestream.load(state, path),
+    "planner": lambda state, path: sidestream.load(state, path, planner=DefaultLoadPlanner()),
+    "StorageReader": lambda state, path: asyncio.to_thread(OURS.load, state, path),
+    "stock": lambda state, path: asyncio.to_thread(FILE.load, state, path),
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+async def test_a_bytes_io_comes_back_whoever_saves_and_loads(saver: str, tmp_path: Path) -> None:
+    state = {"losses": stream(), "pair": (1, stream(b"", 0)), "large": stream(bytes(2 << 20), 1), "w": torch.ones(3)}
+    await SAVERS[saver](state, tmp_path / "c")
+    for load in LOADERS.values():
+        target: dict[str, Any] = {"losses": io.BytesIO(), "pair": None, "large": None, "w": torch.zeros(3)}
+        await load(target, tmp_path / "c")
+        check_stream(target["losses"])
+        check_stream(target["pair"][1], b"", 0)
+        check_stream(target["large"], bytes(2 << 20), 1)
+    found = await (await sidestream.open_checkpoint(tmp_path / "c")).state_dict()
+    check_stream(found["losses"])
+    report = await sidestream.verify(tmp_path / "c")
+    assert report.ok
+    assert report.unverified == ()
+
+
+async def test_a_bytes_io_is_saved_as_it_was_at_the_call(tmp_path: Path) -> None:
+    state = {"losses": stream(), "w": torch.ones(3)}
+    pending = sidestream.async_save(state, tmp_path / "c")
+    state["losses"].write(b"later")
+    await pending
+    check_stream(await (await sidestream.open_checkpoint(tmp_path / "c")).value("losses"))
+    assert vars(stream()) == {}
+
+
+async def test_a_bytes_io_through_a_file_of_torch_save(tmp_path: Path) -> None:
+    await sidestream.save({"losses": stream(), "w": torch.ones(3)}, tmp_path / "c")
+    await sidestream.convert(tmp_path / "c", tmp_path / "c.pt")
+    check_stream(torch.load(tmp_path / "c.pt", weights_only=False)["losses"])
+    torch.save({"losses": stream()}, tmp_path / "d.pt")
+    target = {"losses": None}
+    await sidestream.load(target, tmp_path / "d.pt")
+    check_stream(target["losses"])
+
+
+class Named(io.BytesIO):
+    pass
+
+
+@pytest.mark.parametrize("what", ["attributes", "subclass", "beyond its end", "closed"])
+async def test_a_bytes_io_that_is_more_than_data_is_refused(what: str, tmp_path: Path) -> None:
+    value = Named(b"ab") if what == "subclass" else stream(b"ab", 9 if what == "beyond its end" else 0)
+    if what == "attributes":
+        value.name = "losses.bin"  # type: ignore[attr-defined]
+    if what == "closed":
+        value.close()
+    with pytest.raises(UnsafeObject, match="losses"):
+        await sidestream.save({"losses": value}, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+    if what != "closed":
+        FILE.save({"losses": value}, tmp_path / "stock")
+        with pytest.raises(UnsafeObject, match="losses"):
+            await sidestream.load({"losses": None}, tmp_path / "stock")
+
+
+@pytest.mark.parametrize(
+    "content", [["YWI=", 3], ["YWI=", -1], ["YWI=", True], ["YWI=", 1.0], ["YWI="], "YWI=", ["?", 0]]
+)
+def test_a_bytes_io_that_no_writer_of_ours_makes(content: Any) -> None:
+    with pytest.raises(Corrupt):
+        decode_value({"bytesio": content}, "losses")
+    with pytest.raises((Corrupt, ValueError)):
+        pickle_node({"bytesio": content})
+
+
+def test_the_pickle_of_a_bytes_io_is_what_python_makes_of_it() -> None:
+    raw, storages = pickle_node(encode_value(stream(), "losses"))
+    assert storages == []
+    check_stream(pickle.loads(raw))
+
+
+# --- what more than data is said at save time ------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Pair(NamedTuple):
+    left: int
+
+
+MORE_THAN_DATA: dict[str, tuple[Any, list[type]]] = {
+    "enum": (Colour.RED, [Colour]),
+    "time": (dt.datetime(2026, 1, 2, tzinfo=dt.UTC), [dt.datetime, dt.timezone, dt.timedelta]),
+    "path": (Path("a/b"), [type(Path())]),
+    "named tuple": (Pair(1), [Pair]),
+    "range": (range(3), [range]),
+    "slice": (slice(1, 2), [slice]),
+    "deque": (collections.deque([1]), [collections.deque]),
+    "large": ([Pair(1), bytes(2 << 20)], [Pair]),
+}
+
+
+@pytest.mark.parametrize("kind", MORE_THAN_DATA)
+def test_the_writer_says_by_name_what_its_reader_refuses(kind: str, tmp_path: Path) -> None:
+    value, types = MORE_THAN_DATA[kind]
+    state = {"deep": {"odd": (value,)}, "w": torch.ones(3)}
+    with pytest.warns(UserWarning, match=r"refuses to load 1 of the values.*deep\.odd \(.*StorageWriter") as told:
+        OURS.save(state, tmp_path / "c")
+    assert sum("refuses to load" in str(one.message) for one in told) == 1
+    with pytest.raises(CheckpointException, match="UnsafeObject"):
+        OURS.load({"deep": {"odd": None}}, tmp_path / "c")
+    target: dict[str, Any] = {"deep": {"odd": None}}
+    assert OURS.load(target, tmp_path / "c", allow=types)["deep"]["odd"] == (value,)
+    OURS.save(state, tmp_path / "allowed", allow=types)  # nothing to say: a warning would be an error
+    OURS.save(state, tmp_path / "trusted", trust="pickle")
+
+
+def test_the_writer_says_it_once_for_each_name(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path / "unused")
+    for name in ("a", "b"):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            dcp.save({"p": Path("x")}, checkpoint_id=str(tmp_path / name), storage_writer=writer, no_dist=True)
+        assert len([one for one in told if "refuses to load" in str(one.message)]) == (name == "a")
+
+
+def test_values_that_went_through_an_extension_are_named_too(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"p \(.*PosixPath"):
+        OURS.save({"p": Path("x")}, tmp_path / "c", extensions=[ZStandard()])
+
+
+async def test_a_save_with_a_planner_says_it_too(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"p \(.*PosixPath.*sidestream\.load allow="):
+        await sidestream.save({"p": Path("x"), "w": torch.ones(2)}, tmp_path / "c", planner=DefaultSavePlanner())
+    await sidestream.save({"n": 1}, tmp_path / "own", planner=JsonPlanner())  # its bytes are that planner's affair
+
+
+async def test_a_value_too_large_to_be_read(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"blob \(it has \d+ bytes, and a value is read up to 67108864\)"):
+        OURS.save({"blob": bytes(65 << 20)}, tmp_path / "c")
+
+
+# --- keywords of DCP's own storage -----------------------------------------------------------------------------------
+
+
+def test_path_is_url(tmp_path: Path) -> None:
+    dcp.save({"n": 1}, storage_writer=StorageWriter(path=tmp_path / "c"), no_dist=True)
+    target = {"n": 0}
+    dcp.load(target, storage_reader=StorageReader(path=str(tmp_path / "c")), no_dist=True)
+    assert target == {"n": 1}
+    for face in (StorageWriter, StorageReader):
+        with pytest.raises(InvalidOption, match="two names"):
+            face(tmp_path / "c", path=tmp_path / "c")
+        with pytest.raises(InvalidOption, match="give it a url"):
+            face()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"single_file_per_rank": True}, "decides how many files"),
+        ({"thread_count": 2}, "four threads"),
+        ({"per_thread_copy_ahead": 0}, "budget"),
+        ({"cache_staged_state_dict": True}, "async_stager="),
+    ],
+)
+def test_keywords_without_a_meaning_are_taken_with_a_warning(options: Any, word: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"StorageWriter ignores {next(iter(options))}= .*{word}") as told:
+        writer = StorageWriter(tmp_path / "c", **options)
+    assert told[0].filename == __file__
+    dcp.save({"n": 1}, storage_writer=writer, no_dist=True)
+    with pytest.warns(UserWarning, match="StorageReader ignores thread_count="):
+        reader = StorageReader(tmp_path / "c", thread_count=4)
+    dcp.load(target := {"n": 0}, storage_reader=reader, no_dist=True)
+    assert target == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        ({"fqn_to_index_mapping": {}}, "sidestream.convert"),
+        ({"save_distributed": True}, "sidestream.convert"),
+        ({"enable_consolidation": True}, "sidestream.convert"),
+        ({"serialization_format": SerializationFormat.SAFETENSORS}, "sidestream.convert"),
+        ({"key": "name"}, "storage_options="),
+        ({"overwite": True}, "no option overwite="),
+        ({"sync_files": False, "durability": "fsync"}, "contradicts"),
+    ],
+)
+def test_keywords_that_ask_for_something_else_are_refused(options: Any, instead: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match=instead):
+        StorageWriter(tmp_path / "c", **options)
+
+
+def test_keywords_of_the_reader_that_are_refused(tmp_path: Path) -> None:
+    for options, instead in (({"target_dtype": torch.float32}, "quantized"), ({"token": "t"}, "storage_options=")):
+        with pytest.raises(InvalidOption, match=instead):
+            StorageReader(tmp_path / "c", **options)  # type: ignore[arg-type]
+
+
+def test_keywords_with_a_meaning(tmp_path: Path) -> None:
+    StorageWriter(tmp_path / "c", serialization_format=SerializationFormat.TORCH_SAVE, sync_files=True)
+    assert StorageWriter(tmp_path / "c", sync_files=False)._durability == "flush"
+    assert StorageWriter(tmp_path / "c", sync_files=True, durability="fsync")._durability == "fsync"
+    writer = StorageWriter(tmp_path / "c", _extensions=[ZStandard()])
+    dcp.save({"w": torch.zeros(1 << 16)}, storage_writer=writer, no_dist=True)
+    target = {"w": torch.ones(1 << 16)}
+    dcp.load(
+        target, storage_reader=StorageReader(tmp_path / "c", _extension_registry=ExtensionRegistry()), no_dist=True
+    )
+    assert not target["w"].any()
+
+
+# --- extensions ------------------------------------------------------------------------------------------------------
+
+
+class Rot13(StreamTransformExtension):
+    """Letters of another alphabet: nothing of ours undoes it."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.rot13"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Rot13:
+        return Rot13()
+
+    def get_descriptor(self) -> str:
+        return "stream.rot13/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        return codecs.getwriter("rot13")(output)  # type: ignore[return-value]
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002
+        return codecs.getreader("rot13")(input)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("extensions", [[Rot13()], [ZStandard(), Rot13()], [ZStandard(), ZStandard()]])
+def test_an_extension_that_no_reader_of_ours_undoes_is_refused_by_name(extensions: Any, tmp_path: Path) -> None:
+    for name in ("extensions", "_extensions"):
+        with pytest.raises(InvalidOption, match=extensions[-1].get_descriptor()):
+            StorageWriter(tmp_path / "c", **{name: extensions})
+    registry = ExtensionRegistry()
+    registry.register(Rot13)
+    with pytest.warns(UserWarning, match=r"stream\.rot13"):
+        StorageReader(tmp_path / "c", _extension_registry=registry)
+
+
+# --- ids -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [OURS, FILE], ids=lambda kind: kind.name)
+def test_the_ids_of_a_save_and_a_load(kind: Any, tmp_path: Path) -> None:
+    writer, reader = kind.writer(str(tmp_path / "c")), kind.reader(str(tmp_path / "c"))
+    before = writer.storage_meta()
+    assert (str(before.checkpoint_id), before.save_id) == (str(tmp_path / "c"), writer.save_id)
+    written = dcp.save({"n": 1}, storage_writer=writer, no_dist=True)
+    assert written.storage_meta.save_id == writer.save_id
+    metadata = reader.read_metadata()
+    assert metadata.storage_meta.save_id == writer.save_id
+    assert metadata.storage_meta.load_id == reader.load_id
+    reader.reset()
+    assert reader.load_id != metadata.storage_meta.load_id
+    first = writer.save_id
+    dcp.save({"n": 2}, checkpoint_id=str(tmp_path / "d"), storage_writer=writer, no_dist=True)
+    assert writer.save_id != first
+
+
+async def test_the_save_id_of_the_writer_is_the_checkpoints(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path / "c")
+    dcp.save({"n": 1}, storage_writer=writer, no_dist=True)
+    assert (await sidestream.verify(tmp_path / "c")).save_id == writer.save_id
+
+
+async def test_the_storage_meta_of_what_sidestream_saved(tmp_path: Path) -> None:
+    info = await sidestream.save({"n": 1}, tmp_path / "c")
+    meta = StorageReader(tmp_path / "c").read_metadata().storage_meta
+    assert meta is not None
+    assert (meta.checkpoint_id, meta.save_id) == (str(tmp_path / "c"), info.save_id)
