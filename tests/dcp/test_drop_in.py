@@ -11,15 +11,21 @@ import io
 import pickle
 import warnings
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _dcp_kinds import FILE, OURS, JsonPlanner
+from states import assert_same
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import sidestream
@@ -335,3 +341,64 @@ async def test_the_storage_meta_of_what_sidestream_saved(tmp_path: Path) -> None
     meta = StorageReader(tmp_path / "c").read_metadata().storage_meta
     assert meta is not None
     assert (meta.checkpoint_id, meta.save_id) == (str(tmp_path / "c"), info.save_id)
+
+
+# --- load planners that add keys -------------------------------------------------------------------------------------
+
+
+class Adds(DefaultLoadPlanner):
+    """Asks for one value more than the caller."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        state_dict["n"] = state_dict["none"] = None
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+class AddsLate(DefaultLoadPlanner):
+    """Adds a key while it is handed a value."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        super().load_bytes(read_item, value)
+        self.original_state_dict["late"] = 1
+
+
+STATE = {"w": torch.arange(4.0), "n": 3, "none": None, "deep": {"t": torch.ones(2), "list": [1, torch.zeros(1)]}}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+async def test_a_planner_that_loads_without_a_template(saver: str, tmp_path: Path) -> None:
+    await SAVERS[saver](STATE, tmp_path / "c")
+    everything: dict[str, Any] = {}
+    report = await sidestream.load(everything, tmp_path / "c", planner=_EmptyStateDictLoadPlanner())
+    expected: dict[str, Any] = {}
+    dcp.state_dict_loader._load_state_dict(
+        expected, FILE.reader(str(tmp_path / "c")), no_dist=True, planner=_EmptyStateDictLoadPlanner()
+    )
+    assert_same(expected, everything)
+    assert (
+        set(report.loaded) == {"w", "n", "none", "deep.t", "deep.list.0", "deep.list.1"} or "deep.list" in report.loaded
+    )
+    some: dict[str, Any] = {}
+    await sidestream.load(some, tmp_path / "c", planner=_EmptyStateDictLoadPlanner(keys={"deep"}))
+    assert_same({"deep": expected["deep"]}, some)
+
+
+def test_a_planner_that_adds_keys_without_a_loop(tmp_path: Path) -> None:
+    sidestream.blocking.save(STATE, tmp_path / "c")
+    target: dict[str, Any] = {"w": torch.zeros(4)}
+    sidestream.blocking.load(target, tmp_path / "c", planner=Adds())
+    assert_same({"w": STATE["w"], "n": 3, "none": None}, target)
+    everything: dict[str, Any] = {}
+    sidestream.blocking.load(everything, tmp_path / "c", planner=_EmptyStateDictLoadPlanner())
+    assert everything["n"] == 3
+
+
+async def test_a_planner_that_adds_keys_to_what_takes_none(tmp_path: Path) -> None:
+    await sidestream.save(STATE, tmp_path / "c")
+    weight = torch.zeros(4)
+    with pytest.raises(InvalidOption, match="Adds adds 'n', 'none' to the state, which is a mappingproxy"):
+        await sidestream.load(MappingProxyType({"w": weight}), tmp_path / "c", planner=Adds())
+    assert not weight.any()
+    values = MappingProxyType({"n": 0})
+    with pytest.raises(InvalidOption, match="AddsLate adds 'late'"):
+        await sidestream.load(values, tmp_path / "c", planner=AddsLate())

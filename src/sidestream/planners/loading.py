@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,8 +126,20 @@ class _Load:
     def _local(self, state_dict: dict[str, Any], manifest: Manifest, url: str) -> LoadPlan:
         first = self.operation is None or self.operation.rank == 0
         self.planner.set_up_planner(state_dict, metadata_of(manifest, url), first)
+        self._check_added(state_dict)
         plan: LoadPlan = self.planner.create_local_plan()
         return plan
+
+    def _check_added(self, state_dict: Mapping[str, Any]) -> None:
+        """A planner may add keys, as those do that load without a template. Raises ``InvalidOption`` where ``state``
+        cannot take them."""
+        added = [key for key in state_dict if key not in self.state]
+        if added and not isinstance(self.state, MutableMapping):
+            name = type(self.planner.planner).__qualname__
+            raise InvalidOption(
+                f"{name} adds {', '.join(map(repr, added[:4]))} to the state, which is a {type(self.state).__name__} "
+                "and takes no new keys: give load() a dict"
+            )
 
     async def _merge(self, local: LoadPlan, manifest: Manifest, url: str) -> LoadPlan:
         """What rank 0 makes of the plans of all."""
@@ -199,12 +211,14 @@ class _Load:
             self.planner.load_bytes(item, io.BytesIO(values[item.storage_index.fqn]))
 
     def _hand_over(self, state_dict: Mapping[str, Any]) -> None:
-        """As DCP does: objects are given their state dict, everything else takes the place of what stood there."""
+        """As DCP does: objects are given their state dict, everything else takes the place of what stood there. What
+        the planner has added is added."""
+        self._check_added(state_dict)  # a planner may add while it is handed values, too
         state: Any = self.state
         for key, item in state_dict.items():
-            owner = state[key]
+            owner = state.get(key)
             if not isinstance(owner, Stateful):
-                if state[key] is not item:
+                if owner is not item or key not in state:
                     state[key] = item
                 continue
             try:
