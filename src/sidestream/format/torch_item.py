@@ -122,6 +122,8 @@ def _other_kind(pickled: bytes) -> str | None:
         name = ascii(kind.name[:200])[1:-1] if isinstance(kind, Global) else "unknown"
         return f"a tensor of the subclass {name}"
     return _OTHER_KINDS.get(root.function) if isinstance(root, Call) else None
+
+
 def check_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> None:
     """Raise ``UnsafeObject`` where the pickle of an item names a type that is neither read as data nor in ``allow``.
 
