@@ -24,7 +24,8 @@ _ON_LINKS = ("rename", "replace", "link", "symlink")
 _real_stat = os.stat
 
 
-def _exists(path: str) -> bool:
+def exists(path: str) -> bool:
+    """Without a call that is intercepted."""
     try:
         _real_stat(path)
     except OSError:
@@ -52,7 +53,7 @@ class Operation:
         if self.name == "open":
             return bool(self.args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
         if self.name == "mkdir":
-            return not _exists(self.path)
+            return not exists(self.path)
         return self.name in (*_WRITES, *_ON_LINKS, "fsync", "fdatasync", "chmod", "fchmod", "utime")
 
 
