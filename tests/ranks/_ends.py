@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,35 @@ def other_stagers(rank: int, world: int, directory: Path) -> list[str]:
         run(save(name, options()))
         dist.barrier()
     return list(ways)
+
+
+def closed_loop(rank: int, world: int, directory: Path, who: int, turns: int) -> dict[str, Any]:
+    """One rank closes its loop under a save, and lives on without another call."""
+    mesh = init_device_mesh("cpu", (world,))
+    told: dict[str, Any] = {}
+
+    async def begin() -> sidestream.PendingSave:
+        pending = sidestream.async_save(large(mesh, 1), directory / "failing", timeout_s=TIMEOUT_S)
+        for _ in range(turns):
+            await asyncio.sleep(0.001)
+        return pending
+
+    async def wait(pending: sidestream.PendingSave) -> None:
+        try:
+            await pending
+        except sidestream.errors.RankFailures as failures:
+            told["failures"] = [[one.rank, one.kind] for one in failures.failures]
+        (directory / f"noticed-{rank}").touch()
+
+    loop = asyncio.new_event_loop()
+    pending = loop.run_until_complete(begin())
+    if rank != who:
+        loop.run_until_complete(wait(pending))
+    loop.close()
+    end = time.monotonic() + TIMEOUT_S
+    while not (directory / f"noticed-{1 if who == 0 else 0}").exists() or not pending.done():
+        assert time.monotonic() < end, "nobody has noticed"
+        time.sleep(0.01)
+    told["outcome"] = pending.outcome
+    told["visible"] = (directory / "failing").exists()
+    return told

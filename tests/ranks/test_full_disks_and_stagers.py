@@ -31,3 +31,16 @@ def test_ranks_that_are_told_to_end(groups: Groups, tmp_path: Path) -> None:
 
 def test_other_ways_to_stage(groups: Groups, tmp_path: Path) -> None:
     groups.run("other_stagers", 2, tmp_path)
+
+
+@pytest.mark.parametrize("turns", [0, 20])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_closes_its_loop(who: int, turns: int, groups: Groups, tmp_path: Path) -> None:
+    """The others learn of it, although the process lives and makes no other call."""
+    ended = groups.run("closed_loop", 2, tmp_path, who=who, turns=turns)
+    for rank, told in enumerate(ended.results):
+        assert told["outcome"] == ("committed" if told["visible"] else "absent"), told
+        if rank != who and not told["visible"]:
+            assert [one for one, _ in told["failures"]] == [who], told
+    assert ended.seconds < 30
+    assert not list(tmp_path.glob("*.partial"))
