@@ -146,7 +146,7 @@ def differences(one: Any, other: Any, path: str = "state") -> list[str]:
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
             return [f"{path}: {one!r:.80} and {other!r:.80}"]
-        return [] if _raw(one) == _raw(other) else [f"{path}: other elements"]
+        return [] if raw_bytes(one) == raw_bytes(other) else [f"{path}: other elements"]
     if isinstance(one, np.ndarray):
         same = isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
         return [] if same else [f"{path}: {one!r} and {other!r}"]
@@ -168,6 +168,7 @@ def _key(key: Any) -> tuple[str, Any]:
     return type(key).__name__, key
 
 
-def _raw(tensor: torch.Tensor) -> bytes:
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements in row-major order."""
     dense = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     return bytes(dense.view(torch.uint8).tolist()) if dense.numel() else b""

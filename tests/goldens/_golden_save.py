@@ -1,0 +1,284 @@
+"""``save``, ``async_save``, stagers, and the files that a save writes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import datetime as dt
+import enum
+import hashlib
+import io
+import pickle
+import shutil
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from _golden_states import blocks, counted, small, tensors, training
+from _golden_table import Table
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+
+import sidestream
+
+SMALL = small()
+
+
+@dataclasses.dataclass
+class Custom:
+    x: int = 1
+
+
+class Point(NamedTuple):
+    x: int = 1
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Refusing:
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("not today")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class NoMapping(Refusing):
+    def state_dict(self) -> Any:
+        return [1]
+
+
+class FailingPlanner(DefaultSavePlanner):
+    def create_local_plan(self) -> Any:
+        raise ArithmeticError("the plan is bad")
+
+
+def looped() -> dict[str, Any]:
+    state: dict[str, Any] = {"a": 1}
+    state["loop"] = state
+    return state
+
+
+def states() -> dict[str, Callable[[], Any]]:
+    """States that cannot be saved."""
+    dense = torch.eye(3)
+    return {
+        "two keys with one name": lambda: {0: 1, "0": 2},
+        "a key with a dot": lambda: {"a.b": 1, "a": {"b": 2}},
+        "an object": lambda: {"a": {"c": Custom()}},
+        "an object in a tuple": lambda: {"a": (1, Custom())},
+        "a function": lambda: {"a": lambda: 1},
+        "a key that is a tuple": lambda: {("t",): 1},
+        "a large tensor in a tuple": lambda: {"a": (torch.zeros(1 << 20),)},
+        "a meta tensor": lambda: {"m": torch.empty(1, device="meta")},
+        "a sparse tensor": lambda: {"s": dense.to_sparse()},
+        "a quantized tensor": lambda: {"q": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)},
+        "a lazy module": lambda: {"m": torch.nn.LazyLinear(3)},
+        "a module": lambda: torch.nn.Linear(1, 1),
+        "a tensor": lambda: torch.ones(2),
+        "a list": lambda: [1, 2],
+        "a state that contains itself": looped,
+        "a namespace": lambda: {"args": argparse.Namespace(lr=1)},
+        "a path": lambda: {"path": Path("a")},
+        "a member of an enum": lambda: {"color": Color.RED},
+        "a date": lambda: {"when": dt.date(2026, 1, 1)},
+        "a named tuple": lambda: {"point": Point()},
+        "a deque": lambda: {"deque": deque([1])},
+        "a range": lambda: {"range": range(3)},
+        "a BytesIO": lambda: {"losses": io.BytesIO(b"abc")},
+        "a generator of torch": lambda: {"rng": torch.Generator()},
+        "a wide number of numpy": lambda: {"n": np.longdouble(1)},
+        "a text of numpy": lambda: {"n": np.array(["a"])},
+        "an object that raises": lambda: {"object": Refusing()},
+        "an object without a mapping": lambda: {"object": NoMapping()},
+    }
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "durability": {"durability": "sync"},
+    "timeout_s of 0": {"timeout_s": 0},
+    "timeout_s as text": {"timeout_s": "1"},
+    "timeout_s without end": {"timeout_s": float("inf")},
+    "stager": {"stager": 3},
+    "digest": {"digest": "md5"},
+    "saver": {"saver": "fork"},
+    "metadata with a tensor": {"metadata": {"loss": torch.tensor(1.0)}},
+    "metadata that is a list": {"metadata": [1]},
+    "apart": {"apart": 3},
+    "planner": {"planner": 3},
+    "process_group": {"process_group": "all"},
+    "store_policy": {"store_policy": {"retries": 1}},
+    "storage_options": {"storage_options": {"key": "a"}},
+    "a planner that raises": {"planner": FailingPlanner()},
+}
+URLS = ("s3://bucket", "nowhere://bucket/run", "", "/", "a\0b", "https://example.org/c", "abc://abc.abc")
+
+
+async def save(table: Table) -> None:
+    folder = table.folder
+    for name, make in states().items():
+        await table.tries(f"state: {name}", lambda make=make: sidestream.save(make(), folder / "deep" / "c"))
+    for name, options in OPTIONS.items():
+        await table.tries(f"option: {name}", lambda o=options: sidestream.save(SMALL, folder / "c", **o))
+    for url in URLS:
+        await table.tries(f"url: {url!r}", lambda url=url: sidestream.save(SMALL, url))
+    table.note("left behind by all of these", sorted(path.name for path in folder.iterdir()))
+    await _targets(table)
+    await table.tries("without a loop", asyncio.to_thread(sidestream.async_save, SMALL, folder / "c"))
+    await table.tries("snapshot=False with a stager", _streaming_with_stager(folder / "c"))
+    for name, options in {
+        "good": {},
+        "good, flushed": {"durability": "flush"},
+        "good, streaming": {"snapshot": False},
+        "good, metadata": {"metadata": {"loss": 0.5}},
+        "good, digest": {"digest": "blake3"},
+        "good, planner": {"planner": DefaultSavePlanner()},
+        "good, part": {"apart": sidestream.Apart(rank=0, world_size=1, save_id="a")},
+        "good, saver process": {"saver": "process"},
+    }.items():
+        await table.tries(name, lambda n=name, o=options: sidestream.save(SMALL, folder / n, **o))
+    await table.tries("same part again", sidestream.save(
+        SMALL, folder / "good, part", apart=sidestream.Apart(rank=0, world_size=1, save_id="a")
+    ))  # fmt: skip
+    for name, make in {
+        "rank": lambda: sidestream.Apart(rank=2, world_size=2, save_id="a"),
+        "world_size": lambda: sidestream.Apart(rank=0, world_size=0, save_id="a"),
+        "save_id": lambda: sidestream.Apart(rank=0, world_size=1, save_id=""),
+    }.items():
+        await table.tries(f"Apart: {name}", make)
+    for name, options in {
+        "nice": {"nice": -1},
+        "io_priority": {"io_priority": "high"},
+        "rate": {"rate_bytes_per_s": 0},
+        "affinity": {"affinity": {-1}},
+        "retries": {"retries": -1},
+    }.items():
+        await table.tries(f"SaverProcess: {name}", lambda o=options: sidestream.SaverProcess(**o))
+    for name, options in {
+        "engine": {"engine": "boto"},
+        "retries": {"retries": -1},
+        "part_bytes": {"part_bytes": 1},
+        "in_flight": {"in_flight": 0},
+    }.items():
+        await table.tries(f"StorePolicy: {name}", lambda o=options: sidestream.StorePolicy(**o))
+    await _pending(table)
+
+
+async def _streaming_with_stager(path: Path) -> None:
+    async with sidestream.AsyncStager() as stager:
+        await sidestream.save(SMALL, path, snapshot=False, stager=stager)
+
+
+async def _targets(table: Table) -> None:
+    folder = table.folder
+    (folder / "full").mkdir()
+    (folder / "full" / "notes.txt").write_text("mine")
+    (folder / "file").write_text("mine")
+    (folder / "empty").mkdir()
+    (folder / "link").symlink_to(folder / "full")
+    for name in ("full", "file", "link", "empty", "file/c"):
+        await table.tries(f"target: {name}", sidestream.save(SMALL, folder / name))
+    table.note("targets after that", sorted(path.name for path in folder.iterdir()))
+
+
+async def _pending(table: Table) -> None:
+    folder = table.folder
+    pending = sidestream.async_save(SMALL, folder / "pending")
+    await table.tries("async_save: staged", pending.staged)
+    await table.tries("async_save: saved", _awaited(pending))
+    table.note("async_save: outcome", [pending.outcome, pending.done(), pending.progress])
+    cancelled = sidestream.async_save(SMALL, folder / "cancelled")
+    table.note("async_save: cancel", cancelled.cancel())
+    await table.tries("async_save: cancelled before it began", _awaited(cancelled))
+    await cancelled.ended()
+    table.note("async_save: outcome when cancelled", [cancelled.outcome, (folder / "cancelled").exists()])
+
+
+async def _awaited(pending: Any) -> Any:
+    return await pending
+
+
+async def staging(table: Table) -> None:
+    """``AsyncStager`` and its options."""
+    for name, options in {
+        "budget_bytes": {"budget_bytes": 0},
+        "when_full": {"when_full": "drop"},
+        "mode": {"mode": "fast"},
+        "backing": {"backing": "disk"},
+        "timeout_s": {"timeout_s": -1},
+    }.items():
+        await table.tries(f"option: {name}", lambda o=options: sidestream.AsyncStager(**o))
+    async with sidestream.AsyncStager(budget_bytes=2 << 20) as stager:
+        await table.tries("too large", stager.stage({"t": torch.zeros(1 << 20)}))
+        for name, make in states().items():
+            if "tensor" in name or "module" in name or "itself" in name:
+                await table.tries(f"state: {name}", lambda make=make: stager.stage(make()))
+        staged = await table.tries("good", stager.stage({"t": torch.zeros(200_000), "n": 1}))
+        staged.release()
+    await table.tries("closed", lambda: stager.stage({"t": torch.zeros(3)}))
+    for policy in ("skip", "fail"):
+        async with sidestream.AsyncStager(budget_bytes=1 << 20, when_full=policy) as stager:
+            first = await stager.stage({"t": torch.zeros(200_000)})
+            await table.tries(f"full, when_full={policy}", lambda s=stager: s.stage({"t": torch.zeros(200_000)}))
+            first.release()
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        first = await stager.stage({"t": torch.zeros(200_000)})
+        full = sidestream.save({"t": torch.zeros(200_000)}, table.folder / "c", stager=stager, timeout_s=0.2)
+        await table.tries("a save without memory", full)
+        first.release()
+    await table.tries("save with a closed stager", lambda: sidestream.save(SMALL, table.folder / "c", stager=stager))
+
+
+async def files(table: Table) -> None:
+    """The bytes that a save writes: names, sizes and contents of all files, the manifest in clear."""
+    folder = table.folder
+    await sidestream.save(SMALL, folder / "small")
+    await sidestream.save(SMALL, folder / "metadata", metadata={"loss": 0.25, "tags": ["a"]})
+    await sidestream.save(SMALL, folder / "digest", digest="blake3")
+    await sidestream.save(SMALL, folder / "saver process", saver="process")
+    await sidestream.save(SMALL, folder / "streamed", snapshot=False)
+    await sidestream.save(blocks(), folder / "blocks")
+    await sidestream.save(tensors(), folder / "tensors")
+    await sidestream.save(training(), folder / "training")
+    await sidestream.save({"a": counted(5), "values": {"n": 1}}, folder / "values")
+    await sidestream.save(SMALL, folder / "planner", planner=DefaultSavePlanner())
+    one = sidestream.Apart(rank=1, world_size=2, save_id="step 5")
+    await sidestream.save(SMALL, folder / "part", apart=one)
+    async with sidestream.Checkpointer(folder / "run") as checkpoints:
+        await (await checkpoints.save(SMALL, step=3, metadata={"loss": 1.5}))
+        await (await checkpoints.save(SMALL, step=3))
+    await sidestream.convert(folder / "small", folder / "converted")
+    await sidestream.convert(folder / "small", folder / "converted.pt")
+    await sidestream.convert(folder / "small", folder / "safetensors", format="safetensors", select="model.*")
+    await sidestream.copy(folder / "metadata", folder / "copy")
+    shutil.rmtree(folder / "run" / ".leases", ignore_errors=True)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            planned = path.parent.name in ("planner", "part")
+            table.entries[str(path.relative_to(folder))] = _described(path, planned=planned)
+
+
+def _described(path: Path, *, planned: bool) -> dict[str, Any]:
+    raw = path.read_bytes()
+    told: dict[str, Any] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    if path.name.endswith("metadata") and planned:  # of torch's planner: a pickle whose bytes depend on the process
+        told = {"holds": _metadata(raw)}
+    if path.name.startswith("manifest-") or path.name.endswith(".manifest"):
+        told = {"lines": raw.decode().splitlines()}
+    return told
+
+
+def _metadata(raw: bytes) -> Any:
+    metadata = pickle.loads(raw)
+    assert isinstance(metadata, Metadata)
+    stored = metadata.storage_data or {}
+    return {
+        "names": sorted(metadata.state_dict_metadata),
+        "stored": sorted(f"{key.fqn} {info.relative_path} {info.offset} {info.length}" for key, info in stored.items()),
+        "paths": sorted(f"{key} {path}" for key, path in (metadata.planner_data or {}).items()),
+    }

@@ -1,0 +1,164 @@
+"""How one call is recorded: what it returned or raised, and which events and warnings it emitted, without what differs
+from run to run."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import dataclasses
+import hashlib
+import inspect
+import itertools
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import sysconfig
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from _golden_checkpoints import CHECKPOINTS
+from _golden_states import raw_bytes
+from torch.distributed.checkpoint.api import CheckpointException
+
+import sidestream
+from sidestream import errors, events
+
+_SKIPPED = frozenset({"seconds", "since_saved_s", "save_id", "waited_s", "wait_s", "pid", "age_s"})
+"""Fields whose value differs from run to run."""
+_PATTERNS = (
+    (re.compile(r"127\.0\.0\.1:\d+|localhost:\d+"), "{address}"),
+    (re.compile(r"bucket-[0-9a-f]{12}"), "{bucket}"),
+    (re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])"), "{id}"),
+    (re.compile(r"upload-[0-9a-f]+"), "{upload}"),
+    (re.compile(r"(?<![0-9a-f])[0-9a-f]{16}(?=\.(manifest|distcp))"), "{short id}"),
+    (re.compile(r"Error performing \w+ .*?(?=\); check|: '|$)", re.DOTALL), "{the client's words}"),
+    (re.compile(r"\d+ of \d+ are leased; "), ""),  # said when the memory is still leased at the deadline
+    (re.compile(r"0x[0-9a-f]{8,}"), "{memory address}"),
+    (re.compile(r"\bpid \d+"), "pid {pid}"),
+    (re.compile(r"\b\d+\.\d{3,} s\b"), "{seconds} s"),
+    (re.compile(r"sidestream-[a-z0-9_]{8}(?=/)"), "{temporary}"),
+)
+
+
+@contextmanager
+def fixed() -> Iterator[None]:
+    """Identifiers count from 1 and the clock stands still, so that sizes and checksums are the same each time."""
+    numbers = itertools.count(1)
+
+    def number() -> uuid.UUID:
+        return uuid.UUID(int=(0xA3C8103 << 96) + next(numbers), version=4)
+
+    with mock.patch.object(uuid, "uuid4", number), mock.patch.object(time, "time", return_value=1_790_000_000.0):
+        yield
+
+
+class Table:
+    """Entries of one area, of calls that use files below ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.entries: dict[str, Any] = {}
+
+    async def tries(self, name: str, call: Callable[[], Any] | Awaitable[Any]) -> Any:
+        """Call, or await, and record what becomes of it. Returns the result, or None if it raised."""
+        assert name not in self.entries, name
+        seen: list[events.Event] = []
+        records = _Records()
+        logger = logging.getLogger("sidestream")
+        logger.addHandler(records)
+        result = None
+        try:
+            with events.observe(seen.append):
+                try:
+                    result = call() if callable(call) else call
+                    if inspect.isawaitable(result):
+                        result = await result
+                    entry: dict[str, Any] = {"returns": self.plain(result)}
+                except (Exception, asyncio.CancelledError, CheckpointException) as error:
+                    result = None
+                    entry = {"raises": self.error(error)}
+        finally:
+            logger.removeHandler(records)
+        logged = [self.text(line) for line in records.lines]
+        self.entries[name] = entry | {"events": [self.plain(event) for event in seen], "log": logged}
+        return result
+
+    def note(self, name: str, value: Any) -> None:
+        assert name not in self.entries, name
+        self.entries[name] = {"noted": self.plain(value)}
+
+    def text(self, text: str) -> str:
+        text = text.replace(str(self.folder), "{folder}").replace(str(CHECKPOINTS), "{checkpoints}")
+        for path in {sys.prefix, sysconfig.get_paths()["purelib"], sys.base_prefix}:
+            text = text.replace(path, "{python}")
+        with suppress(OSError):
+            text = text.replace(socket.gethostname(), "{host}") if len(socket.gethostname()) > 3 else text
+        for pattern, placeholder in _PATTERNS:
+            text = pattern.sub(placeholder, text)
+        return text
+
+    def error(self, error: BaseException) -> dict[str, Any]:
+        """Its class, what else it can be caught as, its message and notes, and the public attributes of ours."""
+        if isinstance(error, CheckpointException):  # of DCP: its message has tracebacks
+            failures = {str(rank): self.error(failed[0]) for rank, failed in error.failures.items()}
+            return {"type": type(error).__name__, "failures": failures}
+        told: dict[str, Any] = {
+            "type": type(error).__name__,
+            "caught as": [kind.__name__ for kind in type(error).__mro__[1:] if _is_public(kind)],
+            "message": self.text(str(error)),
+            "notes": [self.text(note) for note in getattr(error, "__notes__", ())],
+        }
+        for name in ("errno", "file", "fqn", "offset", "written", "offenders", "missing", "others", "extra"):
+            if isinstance(error, errors.SidestreamError) and getattr(error, name, None) not in (None, ()):
+                told[name] = self.plain(getattr(error, name))
+        if isinstance(error, BaseExceptionGroup):
+            told["errors"] = [self.error(one) for one in error.exceptions]
+        return told
+
+    def plain(self, value: Any) -> Any:
+        """``value`` as JSON holds it."""
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
+        if isinstance(value, (str, os.PathLike)):
+            return self.text(os.fspath(value))
+        if isinstance(value, BaseException):
+            return self.error(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            told = {name: self.plain(item) for name, item in fields.items() if name not in _SKIPPED and name[0] != "_"}
+            return {"type": type(value).__name__} | told
+        if isinstance(value, torch.Tensor):
+            content = hashlib.sha256(raw_bytes(value)).hexdigest()[:12]
+            return {"tensor": str(value.dtype), "shape": list(value.shape), "sha256": content}
+        if isinstance(value, Mapping):
+            return {self.text(str(key)): self.plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            items = [self.plain(item) for item in value]
+            found_in_parallel = any(isinstance(item, sidestream.Damage) for item in value)
+            return sorted(items, key=json.dumps) if found_in_parallel else items
+        if isinstance(value, (set, frozenset)):
+            return sorted(self.plain(item) for item in value)
+        return str(value) if isinstance(value, (torch.dtype, torch.device)) else f"<{type(value).__name__}>"
+
+
+def _is_public(kind: type) -> bool:
+    ours = getattr(errors, kind.__name__, None) is kind
+    return ours or (getattr(builtins, kind.__name__, None) is kind and kind not in (object, BaseException, Exception))
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
