@@ -16,6 +16,7 @@ from ..errors import Corrupt, Incomplete
 from .marker import find_attribute, last_attribute
 
 __all__ = [
+    "PART_ATTRIBUTE",
     "PartMarker",
     "find_part_marker",
     "missing_ranks",
@@ -25,7 +26,7 @@ __all__ = [
     "whole",
 ]
 
-_ATTRIBUTE = "sidestream_part"
+PART_ATTRIBUTE = "sidestream_part"
 _ID = re.compile(r"[0-9a-f]{16}")
 _SHOWN = 20
 _MOST_RANKS = 10_000_000
@@ -56,13 +57,13 @@ def part_manifest_name(rank: int, part_id: str) -> str:
 
 
 def part_attribute(marker: PartMarker) -> bytes:
-    return last_attribute(_ATTRIBUTE, asdict(marker))
+    return last_attribute(PART_ATTRIBUTE, asdict(marker))
 
 
 def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
     """The marker in the tail of the file of ``rank``; None if another writer made it. Raises ``Corrupt``."""
     file = part_metadata_name(rank)
-    told = find_attribute(tail, _ATTRIBUTE, file)
+    told = find_attribute(tail, PART_ATTRIBUTE, file)
     if told is None:
         return None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .._threads import let_go, politely
@@ -14,7 +15,7 @@ from .records import Chunk, Entry, Key, Manifest, OpaqueEntry, TensorEntry, Valu
 from .transforms import check_transforms
 from .unpickle import decode
 
-__all__ = ["read_dcp_metadata"]
+__all__ = ["DcpDescription", "read_dcp_description", "read_dcp_metadata"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _LEGACY = "torch.distributed._shard.sharded_tensor.metadata"
@@ -63,7 +64,52 @@ def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
     type that is no part of the format, ``UnsupportedCheckpoint`` for unknown transforms.
     """
     metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
+    entries = _entries(metadata, _locations(metadata.get("storage_data")))
+    let_go(*(value.flat for value in metadata.values() if isinstance(value, Pairs)))
+    return Manifest(save_id="", entries=entries, files={})
+
+
+@dataclass(frozen=True, slots=True)
+class DcpDescription:
+    """All that a ``.metadata`` says, for a comparison with a manifest that says the same.
+
+    ``attributes`` are those of the whole that are text or None. ``storage_meta`` has the attributes of that object,
+    None if there is none. ``pathless`` are FQNs that ``planner_data`` lacks, ``spare`` those that stand in
+    ``planner_data`` or ``storage_data`` and are not described. ``properties`` are those of each tensor without its
+    dtype: layout, whether it requires gradients, memory format, whether it is pinned. ``hints``: by FQN and offsets,
+    which of the chunks a location says that it belongs to; None where it says nothing.
+    """
+
+    entries: Mapping[str, Entry]
+    attributes: Mapping[str, str | None]
+    storage_meta: Mapping[str, object] | None
+    pathless: frozenset[str]
+    spare: frozenset[str]
+    properties: Mapping[str, tuple[object, ...]]
+    hints: Mapping[tuple[str, tuple[int, ...]], object]
+
+
+def read_dcp_description(data: bytes) -> DcpDescription:
+    """In a worker thread. Raises as ``read_dcp_metadata``."""
+    metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
     locations = _locations(metadata.get("storage_data"))
+    entries = _entries(metadata, locations)
+    paths = _paths(metadata.get("planner_data")) or {}
+    meta = metadata.get("storage_meta")
+    described = _pairs(metadata.get("state_dict_metadata"), "state_dict_metadata")
+    return DcpDescription(
+        entries=entries,
+        attributes={name: one for name, one in metadata.items() if one is None or isinstance(one, str)},
+        storage_meta=None if meta is None else _attributes(meta, f"{_METADATA}.StorageMeta"),
+        pathless=frozenset(entries.keys() - paths.keys()),
+        spare=frozenset(fqn for fqn, _ in locations) | (paths.keys() - entries.keys()),
+        properties={_fqn(fqn): _properties(one, _fqn(fqn)) for fqn, one in politely(described) if _is_tensor(one)},
+        hints=_hints(metadata.get("storage_data")),
+    )
+
+
+def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location]) -> dict[str, Entry]:
+    """The locations that entries have are taken out of ``locations``."""
     paths = _paths(metadata.get("planner_data"))
     entries: dict[str, Entry] = {}
     for key, described in politely(_pairs(metadata.get("state_dict_metadata"), "state_dict_metadata")):
@@ -76,8 +122,30 @@ def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
             entries[fqn] = ValueEntry(path, where.file, where.offset, where.length, transform=where.transform)
         else:
             entries[fqn] = _tensor_entry(fqn, path, described, locations)
-    let_go(*(value.flat for value in metadata.values() if isinstance(value, Pairs)))
-    return Manifest(save_id="", entries=entries, files={})
+    return entries
+
+
+def _is_tensor(described: object) -> bool:
+    return isinstance(described, Call) and described.function == f"{_METADATA}.TensorStorageMetadata"
+
+
+def _properties(described: object, fqn: str) -> tuple[object, ...]:
+    """As torch pickles them: a tuple, of which objects stand for the text or number that they are made of."""
+    properties = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn).get("properties")
+    state = properties.state if isinstance(properties, Call) else None
+    if not isinstance(state, tuple) or len(state) > _MAX_ATTRIBUTES:
+        return (None,)
+    return tuple(one.args[0] if isinstance(one, Call) and len(one.args) == 1 else one for one in state[1:])
+
+
+def _hints(storage_data: object) -> dict[tuple[str, tuple[int, ...]], object]:
+    hints = {}
+    for key, _ in politely(_pairs(storage_data, "storage_data")):
+        index = _attributes(key, f"{_METADATA}.MetadataIndex")
+        if index.get("offset") is not None:
+            fqn = _fqn(index.get("fqn"))
+            hints[fqn, _dims(index.get("offset"), fqn)] = index.get("index")
+    return hints
 
 
 def _tensor_entry(

@@ -22,6 +22,7 @@ __all__ = [
     "METADATA_NAME",
     "TAIL_BYTES",
     "Marker",
+    "attribute_end",
     "find_attribute",
     "find_marker",
     "last_attribute",
@@ -66,7 +67,12 @@ def marker_attribute(marker: Marker) -> bytes:
 def last_attribute(name: str, told: Mapping[str, object]) -> bytes:
     """An attribute of ``Metadata`` with data of ours and a checksum of it, and the end of the pickle."""
     content = json.dumps(told, separators=(",", ":"))
-    return p.text(name) + p.text(f"{crc32(content.encode()):08x}{content}") + _END
+    return attribute_end(name, f"{crc32(content.encode()):08x}{content}")
+
+
+def attribute_end(name: str, value: str) -> bytes:
+    """How a pickle ends whose last attribute is ``name``, a text."""
+    return p.text(name) + p.text(value) + _END
 
 
 def find_marker(tail: bytes) -> Marker | None:

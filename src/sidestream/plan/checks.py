@@ -6,8 +6,10 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .._threads import politely
 from ..errors import Corrupt
 from ..format.checksum import block_crcs, combine, crc32, join_blocks, unpack_crcs
+from ..format.dcp_metadata import DcpDescription
 from ..format.digest import DIGEST_BYTES, installed_digest
 from ..format.frame import frame_tensor, frame_value
 from ..format.records import (
@@ -18,6 +20,7 @@ from ..format.records import (
     Entry,
     ForeignPayload,
     Manifest,
+    OpaqueEntry,
     TensorEntry,
     ValueEntry,
 )
@@ -162,24 +165,65 @@ def altered(fqn: str, file: str, offset: int, why: str = "the checksum differs")
 # --- two descriptions of one checkpoint -----------------------------------------------------------------------------
 
 
-def compare_metadata(manifest: Manifest, metadata: Manifest) -> Iterator[Corrupt]:
-    """Where the ``metadata`` that stock DCP reads says something else than our ``manifest``."""
-    described = {fqn: entry for fqn, entry in manifest.entries.items() if not isinstance(entry, EmptyEntry)}
+def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
+    """Where the ``metadata`` that stock DCP reads means something else than our ``manifest``. In a worker thread.
+
+    How it is pickled makes no difference, nor do attributes that nobody knows: another version wrote it.
+    """
+    described = {fqn: entry for fqn, entry in politely(manifest.entries.items()) if not isinstance(entry, EmptyEntry)}
     for fqn in described.keys() - metadata.entries.keys():
-        yield Corrupt(f"{fqn}: .metadata does not have it, the manifest has", file=".metadata", fqn=fqn)
+        yield _differs(fqn, "does not have it, the manifest has")
     for fqn in metadata.entries.keys() - described.keys():
-        yield Corrupt(f"{fqn}: .metadata has it, the manifest does not", file=".metadata", fqn=fqn)
-    for fqn, entry in described.items():
+        yield _differs(fqn, "has it, the manifest does not")
+    for fqn, entry in politely(described.items()):
         other = metadata.entries.get(fqn)
         if other is not None and _told(entry) != _told(other):
-            yield Corrupt(f"{fqn}: .metadata says something else of it than the manifest", file=".metadata", fqn=fqn)
+            yield _differs(fqn, "says something else of it than the manifest")
+    yield from _compare_the_whole(manifest, metadata)
+    if manifest.exact:
+        yield from _compare_details(manifest, metadata)
+
+
+def _compare_the_whole(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
+    save_id = None if metadata.storage_meta is None else metadata.storage_meta.get("save_id")
+    if save_id not in (None, manifest.save_id):
+        yield Corrupt(".metadata says in storage_meta that it belongs to another save", file=".metadata")
+    if metadata.attributes.get("version", _VERSION) not in (_VERSION, None):
+        yield Corrupt(f".metadata has the version {metadata.attributes['version']!a:.40}", file=".metadata")
+
+
+def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
+    """What planners of others may say as they like, and ours does not."""
+    for fqn in sorted(metadata.pathless):
+        yield _differs(fqn, "has no path for it in planner_data")
+    for fqn in sorted(metadata.spare):
+        yield _differs(fqn, "has a place or a path for it and does not describe it")
+    for fqn, properties in politely(metadata.properties.items()):
+        if properties != _PROPERTIES:
+            yield _differs(fqn, f"has other properties for it than {_PROPERTIES}")
+    for fqn, entry in politely(manifest.entries.items()):
+        if isinstance(entry, TensorEntry):
+            hints = [metadata.hints.get((fqn, chunk.offsets)) for chunk in entry.chunks]
+            if any(hint is not None and hint != number for number, hint in enumerate(hints)):
+                yield _differs(fqn, "numbers its chunks in another way than the manifest")
+
+
+_VERSION = "1.0.0"
+_PROPERTIES = ("torch.strided", False, 0, False)
+"""Layout, whether it requires gradients, memory format, whether it is pinned."""
+
+
+def _differs(fqn: str, how: str) -> Corrupt:
+    return Corrupt(f"{fqn}: .metadata {how}", file=".metadata", fqn=fqn)
 
 
 def _told(entry: Entry) -> object:
     """What both files say of an entry. DCP turns every dict key into a string."""
     path = tuple(str(key.value) if isinstance(key, DictKey) else key for key in entry.path)
     if isinstance(entry, ValueEntry):
-        return path, (entry.file, entry.item_offset, entry.item_bytes)
-    assert isinstance(entry, TensorEntry)
-    chunks = {(one.offsets, one.sizes): (one.file, one.item_offset, one.item_bytes) for one in entry.chunks}
+        return path, (entry.file, entry.item_offset, entry.item_bytes), entry.transform
+    assert isinstance(entry, TensorEntry | OpaqueEntry)
+    chunks = {
+        (one.offsets, one.sizes): (one.file, one.item_offset, one.item_bytes, one.transform) for one in entry.chunks
+    }
     return path, entry.dtype, entry.shape, chunks
