@@ -8,11 +8,14 @@ from collections.abc import Mapping
 import torch
 
 from ._threads import Deadline, io_threads, politely
+from .errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from .foreign import StoreFile
-from .foreign_manifest import read_safetensors_file
+from .foreign_manifest import find_other_kind, read_safetensors_file
+from .format.file_kinds import part_of_checkpoint
 from .format.records import Chunk, EmptyEntry, Entry, ForeignPayload, Manifest, TensorEntry, ValueEntry
 from .format.safetensors import SUFFIX
 from .format.torch_file import FileTensor, FileValue, read_torch_file
+from .format.torch_zip import other_zip
 from .storage import Store
 
 __all__ = ["FILE_SUFFIXES", "TORCH_SUFFIXES", "read_file_manifest"]
@@ -32,10 +35,26 @@ async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Dea
 
     def read() -> Manifest:
         with io.BufferedReader(reader, 1 << 16) as file:
-            found = read_torch_file(file, nbytes)
+            try:
+                found = read_torch_file(file, nbytes)
+            except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+                what = other_zip(file, nbytes)
+                if what is None:
+                    raise
+                raise UnsupportedCheckpoint(f"{name} is no file of torch.save: {what}") from error
         return Manifest("", _entries(found, name), {name: nbytes})
 
-    return await io_threads().run(read, deadline=deadline)
+    try:
+        return await io_threads().run(read, deadline=deadline)
+    except (Corrupt, UnsupportedCheckpoint) as error:
+        if part_of_checkpoint(name):
+            raise UnsupportedCheckpoint(
+                f"{name} is one file of a checkpoint: give the directory that it is in"
+            ) from error
+        what = await find_other_kind(store, name, nbytes, deadline)
+        if what is not None:
+            raise UnsupportedCheckpoint(f"{name} is no file of torch.save: {what}") from error
+        raise
 
 
 def _entries(found: Mapping[str, FileTensor | FileValue], name: str) -> dict[str, Entry]:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from ._threads import Deadline, io_threads, politely
-from .errors import Corrupt, allocating
+from .errors import Corrupt, UnsupportedCheckpoint, allocating
 from .foreign import agree
 from .format.dcp_metadata import read_dcp_metadata
+from .format.file_kinds import HEAD_BYTES, other_kind
 from .format.marker import METADATA_NAME
 from .format.opaque import with_opaque_entries
 from .format.ranks import is_rank_file, merge_ranks, rank_files
@@ -30,7 +31,14 @@ from .format.safetensors import (
 from .format.validate import check_item
 from .storage import ReadRange, Store
 
-__all__ = ["MOST_METADATA_BYTES", "is_foreign", "read_file", "read_foreign_manifest", "read_safetensors_file"]
+__all__ = [
+    "MOST_METADATA_BYTES",
+    "find_other_kind",
+    "is_foreign",
+    "read_file",
+    "read_foreign_manifest",
+    "read_safetensors_file",
+]
 
 
 _ONE_OF_MANY = re.compile(rf"(?!shard-)(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
@@ -164,14 +172,28 @@ async def _read_header(
 ) -> Header:
     prefix = bytearray(PREFIX_BYTES)
     begin = start + PREFIX_BYTES
-    if start < 0 or begin > file_bytes:
-        raise Corrupt(f"{file} has {file_bytes} bytes, too few for safetensors at {start}", file=file)
-    await store.read(f"{directory}/{file}", [ReadRange(start, memoryview(prefix))], deadline=deadline)
-    nbytes = header_bytes(prefix, file_bytes - begin, file)
-    with allocating(f"reading the header of {file}"):
-        raw = bytearray(nbytes)
-    await store.read(f"{directory}/{file}", [ReadRange(begin, memoryview(raw))], deadline=deadline)
-    return await io_threads().run(parse_header, raw, begin + len(raw), file_bytes, file, deadline=deadline)
+    try:
+        if start < 0 or begin > file_bytes:
+            raise Corrupt(f"{file} has {file_bytes} bytes, too few for safetensors at {start}", file=file)
+        await store.read(f"{directory}/{file}", [ReadRange(start, memoryview(prefix))], deadline=deadline)
+        nbytes = header_bytes(prefix, file_bytes - begin, file)
+        with allocating(f"reading the header of {file}"):
+            raw = bytearray(nbytes)
+        await store.read(f"{directory}/{file}", [ReadRange(begin, memoryview(raw))], deadline=deadline)
+        return await io_threads().run(parse_header, raw, begin + len(raw), file_bytes, file, deadline=deadline)
+    except Corrupt as error:
+        what = await find_other_kind(store, f"{directory}/{file}", file_bytes, deadline)
+        if what is None or start:
+            raise
+        raise UnsupportedCheckpoint(f"{file} is not a safetensors file: {what}") from error
+
+
+async def find_other_kind(store: Store, name: str, nbytes: int, deadline: Deadline) -> str | None:
+    """What a file is that could not be read as what its name says, and what to do with it; None if that is not known.
+    Only its beginning is read."""
+    head = bytearray(min(nbytes, HEAD_BYTES))
+    await store.read(name, [ReadRange(0, memoryview(head))], deadline=deadline)
+    return other_kind(bytes(head), name)
 
 
 def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:

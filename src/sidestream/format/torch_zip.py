@@ -12,7 +12,7 @@ from zlib import crc32
 
 from ..errors import Corrupt, SidestreamError, UnsupportedCheckpoint
 
-__all__ = ["TorchZip", "is_older", "is_zip"]
+__all__ = ["TorchZip", "is_older", "is_zip", "other_zip"]
 
 _MAX_DIRECTORY_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
@@ -30,6 +30,31 @@ def is_zip(content: bytes | bytearray) -> bool:
 def is_older(content: bytes | bytearray) -> bool:
     """Whether it begins as ``torch.save`` began a file before it wrote zips."""
     return content.startswith(_OLDER_MAGIC)
+
+
+def other_zip(source: BinaryIO, nbytes: int) -> str | None:
+    """What a zip is that ``torch.save`` did not write, and what to do with it; None if that is not known."""
+    try:
+        with _translated():
+            names = zipfile.ZipFile(_Window(source, nbytes)).namelist()
+    except Corrupt:
+        return None
+    ends = {name.partition("/")[2] for name in names}
+    if "constants.pkl" in ends and any(name.startswith("code/") for name in ends):
+        return (
+            "it is a TorchScript program (torch.jit.save), which is code: torch.jit.load it and torch.save its "
+            "state_dict()"
+        )
+    if "archive_format" in ends and any(name.startswith("models/") for name in ends):
+        return (
+            "it is an exported program (torch.export.save), which is code: torch.export.load it and torch.save its "
+            "state_dict"
+        )
+    if all(name.endswith(".npy") for name in names):
+        return "it holds arrays of numpy: numpy.load it, and save them as tensors"
+    if not ends & {"data.pkl", "version", "byteorder"}:
+        return "it is a zip that torch.save did not write: extract it first"
+    return None
 
 
 class TorchZip:

@@ -1,0 +1,136 @@
+"""Files that are no checkpoints: what is said of them is what they are, and what to do with them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import tarfile
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+import sidestream
+from sidestream import errors
+
+WEIGHTS = {"w": torch.arange(3.0)}
+
+
+def older(protocol: int) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(WEIGHTS, buffer, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
+    return buffer.getvalue()
+
+
+def newer() -> bytes:
+    buffer = io.BytesIO()
+    torch.save(WEIGHTS, buffer)
+    return buffer.getvalue()
+
+
+def script() -> bytes:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), buffer)
+    return buffer.getvalue()
+
+
+def zip_of(*names: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"content")
+    return buffer.getvalue()
+
+
+def tar() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("w"), io.BytesIO())
+    return buffer.getvalue()
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 548105171\n"
+
+FILES: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "before zips": ("m.pth", lambda: older(2), r"before zips .*torch\.load it and torch\.save it again"),
+    "before zips, protocol 5": ("m.pt", lambda: older(5), r"torch\.load it and torch\.save it again"),
+    "TorchScript": ("m.pt", script, r"TorchScript program .*torch\.jit\.load it"),
+    "exported": (
+        "m.pt",
+        lambda: zip_of("m/archive_format", "m/models/model.json"),
+        r"exported program .*torch\.export",
+    ),
+    "npz": ("m.pt", lambda: zip_of("a.npy", "b.npy"), "holds arrays of numpy"),
+    "other zip": ("m.bin", lambda: zip_of("word/document.xml"), r"a zip that torch\.save did not write"),
+    "text": ("notes.pt", lambda: b"learning rate: 0.1\n", "a text file"),
+    "long text": ("notes.pt", lambda: "grün ".encode() * 200, "a text file"),
+    "HTML": ("m.bin", lambda: b"<!DOCTYPE html><title>404</title>", "an HTML page"),
+    "Git LFS": ("m.bin", lambda: POINTER, "git lfs pull"),
+    "gzip": ("m.pt", lambda: gzip.compress(newer()), "compressed with gzip"),
+    "tar": ("m.pt", tar, "a tar archive"),
+    "pickle": ("m.pt", lambda: pickle.dumps({"w": 1}), "a plain pickle"),
+    "numpy": ("m.pt", lambda: b"\x93NUMPY\x01\x00" + bytes(100), r"torch\.from_numpy"),
+    "HDF5": ("m.pt", lambda: b"\x89HDF\r\n\x1a\n" + bytes(100), "h5py"),
+    "misnamed safetensors": ("m.pt", lambda: save(WEIGHTS), r"a safetensors file: .*ends in \.safetensors"),
+    "misnamed zip": ("m.safetensors", newer, r"it is a zip; if torch\.save wrote it, .*ends in \.pt"),
+    "text as safetensors": ("m.safetensors", lambda: POINTER, "git lfs pull"),
+    "before zips as safetensors": ("m.safetensors", lambda: older(2), r"torch\.load it and torch\.save it again"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+async def test_what_a_file_is_and_what_to_do(kind: str, tmp_path: Path) -> None:
+    name, content, says = FILES[kind]
+    path = tmp_path / name
+    path.write_bytes(content())
+    for refuses in (
+        sidestream.load({"w": torch.zeros(3)}, path),
+        sidestream.open_checkpoint(path),
+        sidestream.verify(path),
+        sidestream.convert(path, tmp_path / "out"),
+    ):
+        with pytest.raises(errors.UnsupportedCheckpoint, match=says) as refused:
+            await refuses
+        assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_1.distcp", "manifest"])
+async def test_one_file_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    await sidestream.save({"w": torch.ones(3), "step": 1}, tmp_path / "c")
+    path = next((tmp_path / "c").glob(f"{name}*"))
+    with pytest.raises(errors.UnsupportedCheckpoint, match="one file of a checkpoint: give the directory"):
+        await sidestream.open_checkpoint(path)
+
+
+async def test_a_pointer_of_git_lfs_in_a_directory(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "model-00001-of-00002.safetensors")
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(POINTER)
+    with pytest.raises(errors.UnsupportedCheckpoint, match=r"model-00002-of-00002\.safetensors .*git lfs pull"):
+        await sidestream.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cut.pt", lambda: newer()[:-40]),
+        ("begin.pt", lambda: b"\xff" + newer()[1:]),
+        ("zeros.pt", lambda: bytes(1000)),
+        ("short.pt", lambda: b"\x80"),
+        ("empty.pt", lambda: b""),
+        ("renamed.pt", lambda: newer().replace(b"data.pkl", b"data.pk1")),
+        ("cut.safetensors", lambda: save(WEIGHTS)[:-1]),
+        ("empty.safetensors", lambda: b""),
+    ],
+)
+async def test_damage_is_damage(name: str, content: Callable[[], bytes], tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content())
+    with pytest.raises(errors.Corrupt, match=name):
+        await sidestream.open_checkpoint(tmp_path / name)
+    assert not (await sidestream.verify(tmp_path / name)).ok
