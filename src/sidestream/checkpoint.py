@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
 from .catalog import open_manifest
 from .errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
-from .foreign import read_values, why_opaque
+from .foreign import opaque_entries, read_values, sorted_out, why_opaque
 from .format.records import EmptyEntry, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
-from .loading import new_tensors
+from .loading import NewTensors, new_tensors
 from .mapping import map_tensors
 from .options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout
 from .plan.assemble import assemble
@@ -198,25 +199,27 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         device = None if memory == "host" else _memory(memory)
         deadline = Deadline.after(self._timeout_s)
         entries = await io_threads().run(self._selected, select, deadline=deadline)
-        fqns, value_entries, opaque = await io_threads().run(_sorted_out, entries, deadline=deadline)
-        await self._refuse(opaque)
+        await self._refuse(await io_threads().run(opaque_entries, entries, deadline=deadline))
+        found, value_entries = await io_threads().run(sorted_out, entries, deadline=deadline)
+        fqns = found.keys()
         values = await self._values(value_entries)
         mapped = {}
         if memory == "mapped":
             with self._all_there():
                 mapped = await map_tensors(self._location, self._manifest, fqns, deadline)
-        unmapped = [fqn for fqn in fqns if fqn not in mapped]
         streams = await streams_of([] if device is None else [device], deadline)
 
-        def new() -> dict[str, torch.Tensor]:
+        def prepare() -> NewTensors:
             with streams.current():
-                return new_tensors(entries, unmapped, device)
+                new = new_tensors(entries, (fqn for fqn in fqns if fqn not in mapped), device)
+            if self._verify == "always":
+                new.wanted.extend(_verified(entries, mapped))
+            return new
 
-        tensors = await io_threads().run(new, deadline=deadline)
-        verified = mapped if self._verify == "always" else {}
-        wanted = await io_threads().run(_distinct, entries, tensors, verified, deadline=deadline)
-        await self._read(wanted, deadline, progress, streams)
-        return await io_threads().run(_nested, entries, {**values, **tensors, **mapped}, deadline=deadline)
+        new = await io_threads().run(prepare, deadline=deadline)
+        tensors = new.tensors
+        await self._read(new.wanted, deadline, progress, streams)
+        return await io_threads().run(_nested, entries, ChainMap(mapped, tensors, values), deadline=deadline)
 
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
         """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is."""
@@ -291,29 +294,14 @@ def _memory(memory: object) -> torch.device | None:
     raise InvalidOption(f'memory={memory!r} has to be "host", "mapped" or a torch.device')
 
 
-def _sorted_out(entries: Mapping[str, Entry]) -> tuple[list[str], dict[str, ValueEntry], dict[str, OpaqueEntry]]:
-    """The tensors, the plain values, and the tensors that cannot be read."""
-    tensors, values, opaque = [], {}, {}
-    for fqn, entry in politely(entries.items()):
-        if isinstance(entry, TensorEntry):
-            tensors.append(fqn)
-        elif isinstance(entry, ValueEntry):
-            values[fqn] = entry
-        elif isinstance(entry, OpaqueEntry):
-            opaque[fqn] = entry
-    return tensors, values, opaque
-
-
-def _distinct(
-    entries: Mapping[str, Entry], read: Mapping[str, torch.Tensor], verified: Mapping[str, torch.Tensor]
-) -> list[Wanted]:
-    """One read for each piece of memory: into the tensors to ``read``, and for those that are only ``verified``."""
+def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) -> list[Wanted]:
+    """One read for each piece of mapped memory, to compare it."""
     wanted: dict[int, Wanted] = {}
-    for fqn, tensor in politely((*read.items(), *verified.items())):
+    for fqn, tensor in politely(mapped.items()):
         if id(tensor) not in wanted:
             entry = entries[fqn]
             assert isinstance(entry, TensorEntry)
-            wanted[id(tensor)] = Wanted(fqn, entry, whole(entry), tensor if fqn in read else None)
+            wanted[id(tensor)] = Wanted(fqn, entry, whole(entry), None)
     return list(wanted.values())
 
 

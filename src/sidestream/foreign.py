@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import io
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, TypeAlias
 
 import torch
 
 from ._threads import Deadline, io_threads, politely
-from .errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
+from .errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
 from .format.checksum import crc32
 from .format.dtypes import itemsize
+from .format.foreign_values import ValueBudget
 from .format.ranks import Replica
 from .format.records import Chunk, Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .format.torch_item import Records, open_tensor_item, open_value_item
 from .format.torch_zip import TorchZip, is_older, is_zip
-from .format.transforms import require, unpack
+from .format.transforms import UnpackBudget, require, unpack
 from .format.values import is_stored
 from .options import Trust
 from .plan.objects import NOTHING_ALLOWED, Allowed
@@ -33,15 +35,19 @@ __all__ = [
     "Located",
     "Opened",
     "StoreFile",
+    "ValueBudgets",
     "agree",
     "check_item_records",
     "check_opaque_item",
     "ends_of",
     "is_closed",
     "locate_tensor",
+    "located_already",
+    "opaque_entries",
     "open_ends",
     "read_item",
     "read_values",
+    "sorted_out",
     "unpack_chunk",
     "why_opaque",
 ]
@@ -56,6 +62,7 @@ _END_BYTES = 64 << 10
 _BARE = {"stored": "bytes"}  # what a planner wrote as bytes of its own
 MAX_VALUE_BYTES = 64 << 20
 """The largest item of another writer's value that is read."""
+_FEW_CHUNKS = 8
 
 
 async def read_values(
@@ -72,23 +79,62 @@ async def read_values(
 
     Raises ``UnsafeObject``, naming the FQN, for what is more than data and not of the types ``allow``; ``Corrupt``.
     """
-    values = await io_threads().run(_told_values, entries, manifest.own, deadline=deadline)
-    entries = {fqn: entry for fqn, entry in entries.items() if fqn not in values}
-    if any(entry.transform for entry in entries.values()):
-        require()
-    for fqn, entry in entries.items():
-        values[fqn] = await _read_value(store, directory, fqn, entry, deadline, allow, trust)
+    values, rest = await io_threads().run(_told_values, entries, manifest.own, deadline=deadline)
+    budgets = ValueBudgets()
+    for fqn, entry in rest.items():
+        values[fqn] = await _read_value(store, directory, fqn, entry, deadline, allow, trust, budgets)
     return values
 
 
-def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> dict[str, Any]:
-    """Those that the manifest itself has."""
-    told = ((fqn, one.node) for fqn, one in politely(entries.items()) if one.told or (own and not is_stored(one.node)))
-    return {fqn: decode_value(node, fqn) for fqn, node in told}
+@dataclass(frozen=True, slots=True)
+class ValueBudgets:
+    """What all values that one call reads may expand to, together. Threads that decode hold ``decoding``."""
+
+    unpacked: UnpackBudget = field(default_factory=UnpackBudget)
+    parts: ValueBudget = field(default_factory=ValueBudget)
+    decoding: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[str, Any], dict[str, ValueEntry]]:
+    """Those that the manifest itself has, and the others. Raises ``MissingExtra``."""
+    values: dict[str, Any] = {}
+    rest: dict[str, ValueEntry] = {}
+    for fqn, one in politely(entries.items()):
+        if one.told or (own and not is_stored(one.node)):
+            values[fqn] = decode_value(one.node, fqn)
+        else:
+            rest[fqn] = one
+    if any(one.transform for one in politely(rest.values())):
+        require()
+    return values, rest
+
+
+def sorted_out(entries: Mapping[str, Entry]) -> tuple[dict[str, TensorEntry], dict[str, ValueEntry]]:
+    """In a worker thread: the tensors, and the plain values."""
+    tensors: dict[str, TensorEntry] = {}
+    values: dict[str, ValueEntry] = {}
+    for fqn, entry in politely(entries.items()):
+        if isinstance(entry, TensorEntry):
+            tensors[fqn] = entry
+        elif isinstance(entry, ValueEntry):
+            values[fqn] = entry
+    return tensors, values
+
+
+def opaque_entries(entries: Mapping[str, Entry]) -> dict[str, OpaqueEntry]:
+    """In a worker thread: the tensors of a kind that this version does not read."""
+    return {fqn: entry for fqn, entry in politely(entries.items()) if isinstance(entry, OpaqueEntry)}
 
 
 async def _read_value(
-    store: Store, directory: str, fqn: str, entry: ValueEntry, deadline: Deadline, allow: Allowed, trust: Trust
+    store: Store,
+    directory: str,
+    fqn: str,
+    entry: ValueEntry,
+    deadline: Deadline,
+    allow: Allowed,
+    trust: Trust,
+    budgets: ValueBudgets,
 ) -> Any:
     if entry.node == _BARE:
         raise UnsafeObject(
@@ -98,15 +144,17 @@ async def _read_value(
     if entry.item_bytes > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
     raw = await read_item(store, directory, entry, deadline)
-    return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, deadline=deadline)
+    return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, budgets, deadline=deadline)
 
 
-def _open_value(raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed, trust: Trust) -> Any:
+def _open_value(
+    raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed, trust: Trust, budgets: ValueBudgets
+) -> Any:
     with _about(entry, fqn):
-        content = unpack(raw, MAX_VALUE_BYTES) if entry.transform else raw
+        content = budgets.unpacked.unpack(raw, MAX_VALUE_BYTES) if entry.transform else raw
         if trust == "pickle":
             return _unpickle(content)
-        node = open_value_item(io.BytesIO(content), len(content), frozenset(allow))
+        node = open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts)
     return decode_value(node, fqn, allow)
 
 
@@ -128,27 +176,44 @@ async def locate_tensor(
     deadline: Deadline,
     *,
     records: Records = "needed",
-    opened: Opened | None = None,
 ) -> Located:
-    """Open the zip of each chunk that another writer wrote, to see where its payload begins and how it is laid out;
-    ``opened`` has those that have been.
+    """Open the zip of each chunk that another writer wrote, to see where its payload begins and how it is laid out.
 
     Chunks whose payload stands bare in the file are as they are; compressed ones are left out (``unpack_chunk``).
     """
+    threads = io_threads()
+    few = len(entry.chunks) <= _FEW_CHUNKS  # which take less time than a thread takes to begin
+    opened: Opened = {}
+    for chunk in _closed(entry) if few else await threads.run(_closed, entry, deadline=deadline):
+        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
+        opened[chunk] = await threads.run(open_ends, fqn, entry, chunk, ends, records, deadline=deadline)
+    return _located(entry, opened) if few else await threads.run(_located, entry, opened, deadline=deadline)
+
+
+def located_already(entries: Mapping[str, TensorEntry], opened: Opened) -> dict[str, Located]:
+    """In a worker thread: ``locate_tensor`` of those tensors of which no zip has to be opened any more."""
+    return {
+        fqn: _located(entry, opened)
+        for fqn, entry in politely(entries.items())
+        if all(chunk in opened or not is_closed(chunk) for chunk in entry.chunks)
+    }
+
+
+def _closed(entry: TensorEntry) -> list[Chunk]:
+    return [chunk for chunk in politely(entry.chunks) if is_closed(chunk)]
+
+
+def _located(entry: TensorEntry, opened: Opened) -> Located:
     chunks: list[Chunk] = []
     payloads: dict[Chunk, ForeignPayload] = {}
-    for chunk in entry.chunks:
+    for chunk in politely(entry.chunks):
         located = chunk
         if chunk.transform:
             continue
         if chunk.told is not None:
             payloads[chunk] = chunk.told
-        elif opened and chunk in opened:
-            located, payloads[located] = opened[chunk]
         elif is_closed(chunk):
-            ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
-            located, payload = await io_threads().run(open_ends, fqn, entry, chunk, ends, records, deadline=deadline)
-            payloads[located] = payload
+            located, payloads[located] = opened[chunk]
         chunks.append(located)
     return replace(entry, chunks=tuple(chunks)), payloads
 
@@ -180,12 +245,19 @@ def _open_chunk(
 
 
 async def check_item_records(
-    store: Store, directory: str, fqn: str, entry: Entry, item: Chunk | ValueEntry, deadline: Deadline
+    store: Store,
+    directory: str,
+    fqn: str,
+    entry: Entry,
+    item: Chunk | ValueEntry,
+    deadline: Deadline,
+    budgets: ValueBudgets,
 ) -> bool:
     """Read an item as a whole, and compare and decode as a load would; False if it has no checksums. Builds no value.
 
     What a load raises ``Corrupt`` for, this does too: an item that is neither a zip nor in torch's older format is
-    damaged. An object that only ``allow`` would let pass is none of its concerns."""
+    damaged. An object that only ``allow`` would let pass is none of its concerns. All
+    calls for one checkpoint share ``budgets``."""
     if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
     raw = await read_item(store, directory, item, deadline)
@@ -196,14 +268,14 @@ async def check_item_records(
             if isinstance(item, Chunk) and isinstance(entry, TensorEntry):
                 content, _ = unpack_chunk(fqn, entry, item, raw)
             elif item.transform:
-                content = unpack(raw, MAX_VALUE_BYTES)
+                content = budgets.unpacked.unpack(raw, MAX_VALUE_BYTES)
             bare = isinstance(item, ValueEntry) and item.node == _BARE
             if is_older(content) or (bare and not is_zip(content)):
                 return False
             _check_records(content)
             if isinstance(item, ValueEntry) and not bare:
-                with suppress(UnsafeObject):
-                    open_value_item(io.BytesIO(content), len(content))
+                with suppress(UnsafeObject), budgets.decoding:
+                    open_value_item(io.BytesIO(content), len(content), budget=budgets.parts)
             return True
 
     return await io_threads().run(check, deadline=deadline)
@@ -260,7 +332,8 @@ def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
 
 async def read_item(store: Store, directory: str, item: Chunk | ValueEntry, deadline: Deadline) -> bytearray:
     """All bytes of an item as they stand in the file."""
-    raw = bytearray(item.item_bytes)
+    with allocating(f"reading an item of {item.file}"):
+        raw = bytearray(item.item_bytes)
     await store.read(f"{directory}/{item.file}", [ReadRange(item.item_offset, memoryview(raw))], deadline=deadline)
     return raw
 

@@ -53,9 +53,10 @@ _MOST_EMPTY_PAGES = 4096
 
 
 def is_foreign(sizes: Mapping[str, int]) -> bool:
-    """In a worker thread: whether a directory without ``.metadata`` is a checkpoint all the same: stock DCP's of ranks that did not talk to
-    each other, or safetensors. One that has a manifest is an attempt of ours, whatever else is in it."""
-    ours = any(name.startswith("manifest-") for name in sizes)
+    """In a worker thread: whether a directory without ``.metadata`` is a checkpoint all the same, namely stock DCP's of
+    ranks that did not talk to each other, or safetensors. One that has a manifest is an attempt of ours, whatever else
+    is in it."""
+    ours = any(name.startswith("manifest-") for name in politely(sizes))
     return not ours and any(name.endswith(SUFFIX) or is_rank_file(name) for name in sizes)
 
 
@@ -185,7 +186,7 @@ async def _read_header(
         what = await find_other_kind(store, f"{directory}/{file}", file_bytes, deadline)
         if what is None or start:
             raise
-        raise UnsupportedCheckpoint(f"{file} is not a safetensors file: {what}") from error
+        raise UnsupportedCheckpoint(f"{file} is no safetensors file: {what}") from error
 
 
 async def find_other_kind(store: Store, name: str, nbytes: int, deadline: Deadline) -> str | None:

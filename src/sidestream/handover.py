@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .plan.match import LoadPlan, StatefulLoad, plain_path
 __all__ = ["Handover", "hand_over", "prepare"]
 
 _SLICE = 1024
+_INTEGER = re.compile("0|[1-9][0-9]*")  # what str() makes of an integer: "007" and digits of other scripts are names
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,5 +90,6 @@ def _with_integer_keys(path: tuple[Key, ...], stateful: StatefulLoad) -> tuple[K
     for depth, key in enumerate(path):
         known = plain[:depth] in stateful.integer_keys
         state = in_optimizer and depth == stateful.depth + 1 and plain[depth - 1] == "state"
-        keys.append(DictKey(int(key)) if (known or state) and isinstance(key, str) and key.isdecimal() else key)
+        integer = (known or state) and isinstance(key, str) and _INTEGER.fullmatch(key)
+        keys.append(DictKey(int(str(key))) if integer else key)
     return tuple(keys)

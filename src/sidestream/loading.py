@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +15,10 @@ from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
 from .catalog import open_manifest, open_root
-from .errors import Corrupt, Mismatch, SidestreamError
+from .errors import Corrupt, Mismatch, SidestreamError, allocating
 from .foreign import read_values, why_opaque
 from .format.digest import digest_check
-from .format.records import Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .format.records import Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .handover import Handover, hand_over, prepare
 from .joint.hosts import HostReads
 from .joint.reading import agree_on, outline, read_needed, stoppable
@@ -33,7 +33,7 @@ from .reading import Reader, Wanted, whole
 from .storage import Location, Where, locate_directory
 from .streams import streams_of
 
-__all__ = ["LoadOptions", "LoadReport", "PassedOver", "load", "load_from", "new_tensors", "together"]
+__all__ = ["LoadOptions", "LoadReport", "NewTensors", "PassedOver", "load", "load_from", "new_tensors", "together"]
 
 T = TypeVar("T")
 
@@ -240,20 +240,64 @@ def _tell(error: SidestreamError, written: tuple[str, ...]) -> SidestreamError:
     return error
 
 
-def new_tensors(
-    entries: Mapping[str, Entry], fqns: Iterable[str], device: torch.device | None = None
-) -> dict[str, torch.Tensor]:
-    """Memory for tensors that have no place yet. Tied ones (one item in the file) share it."""
+@dataclass(frozen=True, slots=True)
+class NewTensors:
+    """Tensors in new memory, by FQN, and what has to be read to fill all of them."""
+
+    tensors: dict[str, torch.Tensor]
+    wanted: list[Wanted]
+
+
+def new_tensors(entries: Mapping[str, Entry], fqns: Iterable[str], device: torch.device | None = None) -> NewTensors:
+    """In a worker thread: memory for tensors that have no place yet. Tied ones (one item in the file) share it, and so
+    do several views of one storage, which is read once, as a whole. Raises ``OutOfMemory``."""
+    new = NewTensors({}, [])
     shared: dict[object, torch.Tensor] = {}
-    tensors = {}
+    storages: dict[tuple[str, int], list[str]] = {}
     for fqn in politely(fqns):
         entry = entries[fqn]
         assert isinstance(entry, TensorEntry)
+        if len(entry.chunks) == 1 and entry.chunks[0].told is not None and 0 not in entry.shape:
+            storages.setdefault((entry.chunks[0].file, entry.chunks[0].item_offset), []).append(fqn)
+            continue
         identity = (entry.dtype, entry.chunks) if entry.chunks and entry.chunks[0].payload_offset is not None else fqn
         if identity not in shared:
-            shared[identity] = torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype), device=device)
-        tensors[fqn] = shared[identity]
-    return tensors
+            shared[identity] = _new(fqn, entry, device)
+            new.wanted.append(Wanted(fqn, entry, whole(entry), shared[identity]))
+        new.tensors[fqn] = shared[identity]
+    for views in politely(storages.values(), 1):
+        _add_views(new, entries, views, device)
+    return new
+
+
+def _add_views(new: NewTensors, entries: Mapping[str, Entry], fqns: list[str], device: torch.device | None) -> None:
+    """Tensors of one storage. Where they are one and the same, only their elements are kept."""
+    views = [entry for fqn in fqns if isinstance(entry := entries[fqn], TensorEntry)]
+    first = views[0]
+    if all(one.dtype == first.dtype and one.chunks == first.chunks for one in politely(views)):
+        tensor = _new(fqns[0], first, device)
+        new.tensors.update(dict.fromkeys(fqns, tensor))
+        new.wanted.append(Wanted(fqns[0], first, whole(first), tensor))
+        return
+    (chunk,) = first.chunks
+    assert chunk.told is not None
+    nbytes = chunk.told.payload_bytes
+    told = ForeignPayload(chunk.told.crc, nbytes)
+    storage = TensorEntry(first.path, "uint8", (nbytes,), (replace(chunk, offsets=(0,), sizes=(nbytes,), told=told),))
+    memory = _new(fqns[0], storage, device)
+    new.wanted.append(Wanted(fqns[0], storage, whole(storage), memory))
+    for fqn, view in politely(zip(fqns, views, strict=True)):
+        dtype = dtype_from_name(view.dtype)
+        elements = memory[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        payload = view.chunks[0].told
+        assert payload is not None
+        strides = torch.empty(view.shape, device="meta").stride() if payload.strides is None else payload.strides
+        new.tensors[fqn] = elements.as_strided(view.shape, strides, payload.first_element)
+
+
+def _new(fqn: str, entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
+    with allocating(f"memory for {fqn}"):
+        return torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype), device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,12 +387,15 @@ class _Load:
 
     def _prepare(self, values: Mapping[str, Any]) -> _Prepared:
         plan, entries = self.plan, self.manifest.entries
-        fresh = new_tensors(entries, plan.new)
+        new = new_tensors(entries, plan.new)
+        fresh = new.tensors
         places = {leader: plan.local[leader].tensor for leader in plan.leaders.values()}
         if self.options.atomic:
-            places = {fqn: torch.empty(one.shape, dtype=one.dtype) for fqn, one in politely(places.items())}
-        distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed((*places.items(), *fresh.items()))}
+            with allocating("memory to load into before the target is changed"):
+                places = {fqn: torch.empty(one.shape, dtype=one.dtype) for fqn, one in politely(places.items())}
+        distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed(places.items())}
         wanted = [self._want(fqn, tensor) for fqn, tensor in politely(reversed(distinct.values()))]
+        wanted += new.wanted
         ties_known = self.manifest.exact and not self.manifest.ranks
         again = () if ties_known else tuple(self._aside(fqn) for fqn, to in plan.leaders.items() if fqn != to)
         handover = prepare(plan, values, {**fresh, **plan.tensors}, own=self.manifest.exact)

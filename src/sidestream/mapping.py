@@ -31,7 +31,7 @@ async def map_tensors(
         raise InvalidOption(f'{location.url} is not on this machine; use memory="host"')
     entries = await io_threads().run(_mappable, manifest.entries, fqns, deadline=deadline)
     files = {}
-    for file in dict.fromkeys(entry.chunks[0].file for entry in entries.values()):
+    for file in await io_threads().run(_files, entries, deadline=deadline):
         files[file] = await store.map(f"{location.name}/{file}", manifest.files[file], deadline=deadline)
     return await io_threads().run(_over, entries, files, deadline=deadline)
 
@@ -49,6 +49,10 @@ def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, Te
         if start is not None and start % itemsize(entry.dtype) == 0:
             found[fqn] = entry
     return found
+
+
+def _files(entries: Mapping[str, TensorEntry]) -> list[str]:
+    return list(dict.fromkeys(entry.chunks[0].file for entry in politely(entries.values())))
 
 
 def _over(entries: Mapping[str, TensorEntry], files: Mapping[str, mmap]) -> dict[str, torch.Tensor]:

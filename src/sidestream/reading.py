@@ -14,8 +14,17 @@ import torch
 
 from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name, lazy_bits
-from .errors import Corrupt, SidestreamError
-from .foreign import Located, Opened, is_closed, locate_tensor, open_ends, read_item, unpack_chunk
+from .errors import Corrupt, SidestreamError, allocating
+from .foreign import (
+    Located,
+    Opened,
+    is_closed,
+    locate_tensor,
+    located_already,
+    open_ends,
+    read_item,
+    unpack_chunk,
+)
 from .format.checksum import block_crcs, crc32, unpack_crcs
 from .format.records import BLOCK_BYTES, Chunk, TensorEntry
 from .format.transforms import require
@@ -68,10 +77,13 @@ class Scratch:
         if nbytes <= 1 << 16:
             return bytearray(nbytes)  # a large one would be cleared, page by page, while the GIL is held
         try:
-            spare = self._spare.pop()
+            spare: mmap.mmap | None = self._spare.pop()
         except IndexError:
+            spare = None
+        if spare is not None and len(spare) >= nbytes:
+            return spare
+        with allocating("memory to read into"):
             return mmap.mmap(-1, nbytes)
-        return spare if len(spare) >= nbytes else mmap.mmap(-1, nbytes)
 
     def give_back(self, memory: mmap.mmap | bytearray | None) -> None:
         """Only what no thread reads into any more."""
@@ -217,15 +229,15 @@ class Reader:
 
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
-        located: dict[str, Located] = {}
         opened = {} if self.shared is None else await self._open_together(self.shared, targets)
-        queue = iter(targets.items())
+        entries = {fqn: one.entry for fqn, one in targets.items()}
+        located = await io_threads().run(located_already, entries, opened, deadline=self.deadline)
+        queue = iter(entries.items())
 
         async def work() -> None:
-            for fqn, one in queue:
-                located[fqn] = await locate_tensor(
-                    self.store, self.directory, fqn, one.entry, self.deadline, opened=opened
-                )
+            for fqn, entry in queue:
+                if fqn not in located:
+                    located[fqn] = await locate_tensor(self.store, self.directory, fqn, entry, self.deadline)
 
         await in_parallel(work)
         return located

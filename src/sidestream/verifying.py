@@ -14,15 +14,25 @@ from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from .apart import read_part
 from .catalog import open_manifest
-from .errors import Corrupt, NotCovered, SidestreamError, UnsafeObject, UnsupportedCheckpoint
-from .foreign import check_item_records, check_opaque_item, locate_tensor, why_opaque
-from .foreign_manifest import read_file
+from .errors import Corrupt, NotCovered, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
+from .foreign import (
+    Located,
+    ValueBudgets,
+    check_item_records,
+    check_opaque_item,
+    locate_tensor,
+    located_already,
+    opaque_entries,
+    sorted_out,
+    why_opaque,
+)
+from .foreign_manifest import MOST_METADATA_BYTES, read_file
 from .format.apart import PART_ATTRIBUTE, part_metadata_name
 from .format.dcp_metadata import read_dcp_description
 from .format.described import describe
 from .format.digest import DigestCheck, digest_check
 from .format.marker import ATTRIBUTE, METADATA_NAME, TAIL_BYTES, attribute_end, find_marker
-from .format.records import Chunk, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .format.transforms import require
 from .options import Progress, StorePolicy, check_timeout
 from .plan.checks import Piece, compare_metadata, foreign_pieces, own_pieces, value_pieces
@@ -118,23 +128,7 @@ async def verify_manifest(
     """``verify``, of a checkpoint whose manifest was read and validated."""
     verification = Verification(location, manifest, deadline, progress)
     await verification.run()
-    damaged = verification.damages
-    unreadable = verification.unreadable - damaged.keys()
-    unverified = verification.unverified - damaged.keys() - unreadable
-    fqns = [fqn for fqn, entry in manifest.entries.items() if isinstance(entry, (TensorEntry, ValueEntry))]
-    apart = unverified | unreadable | damaged.keys()
-    return VerifyReport(
-        url=location.url,
-        save_id=manifest.save_id,
-        step=manifest.step,
-        generation=manifest.generation,
-        nbytes=verification.done_bytes,
-        verified=tuple(fqn for fqn in fqns if fqn not in apart),
-        unverified=tuple(sorted(unverified)),
-        damaged=tuple(damaged.values()),
-        digest=digest_check(manifest.digest),
-        unreadable=tuple(sorted(unreadable)),
-    )
+    return await io_threads().run(verification.report, deadline=deadline)
 
 
 @dataclass(slots=True)
@@ -152,17 +146,36 @@ class Verification:
     total_bytes: int = 0
     _planned: set[object] = field(default_factory=set)
     _opaque: list[tuple[str, Chunk]] = field(default_factory=list)
+    _budgets: ValueBudgets = field(default_factory=ValueBudgets)
+
+    def report(self) -> VerifyReport:
+        """In a worker thread, after ``run``."""
+        manifest, damaged = self.manifest, self.damages
+        unreadable = self.unreadable - damaged.keys()
+        unverified = self.unverified - damaged.keys() - unreadable
+        fqns = (fqn for fqn, one in politely(manifest.entries.items()) if isinstance(one, (TensorEntry, ValueEntry)))
+        apart = unverified | unreadable | damaged.keys()
+        return VerifyReport(
+            url=self.location.url,
+            save_id=manifest.save_id,
+            step=manifest.step,
+            generation=manifest.generation,
+            nbytes=self.done_bytes,
+            verified=tuple(fqn for fqn in fqns if fqn not in apart),
+            unverified=tuple(sorted(unverified)),
+            damaged=tuple(damaged.values()),
+            digest=digest_check(manifest.digest),
+            unreadable=tuple(sorted(unreadable)),
+        )
 
     async def run(self) -> None:
-        whole = self._whole_items()
+        threads = io_threads()
+        whole = await threads.run(self._whole_items, deadline=self.deadline)
         pieces = await self.plan()
-        runs = await io_threads().run(_runs, pieces, deadline=self.deadline)
-        self.total_bytes = (
-            self.done_bytes
-            + sum(piece.nbytes for piece in pieces)
-            + sum(item.item_bytes for _, _, item in whole)
-            + sum(chunk.item_bytes for _, chunk in self._opaque)
-        )
+        runs = await threads.run(_runs, pieces, deadline=self.deadline)
+        opaque_bytes = sum(chunk.item_bytes for _, chunk in self._opaque)
+        counted = await threads.run(_bytes_of, pieces, whole, deadline=self.deadline)
+        self.total_bytes = self.done_bytes + counted + opaque_bytes
         self._tell(0)
         await self._in_parallel(runs, self._check_run)
         await self.check_whole_items()
@@ -174,15 +187,18 @@ class Verification:
             await self._compare_metadata()
             await io_threads().run(self._plan_own, pieces, deadline=self.deadline)
         else:
-            tensors = [(fqn, one) for fqn, one in self.manifest.entries.items() if isinstance(one, TensorEntry)]
-            await self._in_parallel(tensors, lambda named: self._plan_foreign(*named, pieces))
-            for fqn, entry in (await io_threads().run(_opaque, self.manifest, deadline=self.deadline)).items():
+            located = await self._locate()
+            await io_threads().run(self._plan_foreign, located, pieces, deadline=self.deadline)
+            for fqn, entry in (
+                await io_threads().run(opaque_entries, self.manifest.entries, deadline=self.deadline)
+            ).items():
                 await self._plan_opaque(fqn, entry)
         return pieces
 
     async def check_whole_items(self) -> None:
         """What cannot be compared piece by piece."""
-        await self._in_parallel(self._whole_items(), lambda item: self._check_whole(*item))
+        whole = await io_threads().run(self._whole_items, deadline=self.deadline)
+        await self._in_parallel(whole, lambda item: self._check_whole(*item))
         for fqn, chunk in self._opaque:
             with self._noting(fqn):
                 await check_opaque_item(self.location.store, self.location.name, fqn, chunk, self.deadline)
@@ -196,14 +212,15 @@ class Verification:
             return
         sizes = await location.store.sizes(location.name, deadline=self.deadline)
         nbytes = sizes.get(METADATA_NAME, 0)
-        read = await read_file(location.store, f"{location.name}/{METADATA_NAME}", nbytes, self.deadline)
+        name = f"{location.name}/{METADATA_NAME}"
+        read = await read_file(location.store, name, nbytes, self.deadline, most_bytes=MOST_METADATA_BYTES)
 
         def compare() -> None:
-            raw = bytes(read)
             with self._noting(METADATA_NAME):
-                if self._metadata_made(raw[-TAIL_BYTES:]) == raw:
-                    return  # what today's writer writes: decoded it would be 100,000 objects for 10,000 tensors
-                for difference in _differences(self.manifest, raw, ATTRIBUTE):
+                made = self._metadata_made(bytes(read[-TAIL_BYTES:]))
+                if made is not None and read == made:
+                    return  # decoded it would be a hundred thousand objects for 10,000 tensors
+                for difference in _differences(self.manifest, read, ATTRIBUTE):
                     self._note(difference, METADATA_NAME)
 
         await io_threads().run(compare, deadline=self.deadline)
@@ -224,10 +241,14 @@ class Verification:
             name = part_metadata_name(marker.rank)
             with self._noting(name):
                 part = await read_part(location.store, location.name, sizes, marker, self.deadline)
-                raw = await read_file(location.store, f"{location.name}/{name}", sizes.get(name, 0), self.deadline)
-                found = await io_threads().run(
-                    _differences, part, bytes(raw), PART_ATTRIBUTE, name, deadline=self.deadline
+                raw = await read_file(
+                    location.store,
+                    f"{location.name}/{name}",
+                    sizes.get(name, 0),
+                    self.deadline,
+                    most_bytes=MOST_METADATA_BYTES,
                 )
+                found = await io_threads().run(_differences, part, raw, PART_ATTRIBUTE, name, deadline=self.deadline)
                 for difference in found:
                     difference.file = name
                     self._note(difference, name)
@@ -243,22 +264,42 @@ class Verification:
                 elif isinstance(entry, ValueEntry) and self.manifest.exact:
                     pieces.extend(value_pieces(fqn, entry))
 
-    async def _plan_foreign(self, fqn: str, entry: TensorEntry, pieces: list[Piece]) -> None:
-        """What only the zips say has to be read first."""
-        if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
-            self.unverified.add(fqn)
-        with self._noting(fqn):
-            store, directory = self.location.store, self.location.name
-            try:
-                located, payloads = await locate_tensor(store, directory, fqn, entry, self.deadline, records="all")
-            except UnsupportedCheckpoint:
-                self._put_aside(fqn, entry)
-                return
-            places = {(chunk.file, chunk.payload_offset): chunk for chunk in payloads}
-            for place in places.keys() & self._planned:  # views of one storage
-                del payloads[places[place]]
-            self._planned.update(places)
-            pieces.extend(foreign_pieces(fqn, located, payloads))
+    async def _locate(self) -> dict[str, Located]:
+        """What only the zips say has to be read first; without the tensors whose zips are damaged."""
+        store, directory = self.location.store, self.location.name
+        tensors, _ = await io_threads().run(sorted_out, self.manifest.entries, deadline=self.deadline)
+        located = await io_threads().run(located_already, tensors, {}, deadline=self.deadline)
+
+        async def work(named: tuple[str, TensorEntry]) -> None:
+            fqn, entry = named
+            if fqn not in located:
+                with self._noting(fqn):
+                    try:
+                        located[fqn] = await locate_tensor(store, directory, fqn, entry, self.deadline, records="all")
+                    except UnsupportedCheckpoint:
+                        self._put_aside(fqn, entry)
+
+        await self._in_parallel(tensors.items(), work)
+        return located
+
+    def _plan_foreign(self, found: Mapping[str, Located], pieces: list[Piece]) -> None:
+        """In a worker thread."""
+        for fqn, entry in politely(self.manifest.entries.items()):
+            if not isinstance(entry, TensorEntry):
+                continue
+            if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
+                self.unverified.add(fqn)
+            if fqn not in found:
+                continue
+            located, payloads = found[fqn]
+            left = {}
+            for chunk, payload in payloads.items():
+                place = (chunk.file, chunk.payload_offset)
+                if place not in self._planned:  # views of one storage
+                    left[chunk] = payload
+                self._planned.add(place)
+            with self._noting(fqn):
+                pieces.extend(foreign_pieces(fqn, located, left))
 
     async def _plan_opaque(self, fqn: str, entry: OpaqueEntry) -> None:
         with self._noting(fqn):
@@ -272,11 +313,11 @@ class Verification:
         self._opaque.extend((fqn, chunk) for chunk in entry.chunks)
 
     def _whole_items(self) -> list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]:
-        """Items of other writers that are read as a whole: values (also those that DCP's planner has pickled for
-        us), and what was compressed."""
+        """In a worker thread: items of other writers that are read as a whole. These are values (also those that DCP's
+        planner has pickled for us), and what was compressed."""
         found: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]] = []
         if not self.manifest.exact:
-            for fqn, entry in self.manifest.entries.items():
+            for fqn, entry in politely(self.manifest.entries.items()):
                 if isinstance(entry, ValueEntry) and not entry.told:
                     found.append((fqn, entry, entry))
                 elif isinstance(entry, TensorEntry):
@@ -289,14 +330,15 @@ class Verification:
         store, directory = self.location.store, self.location.name
         with self._noting(fqn):
             try:
-                if not await check_item_records(store, directory, fqn, entry, item, self.deadline):
+                if not await check_item_records(store, directory, fqn, entry, item, self.deadline, self._budgets):
                     self.unverified.add(fqn)
             except UnsupportedCheckpoint:
                 self.unreadable.add(fqn)
         self._tell(item.item_bytes)
 
     async def _check_run(self, run: Sequence[Piece]) -> None:
-        memory = memoryview(bytearray(sum(piece.nbytes for piece in run)))
+        with allocating(f"verifying {run[0].file}"):
+            memory = memoryview(bytearray(sum(piece.nbytes for piece in run)))
         reads = []
         position = 0
         for piece in run:
@@ -340,11 +382,13 @@ class Verification:
         await in_parallel(worker)
 
 
-def _opaque(manifest: Manifest) -> dict[str, OpaqueEntry]:
-    return {fqn: one for fqn, one in politely(manifest.entries.items()) if isinstance(one, OpaqueEntry)}
+def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk | ValueEntry]]) -> int:
+    return sum(piece.nbytes for piece in politely(pieces)) + sum(item.item_bytes for _, _, item in politely(whole))
 
 
-def _differences(manifest: Manifest, raw: bytes, attribute: str, file: str = METADATA_NAME) -> list[Corrupt]:
+def _differences(
+    manifest: Manifest, raw: bytes | bytearray, attribute: str, file: str = METADATA_NAME
+) -> list[Corrupt]:
     """Where a ``.metadata`` means something else than our manifest; ``attribute`` is what points to that."""
     try:
         metadata = read_dcp_description(raw)

@@ -140,7 +140,7 @@ def prune(
 
 def _best(word: str, mode: Any) -> KeepBest:
     metric, _, count = word.partition("=")
-    if count and not count.isdigit():
+    if count and not (count.isascii() and count.isdigit()):
         raise InvalidOption("--keep-best takes METRIC or METRIC=N")
     return KeepBest(metric, int(count or 1), mode)
 

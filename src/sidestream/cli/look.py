@@ -104,9 +104,9 @@ def differences(
     found = [Difference(name, "only in the first") for name in one if name not in other]
     found += [Difference(name, "only in the second") for name in other if name not in one]
     sizes = {name: info.nbytes if info is not None else 0 for name, info in one.items() if name in other}
-    done = 0
+    done, total = 0, sum(sizes.values())
     for name, nbytes in sizes.items():
-        progress(done, sum(sizes.values()))
+        progress(done, total)
         if (difference := _compare(name, one, other)) is not None:
             found.append(difference)
         done += nbytes

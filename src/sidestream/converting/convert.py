@@ -14,7 +14,7 @@ import torch
 
 from .._abandoned import watch
 from .._tasks import finish, running_loop
-from .._threads import Deadline, io_threads
+from .._threads import Deadline, io_threads, politely
 from .._torch import dtype_from_name, dtype_name
 from ..catalog import attempt_name
 from ..commit import Unfinished, Verdict, clean_up, commit
@@ -122,28 +122,32 @@ async def convert(
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
     opened = await open_source(source, deadline, Where(storage_options, None, store_policy))
     selection = await io_threads().run(_select, opened, select, rename, dtype, deadline=deadline)
-    values = [value.fqn for value in selection.values if not value.empty]
-    if chosen == "safetensors" and values:
+    values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
+    if values:
         listed = ", ".join(values[:5])
         raise InvalidOption(f"safetensors hold tensors alone, and {listed} are values: leave them out with select=")
     files = await io_threads().run(
         _plan, selection, chosen, where.name if single else None, budget_bytes, shard_bytes, deadline=deadline
     )
-    total = sum(one.nbytes for one in {one.identity: one for one in selection.tensors}.values())
+    total = await io_threads().run(_total, selection, deadline=deadline)
     pipeline = Pipeline(opened, selection.origin, verify, deadline, progress, total)
     work = _Conversion(pipeline, selection, where, single, files, durability)
     await work.run()
-    return ConvertReport(
-        url=where.url,
-        format=chosen,
-        files=tuple(file.name for file in work.files),
-        nbytes=sum(file.nbytes for file in work.files),
-        tensors=tuple(one.fqn for one in selection.tensors),
-        values=tuple(one.fqn for one in selection.values),
-        left_out=selection.left_out,
-        cast=selection.cast,
-        unverified=tuple(sorted(new for new, (old, _) in selection.origin.items() if old in opened.unverified)),
-    )
+
+    def report() -> ConvertReport:
+        return ConvertReport(
+            url=where.url,
+            format=chosen,
+            files=tuple(file.name for file in work.files),
+            nbytes=sum(file.nbytes for file in work.files),
+            tensors=tuple(one.fqn for one in selection.tensors),
+            values=tuple(one.fqn for one in selection.values),
+            left_out=selection.left_out,
+            cast=selection.cast,
+            unverified=tuple(sorted(new for new, (old, _) in selection.origin.items() if old in opened.unverified)),
+        )
+
+    return await io_threads().run(report)
 
 
 # --- what to take ---------------------------------------------------------------------------------------------------
@@ -196,6 +200,11 @@ def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
     also = f" (so are {', '.join(opaque[1:6])}{', ...' if len(opaque) > 6 else ''})" if opaque[1:] else ""
     first.error.args = (f"{source.url}: {first.error.args[0]}{also}; select what is to be converted without it",)
     raise first.error
+
+
+def _total(selection: _Selection) -> int:
+    distinct = {one.identity: one.nbytes for one in politely(selection.tensors)}
+    return sum(distinct.values())
 
 
 def _new_name(fqn: str, rename: Rename | None) -> str:

@@ -18,7 +18,7 @@ from .._threads import Deadline, Stop, io_threads, politely
 from ..catalog import attempt_name, open_manifest
 from ..commit import Unfinished, Verdict, clean_up, commit_files
 from ..errors import Corrupt, InvalidOption, StorageError
-from ..foreign_manifest import read_file
+from ..foreign_manifest import MOST_METADATA_BYTES, read_file
 from ..format.apart import part_metadata_name
 from ..format.checksum import crc32
 from ..format.marker import METADATA_NAME
@@ -38,7 +38,7 @@ __all__ = ["CopyReport", "copy"]
 _LEAST_BYTES = 96 << 20
 _MOST_WINDOW_BYTES = 64 << 20
 _PAGE_BYTES = 4096
-_OURS = re.compile(r"(?:__\d+_\d+|manifest)-([0-9a-f]{32})(?:\.distcp|\.\d+)?")
+_OURS = re.compile(r"(?:__[0-9]+_[0-9]+|manifest)-([0-9a-f]{32})(?:\.distcp|\.[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,30 +131,36 @@ async def _look(location: Location, deadline: Deadline) -> _Found:
     if verification.damages:
         first = next(iter(verification.damages.values()))
         raise Corrupt(f"{location.url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
-    names = [fqn for fqn, one in manifest.entries.items() if not isinstance(one, EmptyEntry)]
+    names = await io_threads().run(_names, manifest, deadline=deadline)
     unverified = frozenset(verification.unverified | verification.unreadable | left_out)
     if single:
         return _Found(directory, manifest.files, True, pieces, names, unverified)
     listed = await location.store.sizes(location.name, deadline=deadline)
-    sizes = _in_order(_without_leftovers(listed, manifest))
+    sizes = await io_threads().run(_in_order, listed, manifest, deadline=deadline)
     marker_crc = 0
     if METADATA_NAME in sizes:
         name = f"{location.name}/{METADATA_NAME}"
-        marker_crc = crc32(await read_file(location.store, name, sizes[METADATA_NAME], deadline))
+        raw = await read_file(location.store, name, sizes[METADATA_NAME], deadline, most_bytes=MOST_METADATA_BYTES)
+        marker_crc = await io_threads().run(crc32, raw, deadline=deadline)
     return _Found(location, sizes, False, pieces, names, unverified, marker_crc)
+
+
+def _names(manifest: Manifest) -> list[str]:
+    return [fqn for fqn, one in politely(manifest.entries.items()) if not isinstance(one, EmptyEntry)]
 
 
 def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
     """On object storage, what an attempt that did not commit has left carries its own id."""
     return {
         name: nbytes
-        for name, nbytes in listed.items()
+        for name, nbytes in politely(listed.items())
         if (match := _OURS.fullmatch(name)) is None or match[1] == manifest.save_id
     }
 
 
-def _in_order(sizes: Mapping[str, int]) -> dict[str, int]:
-    """What readers look for comes last."""
+def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
+    """What is copied; what readers look for comes last."""
+    sizes = _without_leftovers(listed, manifest)
     markers = [name for name in (METADATA_NAME, INDEX_NAME, part_metadata_name(0)) if name in sizes]
     last = markers[0] if markers else max(sizes, key=lambda name: sizes[name])
     return {**{name: nbytes for name, nbytes in sizes.items() if name != last}, last: sizes[last]}

@@ -8,8 +8,9 @@ from functools import partial
 
 import torch
 
-from .._threads import Deadline, io_threads
+from .._threads import Deadline, io_threads, politely
 from .._torch import dtype_from_name
+from ..errors import allocating
 from ..format.dtypes import itemsize
 from ..options import Progress, Verify
 from ..plan.checks import Piece
@@ -64,8 +65,23 @@ class Pipeline:
         await Windows(fill, self.deadline).write(files, into)
 
     async def _fill(self, slices: Sequence[Slice], view: memoryview) -> None:
+        straight, others = await io_threads().run(self._targets, slices, view, deadline=self.deadline)
+        for one, into in others:
+            fqn, source = self.origin[one.tensor.fqn]
+            if one.nbytes == one.tensor.nbytes:
+                await self._read_whole(fqn, source, into.reshape(one.tensor.shape))
+            else:
+                await self._from_held(fqn, source, one, into)
+        if straight:
+            await self._reader().read(straight, own=True)
+
+    def _targets(
+        self, slices: Sequence[Slice], view: memoryview
+    ) -> tuple[list[Wanted], list[tuple[Slice, torch.Tensor]]]:
+        """In a worker thread: what can be read piece by piece, and the slices of tensors that are read whole."""
         straight: list[Wanted] = []
-        for one in slices:
+        others: list[tuple[Slice, torch.Tensor]] = []
+        for one in politely(slices):
             if not one.nbytes:
                 continue
             fqn, source = self.origin[one.tensor.fqn]
@@ -74,20 +90,19 @@ class Pipeline:
             into = torch.frombuffer(view, dtype=dtype_from_name(one.tensor.dtype), count=count, offset=one.at)
             if source.straight is not None:
                 straight.append(Wanted(fqn, source.straight, Box((first,), (count,)), into))
-            elif one.nbytes == one.tensor.nbytes:
-                await self._read_whole(fqn, source, into.reshape(one.tensor.shape))
             else:
-                await self._from_held(fqn, source, one, into, first)
-        if straight:
-            await self._reader().read(straight, own=True)
+                others.append((one, into))
+        return straight, others
 
-    async def _from_held(self, fqn: str, source: SourceTensor, one: Slice, into: torch.Tensor, first: int) -> None:
+    async def _from_held(self, fqn: str, source: SourceTensor, one: Slice, into: torch.Tensor) -> None:
         """A tensor that cannot be read piece by piece is held as a whole for as long as there are pieces to come."""
         held = self._held.get(fqn)
         if held is None:
-            held = torch.empty(one.tensor.shape, dtype=dtype_from_name(one.tensor.dtype))
+            with allocating(f"converting {fqn}"):
+                held = torch.empty(one.tensor.shape, dtype=dtype_from_name(one.tensor.dtype))
             await self._read_whole(fqn, source, held)
             self._held[fqn] = held
+        first = one.begin // itemsize(one.tensor.dtype)
         flat = held.reshape(-1)[first : first + into.numel()]
         await io_threads().run(into.copy_, flat, deadline=self.deadline)
         if one.begin + one.nbytes == one.tensor.nbytes:

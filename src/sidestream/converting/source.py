@@ -6,13 +6,22 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from .._threads import Deadline
+from .._threads import Deadline, io_threads, politely
 from ..catalog import open_manifest
 from ..errors import SidestreamError, UnsupportedCheckpoint
-from ..foreign import Located, locate_tensor, read_values, why_opaque
+from ..foreign import (
+    Located,
+    locate_tensor,
+    located_already,
+    opaque_entries,
+    read_values,
+    sorted_out,
+    why_opaque,
+)
 from ..format.dtypes import itemsize
 from ..format.records import (
     Chunk,
@@ -27,6 +36,7 @@ from ..format.records import (
 )
 from ..plan.checks import Piece, foreign_pieces
 from ..plan.values import encode_value
+from ..reading import in_parallel
 from ..storage import EVERYDAY, Location, Store, Where, locate_directory
 
 __all__ = ["Source", "SourceOpaque", "SourceTensor", "SourceValue", "open_source"]
@@ -84,38 +94,63 @@ async def open_source(url: str | os.PathLike[str], deadline: Deadline, where: Wh
 
 
 async def _of_manifest(location: Location, manifest: Manifest, deadline: Deadline) -> Source:
+    threads = io_threads()
+    tensors, wanted = await threads.run(sorted_out, manifest.entries, deadline=deadline)
+    opaque = await threads.run(opaque_entries, manifest.entries, deadline=deadline)
+    values = await read_values(location.store, location.name, manifest, wanted, deadline)
+    located: dict[str, Located] = {}
+    refused: dict[str, SidestreamError] = {}
+    for fqn, one in opaque.items():
+        refused[fqn] = await why_opaque(location.store, location.name, fqn, one, deadline)
+    if not manifest.own:
+        located = await threads.run(located_already, tensors, {}, deadline=deadline)
+        queue = iter(tensors.items())
+
+        async def work() -> None:
+            for fqn, entry in queue:
+                if fqn in located:
+                    continue
+                try:
+                    located[fqn] = await locate_tensor(location.store, location.name, fqn, entry, deadline)
+                except UnsupportedCheckpoint as error:
+                    refused[fqn] = error
+
+        await in_parallel(work)
+    return await threads.run(_described, location, manifest, values, located, refused, deadline=deadline)
+
+
+def _described(
+    location: Location,
+    manifest: Manifest,
+    values: Mapping[str, Any],
+    located: Mapping[str, Located],
+    refused: Mapping[str, SidestreamError],
+) -> Source:
+    """In a worker thread. ``refused``: why the tensors that this version does not read cannot be asked for."""
     entries: dict[str, SourceTensor | SourceValue | SourceOpaque] = {}
     unverified: set[str] = set()
     checked: set[object] = set()
-    wanted = {fqn: one for fqn, one in manifest.entries.items() if isinstance(one, ValueEntry)}
-    values = await read_values(location.store, location.name, manifest, wanted, deadline)
-    for fqn, entry in manifest.entries.items():
+    for fqn, entry in politely(manifest.entries.items()):
         if isinstance(entry, EmptyEntry):
             entries[fqn] = SourceValue(entry.path, None, empty=True)
         elif isinstance(entry, ValueEntry):
             entries[fqn] = SourceValue(entry.path, encode_value(values[fqn], fqn))
-        elif isinstance(entry, OpaqueEntry):
-            error = await why_opaque(location.store, location.name, fqn, entry, deadline)
-            entries[fqn] = SourceOpaque(entry.path, entry, error)
+        elif isinstance(entry, OpaqueEntry) or fqn in refused:
+            entries[fqn] = SourceOpaque(entry.path, entry, refused[fqn])
         elif manifest.own:
             identity = (entry.dtype, entry.chunks)
             entries[fqn] = SourceTensor(entry.path, entry, _straight(entry), None, identity)
         else:
-            try:
-                entries[fqn] = await _foreign_tensor(location, fqn, entry, deadline, checked)
-            except UnsupportedCheckpoint as error:
-                entries[fqn] = SourceOpaque(entry.path, entry, error)
+            entries[fqn] = _foreign_tensor(fqn, entry, located[fqn], checked)
             if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
                 unverified.add(fqn)
     return Source(location.store, location.name, location.url, entries, manifest.own, frozenset(unverified))
 
 
-async def _foreign_tensor(
-    location: Location, fqn: str, entry: TensorEntry, deadline: Deadline, checked: set[object]
-) -> SourceTensor:
+def _foreign_tensor(fqn: str, entry: TensorEntry, found: Located, checked: set[object]) -> SourceTensor:
     if any(chunk.transform for chunk in entry.chunks):
         return SourceTensor(entry.path, entry, None, None, fqn)
-    located, payloads = await locate_tensor(location.store, location.name, fqn, entry, deadline)
+    located, payloads = found
     identity = (entry.dtype, entry.chunks) if all(chunk.told is not None for chunk in entry.chunks) else fqn
     straight = _straight(_row_major(located, payloads))
     unchecked = {chunk: one for chunk, one in payloads.items() if (chunk.file, chunk.payload_offset) not in checked}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from .._threads import Deadline, Stop, Threads
-from ..errors import Closed
+from ..errors import Closed, allocating
 from ..options import Durability
 from ..reading import first_error
 from ..storage import Naming, Place, Store
@@ -164,7 +164,8 @@ class Windows:
         """Memory of a window, which may be used again when nobody has a view of it any more: a client of object storage
         goes on sending a part that it has released."""
         spare = self._spare.pop() if self._spare else None  # appended by other threads, taken here alone
-        memory = mmap.mmap(-1, self._largest) if spare is None else spare
+        with allocating("memory for a window"):
+            memory = mmap.mmap(-1, self._largest) if spare is None else spare
         array = (ctypes.c_char * nbytes).from_buffer(memory)
         weakref.finalize(array, self._give_back, memory).atexit = False
         return memoryview(array).cast("B")

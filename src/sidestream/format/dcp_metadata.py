@@ -89,7 +89,7 @@ class DcpDescription:
     hints: Mapping[tuple[str, tuple[int, ...]], object]
 
 
-def read_dcp_description(data: bytes) -> DcpDescription:
+def read_dcp_description(data: bytes | bytearray) -> DcpDescription:
     """In a worker thread. Raises as ``read_dcp_metadata``."""
     metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
     locations = _locations(metadata.get("storage_data"))

@@ -12,7 +12,9 @@ from .pickle_machine import Call, Global, Pairs, Persistent
 
 __all__ = ["TENSOR_GLOBALS", "TENSOR_REBUILDERS", "DtypeNames", "StoredTensor", "is_dtype", "read_tensor"]
 
-_DTYPE = re.compile(r"torch\.(bool|b?float\d+(_[a-z0-9_]+)?|complex\d+|q?u?int\d+(x\d+)?|bits\d+(x\d+)?)")
+_DTYPE = re.compile(
+    r"torch\.(bool|b?float[0-9]+(_[a-z0-9_]+)?|complex[0-9]+|q?u?int[0-9]+(x[0-9]+)?|bits[0-9]+(x[0-9]+)?)"
+)
 _UNTYPED = "torch.storage.UntypedStorage"
 _PARAMETER = "torch._utils._rebuild_parameter"
 _MAX_RANK = 64

@@ -12,15 +12,18 @@ import math
 import re
 from base64 import b64encode
 from collections.abc import Callable, Sequence, Set
+from itertools import repeat
 
+from .._threads import politely
 from ..errors import Corrupt, UnsafeObject
 from .dtypes import itemsize
 from .foreign_tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
 from .pickle_machine import Call, Global, Pairs, Persistent
 from .records import Node
 
-__all__ = ["VALUE_GLOBALS", "node_of", "value_globals"]
+__all__ = ["VALUE_GLOBALS", "ValueBudget", "node_of", "value_globals"]
 
+_PARTS_IN_A_ROW = 512
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY_KINDS = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 _DEVICE = re.compile("[a-z0-9_]{1,32}")
@@ -56,31 +59,65 @@ def value_globals(allow: Set[str]) -> DtypeNames:
     return DtypeNames(VALUE_GLOBALS.names | beginnings | {"builtins.getattr"})
 
 
-def node_of(
-    value: object, item_bytes: int, read_payload: Callable[[StoredTensor], bytes], allow: Set[str] = frozenset()
-) -> Node:
-    """``value``, as ``unpickle.decode`` gives it, as a ``Node``.
+class ValueBudget:
+    """What the values that one call reads may expand to, all together.
 
-    ``read_payload`` gives the bytes of the storage that a tensor inside the value lies in. A pickle shares parts and a
-    ``Node`` does not, so what is made is bounded in proportion to ``item_bytes``. Types are allowed by their qualified
-    names; what is data anyway stays so.
+    A pickle shares parts and a ``Node`` does not, so a small pickle can stand for a very large ``Node``. Each value
+    adds to the budget what its own bytes can account for; what several values take beyond that, they share.
+    """
+
+    __slots__ = ("_bytes_left", "_pace", "_parts_left")
+
+    def __init__(self) -> None:
+        self._parts_left = 1 << 16
+        self._bytes_left = 1 << 20
+        self._pace = politely(repeat(None), every=1)
+
+    def grant(self, pickle_bytes: int, item_bytes: int) -> None:
+        """A value of an item of ``item_bytes`` is read, whose pickle has ``pickle_bytes``."""
+        self._parts_left += pickle_bytes
+        self._bytes_left += 4 * item_bytes
+
+    def spend_part(self) -> None:
+        """Raises ``Corrupt`` if nothing is left, ``DeadlineExceeded``."""
+        self._parts_left -= 1
+        if self._parts_left < 0:
+            raise Corrupt("the values expand to far more parts than their pickles have bytes")
+        if not self._parts_left % _PARTS_IN_A_ROW:
+            next(self._pace)
+
+    def spend_bytes(self, count: int) -> None:
+        """Raises ``Corrupt`` if fewer are left."""
+        self._bytes_left -= count
+        if self._bytes_left < 0:
+            raise Corrupt("the values expand to far more bytes than their items have")
+
+
+def node_of(
+    value: object,
+    budget: ValueBudget,
+    read_payload: Callable[[StoredTensor], bytes],
+    allow: Set[str] = frozenset(),
+) -> Node:
+    """``value``, as ``unpickle.decode`` gives it, as a ``Node``. What is made is taken from ``budget``.
+
+    ``read_payload`` gives the bytes of the storage that a tensor inside the value lies in. Types are allowed by their
+    qualified names; what is data anyway stays so.
 
     Raises ``UnsafeObject`` for what is not data, naming its type, and ``Corrupt`` for calls that make no sense.
     """
-    return _Translator(item_bytes, read_payload, allow - VALUE_GLOBALS.names).node(value)
+    return _Translator(budget, read_payload, allow - VALUE_GLOBALS.names).node(value)
 
 
 class _Translator:
-    def __init__(self, item_bytes: int, read_payload: Callable[[StoredTensor], bytes], allow: Set[str]) -> None:
-        self._nodes_left = item_bytes + (1 << 16)
-        self._bytes_left = 4 * item_bytes + (1 << 20)
+    def __init__(self, budget: ValueBudget, read_payload: Callable[[StoredTensor], bytes], allow: Set[str]) -> None:
+        self._budget = budget
+        self._spend = budget.spend_bytes
         self._read_payload = read_payload
         self._allow = allow
 
     def node(self, value: object) -> Node:
-        self._nodes_left -= 1
-        if self._nodes_left < 0:
-            raise Corrupt("the value expands to far more parts than its pickle has bytes")
+        self._budget.spend_part()
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -235,11 +272,6 @@ class _Translator:
     def _base64(self, content: bytes | bytearray) -> str:
         self._spend(len(content))
         return _ascii(content)
-
-    def _spend(self, count: int) -> None:
-        self._bytes_left -= count
-        if self._bytes_left < 0:
-            raise Corrupt("the value expands to far more bytes than its item has")
 
 
 def _nonsense(what: str) -> Corrupt:

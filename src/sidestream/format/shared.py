@@ -11,7 +11,7 @@ import base64
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .._threads import politely
 from ..errors import Corrupt
@@ -119,7 +119,7 @@ def parse_part(raw: bytes | bytearray) -> Part:
     """Raises ``Corrupt``."""
     chunks: dict[tuple[int, str], Chunk] = {}
     values: dict[int, tuple[str, int, int, Node]] = {}
-    lines = raw.split(b"\n")
+    lines = cast(list[bytes], raw.split(b"\n"))
     if lines.pop() != b"":
         raise Corrupt("a part of the manifest is cut off")
     try:

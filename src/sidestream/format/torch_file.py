@@ -13,7 +13,7 @@ from .._threads import politely
 from ..errors import Corrupt, KeyCollision, UnsafeObject, UnsupportedCheckpoint
 from .dtypes import itemsize
 from .foreign_tensors import TENSOR_REBUILDERS, StoredTensor, read_tensor
-from .foreign_values import VALUE_GLOBALS, node_of
+from .foreign_values import VALUE_GLOBALS, ValueBudget, node_of
 from .pickle_machine import Call, Limits, Pairs
 from .records import DictKey, Key, Node
 from .torch_zip import TorchZip
@@ -23,7 +23,9 @@ __all__ = ["FileTensor", "FileValue", "TorchArchive", "read_torch_file"]
 
 _MOST_PICKLE_BYTES = 256 << 20
 _MOST_VALUE_BYTES = 64 << 20
+_MOST_VALUES_BYTES = 1 << 30
 _MOST_NAME_CHARS = 4096
+_NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all containers around it, which the pickle has once
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,10 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> dict[str, FileTensor |
     hold a dict, or holds a tensor with more elements than bytes (an expanded one), and ``KeyCollision``.
     """
     archive = TorchZip(source, file_bytes)
-    root = decode(archive.read("data.pkl", _MOST_PICKLE_BYTES), VALUE_GLOBALS, Limits())
+    pickled = archive.read("data.pkl", _MOST_PICKLE_BYTES)
+    root = decode(pickled, VALUE_GLOBALS, Limits())
+    budget = ValueBudget()
+    budget.grant(len(pickled), min(file_bytes, _MOST_VALUES_BYTES))
     if _pairs(root) is None:
         raise UnsupportedCheckpoint("the file holds something else than a dict")
     found: dict[str, FileTensor | FileValue] = {}
@@ -60,15 +65,17 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> dict[str, FileTensor |
         fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
         if fqn in found or len(fqn) > _MOST_NAME_CHARS:
             raise KeyCollision(f"two entries of the file are named {fqn[:200]!r}, or it is too long")
+        budget.spend_part()  # containers may be shared, so a small pickle may have a great many leaves
+        budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
-            found[fqn] = _leaf(archive, path, value)
+            found[fqn] = _leaf(archive, path, value, budget)
         except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
             error.args = (f"{fqn}: {error.args[0]}",)
             raise
     return found
 
 
-def _leaf(archive: TorchZip, path: tuple[Key, ...], value: object) -> FileTensor | FileValue:
+def _leaf(archive: TorchZip, path: tuple[Key, ...], value: object, budget: ValueBudget) -> FileTensor | FileValue:
     if isinstance(value, Call) and value.function in TENSOR_REBUILDERS:
         stored = read_tensor(value)
         if math.prod(stored.shape) * itemsize(stored.dtype) > stored.storage_bytes:
@@ -82,7 +89,7 @@ def _leaf(archive: TorchZip, path: tuple[Key, ...], value: object) -> FileTensor
     def read_payload(tensor: StoredTensor) -> bytes:
         return archive.read(_record(archive, tensor), _MOST_VALUE_BYTES)
 
-    return FileValue(path, node_of(value, _MOST_VALUE_BYTES, read_payload))
+    return FileValue(path, node_of(value, budget, read_payload))
 
 
 def _record(archive: TorchZip, stored: StoredTensor) -> str:

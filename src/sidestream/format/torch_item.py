@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal
 
 from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from .foreign_tensors import TENSOR_GLOBALS, StoredTensor, read_tensor
-from .foreign_values import node_of, value_globals
+from .foreign_values import ValueBudget, node_of, value_globals
 from .pickle_machine import Call, Global, Limits
 from .records import Node
 from .torch_zip import TorchZip
@@ -85,14 +85,20 @@ def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "need
     )
 
 
-def open_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> Node:
+def open_value_item(
+    source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset(), budget: ValueBudget | None = None
+) -> Node:
     """The value of an item as a ``Node``. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
 
-    What the ``Node`` holds is in proportion to ``item_bytes``; the checksums of what was read were found right. Raises
+    What the ``Node`` holds is taken from ``budget``, which grows in proportion to ``item_bytes``, or from one that this
+    value has for itself. The checksums of what was read were found right. Raises
     ``Corrupt``, and ``UnsafeObject`` for a type that is neither read as data nor among those in ``allow``, naming it.
     """
     archive = TorchZip(source, item_bytes)
-    value = decode(archive.read("data.pkl", item_bytes), value_globals(allow))
+    pickled = archive.read("data.pkl", item_bytes)
+    value = decode(pickled, value_globals(allow))
+    budget = ValueBudget() if budget is None else budget
+    budget.grant(len(pickled), item_bytes)
     payloads: dict[str, bytes] = {}
 
     def read_payload(tensor: StoredTensor) -> bytes:
@@ -101,7 +107,7 @@ def open_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozens
             payloads[record] = archive.read(record, item_bytes)
         return payloads[record]
 
-    return node_of(value, item_bytes, read_payload, allow)
+    return node_of(value, budget, read_payload, allow)
 
 
 class _AnyName:

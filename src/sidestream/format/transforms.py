@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
+from .._threads import politely
 from ..errors import Corrupt, MissingExtra, UnsupportedCheckpoint
 
-__all__ = ["MOST_EXPANSION", "check_transforms", "require", "unpack"]
+__all__ = ["MOST_EXPANSION", "UnpackBudget", "check_transforms", "may_expand", "require", "unpack"]
 
 MOST_EXPANSION = 1 << 15
 """How many bytes one byte of zstd can stand for: a block of 128 KiB takes four bytes at least."""
+
+_RATIO = 64
+_ANYHOW_BYTES = 1 << 30
+_VALUES_ANYHOW_BYTES = 64 << 20
 
 _ZSTD = "stream.zstd"
 _PIECE_BYTES = 1 << 20
@@ -36,6 +42,33 @@ def check_transforms(descriptors: object, fqn: str) -> str | None:
     )
 
 
+def may_expand(packed_bytes: int) -> int:
+    """How many bytes all compressed tensors of a checkpoint may stand for, whose items have ``packed_bytes`` together.
+
+    One item may hold 32 Ki times its size, as zeros do. A checkpoint that holds nothing else is refused, because it
+    would ask for terabytes in a few megabytes.
+    """
+    return _ANYHOW_BYTES + _RATIO * packed_bytes
+
+
+class UnpackBudget:
+    """What the compressed values that one call reads may expand to, all together. For several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left = _VALUES_ANYHOW_BYTES
+
+    def unpack(self, raw: bytes | bytearray, most_bytes: int) -> bytearray:
+        """``unpack``, as far as the budget goes."""
+        with self._lock:
+            self._left += _RATIO * len(raw)
+            most_bytes = min(most_bytes, self._left)
+        content = unpack(raw, most_bytes)
+        with self._lock:
+            self._left -= len(content)
+        return content
+
+
 def require() -> None:
     """Raise ``MissingExtra`` unless there is a package that can decompress."""
     _zstandard() or _pyzstd()
@@ -50,7 +83,7 @@ def unpack(raw: bytes | bytearray, most_bytes: int) -> bytearray:
     frames = _with_zstandard if _zstandard() else _with_pyzstd
     content = bytearray()
     try:
-        for piece in frames(raw, window_bytes):
+        for piece in politely(frames(raw, window_bytes)):
             content += piece
             if len(content) > most_bytes:
                 raise Corrupt(f"malformed zstd: it expands to more than the {most_bytes} bytes that it stands for")

@@ -23,7 +23,7 @@ from .records import (
     ValueEntry,
 )
 from .shared import Root
-from .transforms import MOST_EXPANSION
+from .transforms import MOST_EXPANSION, may_expand
 
 __all__ = [
     "MAX_CHUNKS",
@@ -85,6 +85,7 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
     for file, items in ranges.items():
         _check_apart(file, items)
+    _check_expansion(manifest)
     if holes:
         listed = "; ".join(holes[:_HOLES_LISTED])
         raise NotCovered(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
@@ -113,12 +114,27 @@ def check_patterns(root: Root, rows: Iterable[int]) -> None:
 
 
 def _check_counts(manifest: Manifest) -> None:
-    tensors = (entry for entry in manifest.entries.values() if isinstance(entry, TensorEntry | OpaqueEntry))
-    chunks = sum(len(entry.chunks) for entry in tensors)
+    entries = politely(manifest.entries.values())
+    chunks = sum(len(entry.chunks) for entry in entries if isinstance(entry, TensorEntry | OpaqueEntry))
     counts = (len(manifest.entries), MAX_ENTRIES, "entries"), (chunks, MAX_CHUNKS, "chunks")
     for count, most, what in (*counts, (len(manifest.files), MAX_FILES, "files")):
         if count > most:
             raise Corrupt(f"the checkpoint claims {count} {what}, more than the {most} that are read")
+
+
+def _check_expansion(manifest: Manifest) -> None:
+    packed = expanded = 0
+    for entry in politely(manifest.entries.values()):
+        if isinstance(entry, TensorEntry):
+            for chunk in entry.chunks:
+                if chunk.transform:
+                    packed += chunk.item_bytes
+                    expanded += math.prod(chunk.sizes) * itemsize(entry.dtype)
+    if expanded > may_expand(packed):
+        raise UnsupportedCheckpoint(
+            f"its compressed tensors stand for {expanded} bytes and have {packed}, a ratio that this version does not "
+            "believe; load it with torch.distributed.checkpoint"
+        )
 
 
 def _check_file(name: str, size: int) -> None:

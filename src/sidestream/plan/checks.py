@@ -12,6 +12,7 @@ from ..format.checksum import block_crcs, combine, crc32, join_blocks, unpack_cr
 from ..format.dcp_metadata import DcpDescription
 from ..format.digest import DIGEST_BYTES, installed_digest
 from ..format.frame import frame_tensor, frame_value
+from ..format.keys import name_of
 from ..format.records import (
     BLOCK_BYTES,
     Chunk,
@@ -224,6 +225,7 @@ def _told(entry: Entry) -> object:
         return path, (entry.file, entry.item_offset, entry.item_bytes), entry.transform
     assert isinstance(entry, TensorEntry | OpaqueEntry)
     chunks = {
-        (one.offsets, one.sizes): (one.file, one.item_offset, one.item_bytes, one.transform) for one in entry.chunks
+        name_of(one.offsets, one.sizes): (one.file, one.item_offset, one.item_bytes, one.transform)
+        for one in entry.chunks
     }
     return path, entry.dtype, entry.shape, chunks

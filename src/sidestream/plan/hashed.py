@@ -17,7 +17,7 @@ from ..errors import Corrupt
 __all__ = ["MOST_ALIKE", "check_hashes", "fill", "set_of"]
 
 MOST_ALIKE = 256
-"""How many keys of one container may share a hash. Of numbers that were not chosen for it some tens can: powers of two."""
+"""How many keys of one container may share a hash. Of numbers that nobody chose some tens can: powers of two do."""
 
 _M = TypeVar("_M", bound=MutableMapping[Any, Any])
 

@@ -27,7 +27,7 @@ _INLINE_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _JSON_INT = 1 << 63
 _NUMPY_KINDS = "biufc"
-_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc]\d{1,2}")
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 
 
 def copy_value(value: Any) -> Any:

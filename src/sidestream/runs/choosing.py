@@ -41,17 +41,19 @@ async def choose(
         candidates = [
             found for found in await named_steps(store, deadline) if found.name not in excluded and wish.admits(found)
         ]
+        passed: list[str] = []
         for found in candidates:
             if found.name in hollow:
                 continue
             step = await look_at(store, found, deadline)
             if step is None:
-                # Never a checkpoint, or deleted since it was listed. Then a newer one has been committed, which this
-                # listing does not show: the next candidate would be a step back, or there would seem to be none.
-                if not await still_listed(store, [found.name], deadline):
-                    break
-                hollow.add(found.name)
+                passed.append(found.name)
                 continue
+            # Those that were passed over have never been checkpoints, or were deleted since they were listed. Then a
+            # newer one has been committed, which this listing does not show: this candidate would be a step back.
+            if not await still_listed(store, passed, deadline):
+                break
+            hollow.update(passed)
             if step.damage is not None:
                 return step, None
             lease = await leases.try_reading(step.name, deadline)
@@ -59,7 +61,8 @@ async def choose(
                 return step, lease
             break  # it is being deleted: look again
         else:
-            return None
+            if await still_listed(store, passed, deadline):
+                return None
 
 
 async def _still_there(store: Store, leases: Leases, step: Step, lease: Lease, deadline: Deadline) -> bool:

@@ -34,7 +34,7 @@ __all__ = ["Lease", "Leases", "Seen", "parse_lease"]
 Kind = Literal["read", "save", "delete"]
 
 _DIRECTORY = ".leases"
-_NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>read|save|delete)(?P<ttl>\d{1,9})\.[0-9a-f]{32}")
+_NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>read|save|delete)(?P<ttl>[0-9]{1,9})\.[0-9a-f]{32}")
 _RENEWALS = 4  # within the time that a lease lasts
 _CALL_S = 30.0
 

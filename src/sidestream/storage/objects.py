@@ -50,7 +50,7 @@ _RUN_RANGES = 4096
 _CLEAN_UP_S = 60.0
 _LOOK_S = 15.0  # for uploads that may have been left open, at most: nobody shall wait much longer for what is rare
 _ATTEMPT = re.compile(r"\.([0-9a-f]{32})\.partial")
-_OURS = re.compile(r"(?:__\d+_\d+|manifest)-([0-9a-f]{32})(?:\.distcp|\.\d+)?")
+_OURS = re.compile(r"(?:__[0-9]+_[0-9]+|manifest)-([0-9a-f]{32})(?:\.distcp|\.[0-9]+)?")
 _warned: set[str] = set()
 
 
