@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ._threads import Deadline, io_threads, politely
 from .apart import check_sizes, is_whole, read_apart, read_part_markers
-from .errors import CheckpointNotFound, Corrupt, Incomplete, SidestreamError, UnsupportedCheckpoint
-from .foreign_file import FILE_SUFFIXES, read_file_manifest
+from .errors import (
+    CheckpointNotFound,
+    Corrupt,
+    Incomplete,
+    InvalidOption,
+    SidestreamError,
+    StorageError,
+    UnsupportedCheckpoint,
+)
+from .foreign_file import FILE_SUFFIXES, TORCH_SUFFIXES, read_file_manifest
 from .foreign_manifest import is_foreign, read_file, read_foreign_manifest
 from .format.checksum import crc32
 from .format.manifest import parse_manifest, parse_metadata_line
@@ -27,6 +36,7 @@ E = TypeVar("E", bound=SidestreamError)
 __all__ = [
     "Step",
     "attempt_name",
+    "check_run",
     "list_generations",
     "list_steps",
     "look_at",
@@ -155,16 +165,36 @@ async def list_generations(store: Store, known: Mapping[str, Step], deadline: De
 
 
 async def named_steps(store: Store, deadline: Deadline, step: int | None = None) -> list[Step]:
-    """Every directory that is named like a step, or like that one; newest step and highest generation first."""
+    """Every directory that is named like a step, or like that one; newest step and highest generation first.
+
+    Raises ``InvalidOption`` where there is none because the root is a checkpoint and not a run."""
     names = await store.directories(deadline=deadline)
-    return await io_threads().run(_steps_among, names, step, deadline=deadline)
+    found = await io_threads().run(_steps_among, names, deadline=deadline)
+    if not found:
+        await check_run(store, deadline)
+    return [each for each in found if step in (None, each.step)]
 
 
-def _steps_among(names: Iterable[str], step: int | None) -> list[Step]:
+def _steps_among(names: Iterable[str]) -> list[Step]:
+    """In a worker thread: newest step and highest generation first."""
     matches = ((_STEP.fullmatch(name), name) for name in politely(names))
     found = (Step(int(match[1]), int(match[2] or 1), name) for match, name in matches if match is not None)
-    wanted = [each for each in found if step in (None, each.step)]
-    return sorted(wanted, key=lambda each: each.order, reverse=True)
+    return sorted(found, key=lambda each: each.order, reverse=True)
+
+
+async def check_run(store: Store, deadline: Deadline) -> None:
+    """Raise ``InvalidOption`` if the root of ``store`` is a checkpoint: a run has its checkpoints in directories."""
+    try:
+        names = await store.sizes(".", deadline=deadline)
+    except FileNotFoundError:
+        return
+    if METADATA_NAME not in names and await io_threads().run(_manifest_among, names, deadline=deadline) is None:
+        return
+    run = store.url.rstrip("/").rpartition("/")[0]
+    raise InvalidOption(
+        f"{store.url} is a checkpoint, and not a run, whose checkpoints lie in directories of their own: its run is "
+        f"{run}; to read this checkpoint use sidestream.load or open_checkpoint"
+    )
 
 
 async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
@@ -227,9 +257,10 @@ async def open_root(location: Location, deadline: Deadline) -> tuple[Location, M
             manifest = await read_file_manifest(store, name, nbytes, deadline)
             await io_threads().run(validate, manifest, deadline=deadline)
         except FileNotFoundError as error:
+            what = await _instead(store, name, url, {}, deadline) if store.lists else ""
             raise CheckpointNotFound(
-                f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. A save that "
-                "was interrupted leaves none"
+                f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. "
+                f"{what or _INTERRUPTED}"
             ) from error
         except SidestreamError as error:
             raise _told(error, url) from error
@@ -273,13 +304,15 @@ async def read_root(
     ``listed`` are the sizes of its files, if they are known."""
     if not store.lists:
         return await _read_unlisted(store, directory, url, deadline)
+    sizes: Mapping[str, int] = {}
     try:
         sizes = await store.sizes(directory, deadline=deadline) if listed is None else listed
         unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes, deadline=deadline)
         marker = None if unmarked else await read_marker(store, directory, deadline)
     except FileNotFoundError as error:
+        what = await _instead(store, directory, url, sizes, deadline)
         raise CheckpointNotFound(
-            f"no committed checkpoint at {url}: there is no {METADATA_NAME}. A save that was interrupted leaves none"
+            f"no committed checkpoint at {url}: there is no {METADATA_NAME}. {what or _INTERRUPTED}"
         ) from error
     except Corrupt as error:
         raise _told(error, url) from error
@@ -295,6 +328,66 @@ async def read_root(
         if isinstance(manifest, Manifest):
             await io_threads().run(validate, manifest, deadline=deadline)
     return manifest
+
+
+_INTERRUPTED = "A save that was interrupted leaves none"
+_MOST_LOOKED_AT = 8
+
+
+async def _instead(store: Store, name: str, url: str, files: Mapping[str, int], deadline: Deadline) -> str:
+    """What stands where a checkpoint was looked for and is none: a run, directories with checkpoints, files. Empty
+    where that is not known. ``files`` are those in the directory."""
+    with suppress(StorageError, FileNotFoundError):
+        names = await store.directories(name, deadline=deadline)
+        steps = await _newest_committed(store, name, names, deadline)
+        if steps:
+            return (
+                f"This is a run with {_steps(steps)}: load {url}/{step_name(*steps[-1].order)}, or restore with "
+                f"sidestream.Checkpointer({url!r})"
+            )
+        visible = await io_threads().run(_first_visible, names, deadline=deadline)
+        found = [one for one in visible if await _holds_checkpoint(store, f"{name}/{one}", deadline)]
+        if found:
+            return f"There are checkpoints in {', '.join(f'{url}/{one}' for one in found)}"
+        single = await io_threads().run(_first_files, files, deadline=deadline)
+        if single:
+            return f"It holds files that are checkpoints of their own: {', '.join(single)}; give one"
+        if _STEP.fullmatch(name) is not None:
+            steps = await _newest_committed(store, ".", await store.directories(deadline=deadline), deadline)
+            return f"Its run has {_steps(steps)}" if steps else ""
+    return ""
+
+
+def _first_visible(names: Iterable[str]) -> list[str]:
+    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in politely(names) if not one.startswith(".")))
+
+
+def _first_files(names: Iterable[str]) -> list[str]:
+    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in politely(names) if one.endswith(TORCH_SUFFIXES)))
+
+
+async def _newest_committed(store: Store, run: str, names: Iterable[str], deadline: Deadline) -> list[Step]:
+    """The directories of a run that are named like steps, oldest first, up to the newest that is committed."""
+    steps = (await io_threads().run(_steps_among, names, deadline=deadline))[::-1]
+    for _ in range(_MOST_LOOKED_AT):
+        if not steps or await look_at(store, replace(steps[-1], name=f"{run}/{steps[-1].name}"), deadline) is not None:
+            return steps
+        steps.pop()
+    return []
+
+
+def _steps(steps: Sequence[Step]) -> str:
+    numbers = sorted({step.step for step in steps})
+    return f"step {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} steps, from {numbers[0]} to {numbers[-1]}"
+
+
+async def _holds_checkpoint(store: Store, directory: str, deadline: Deadline) -> bool:
+    """Whether a directory is a checkpoint, or a run that has some."""
+    with suppress(FileNotFoundError):
+        files = await store.sizes(directory, deadline=deadline)
+        if METADATA_NAME in files or is_foreign(files):
+            return True
+    return any(_STEP.fullmatch(one) for one in await store.directories(directory, deadline=deadline))
 
 
 async def _read_unmarked(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:

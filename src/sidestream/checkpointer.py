@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ._abandoned import Watched, watch
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads
-from .catalog import Step, list_steps, next_generation, read_metadata, step_name
+from .catalog import Step, check_run, list_steps, next_generation, read_metadata, step_name
 from .checkpoint import Checkpoint, open_from
 from .errors import (
     Busy,
@@ -702,7 +702,10 @@ class Checkpointer:
             await save.ended()
 
     async def __aenter__(self) -> Checkpointer:
-        self._loop = running_loop("Checkpointer")
+        loop = running_loop("Checkpointer")
+        if self._store.appears_whole:  # on object storage the first listing of the run tells as much
+            await check_run(self._store, self._deadline())
+        self._loop = loop
         if self._saver is not None:
             self._saver.hold()
         self._holding = _Holding(self.url, self._own_stager, self._saver)

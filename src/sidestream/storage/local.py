@@ -61,6 +61,10 @@ class LocalStore:
     appears_whole = True
     lists = True
 
+    @property
+    def url(self) -> str:
+        return str(self.root)
+
     def published_name(self, attempt: str, name: str) -> str:
         return name
 
@@ -193,8 +197,8 @@ class LocalStore:
     async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
         return await io_threads().run(_sizes, self.root / directory, deadline=deadline)
 
-    async def directories(self, *, deadline: Deadline) -> list[str]:
-        return await io_threads().run(_directories, self.root, deadline=deadline)
+    async def directories(self, directory: str = ".", *, deadline: Deadline) -> list[str]:
+        return await io_threads().run(_directories, self.root / directory, deadline=deadline)
 
 
 # --- what runs in threads; each function owns the descriptors that it opens ---

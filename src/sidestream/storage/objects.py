@@ -485,8 +485,9 @@ class ObjectStore:
             raise FileNotFoundError(errno.ENOENT, "nothing there", f"{self.url}/{directory}")
         return {name: info.nbytes for name, info in listing.files.items()}
 
-    async def directories(self, *, deadline: Deadline) -> list[str]:
-        return list((await self._io(lambda: self._list("", deadline), "listing", deadline)).directories)
+    async def directories(self, directory: str = ".", *, deadline: Deadline) -> list[str]:
+        shown = "listing" if directory == "." else f"listing {directory}"
+        return list((await self._io(lambda: self._list(directory, deadline), shown, deadline)).directories)
 
     # --- hygiene ---
 

@@ -103,6 +103,10 @@ class Store(Protocol):
     """
 
     @property
+    def url(self) -> str:
+        """The root, as messages name it."""
+
+    @property
     def appears_whole(self) -> bool:
         """Whether a directory appears with everything in it, so that one without a marker has lost it. Elsewhere it is
         an attempt."""
@@ -203,8 +207,9 @@ class Store(Protocol):
     async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
         """Name and size of every regular file directly in ``directory``. Raises ``FileNotFoundError``."""
 
-    async def directories(self, *, deadline: Deadline) -> list[str]:
-        """Names of the directories directly under the root; none if the root does not exist."""
+    async def directories(self, directory: str = ".", *, deadline: Deadline) -> list[str]:
+        """Names of the directories directly in ``directory``, which is the root if it is not given; none if it does not
+        exist."""
 
 
 @runtime_checkable
