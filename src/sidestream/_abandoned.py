@@ -80,19 +80,27 @@ class Noted:
 class Watched:
     """The entry of one operation; ``end()`` removes it."""
 
-    __slots__ = ("_home", "holds_loop", "remains")
+    __slots__ = ("_home", "_remains", "holds_loop")
 
     def __init__(self, home: Abandoned, remains: Remains, holds_loop: bool) -> None:
-        self._home = home
-        self.remains = remains
+        self._home: Abandoned | None = home
+        self._remains: Remains | None = remains
         self.holds_loop = holds_loop
+
+    @property
+    def remains(self) -> Remains:
+        """Of one that has not ended."""
+        assert self._remains is not None
+        return self._remains
 
     def end(self) -> None:
         """The operation has ended by itself. Does nothing outside of its loop: there, a coroutine that is being
         destroyed comes by, and its operation has not ended."""
-        if asyncio._get_running_loop() is self._home.loop():
-            self._home.watches.discard(self)
-            self._home.tidy()
+        home = self._home
+        if home is not None and asyncio._get_running_loop() is home.loop():
+            home.watches.discard(self)
+            home.tidy()
+            self._home = self._remains = None  # which may refer to this entry
 
 
 class Abandoned:

@@ -82,6 +82,9 @@ from .writing import Stager
 
 __all__ = ["Checkpointer"]
 
+_REMEMBERED = 256
+"""Of how many steps it is remembered here which generation was the last to be begun."""
+
 Latest = Literal["latest"]
 
 
@@ -185,7 +188,7 @@ class Checkpointer:
         self._pruning = asyncio.Lock()
         self._upkeep = Upkeep(self._after_saves, f"sidestream retention {self.url}")
         self._pending: list[PendingSave] = []
-        self._taken: dict[int, int] = {}  # highest generation that a save of ours has been started for
+        self._taken: dict[int, int] = {}  # highest generation that a recent save of ours has been started for
         self._orders = itertools.count()
         self._under_way: dict[int, int] = {}  # the steps of saves that have not ended, by the order of their calls
         self._last_order = -1
@@ -354,8 +357,15 @@ class Checkpointer:
         """On rank 0 of several: no other save gets this one."""
         async with self._starting:
             generation = await self._next_generation(step)
-            self._taken[step] = generation
+            self._take(step, generation)
             return generation
+
+    def _take(self, step: int, generation: int) -> None:
+        """Saves that ended long ago are found in the listing, and are forgotten here."""
+        self._taken.pop(step, None)
+        self._taken[step] = generation
+        while len(self._taken) > max(_REMEMBERED, 2 * self._slots.size):
+            del self._taken[next(iter(self._taken))]
 
     def _give_way(self, step: int) -> PendingSave:
         url = f"{self.url}/{step_name(step, 1)}"
@@ -379,7 +389,7 @@ class Checkpointer:
                 self._check_usable()  # it may have been closed while this waited
                 self._raise_unheard()
             work = self._launch(state, step, generation, noted, planner)
-            self._taken[step] = generation
+            self._take(step, generation)
             return LeasedSave(work, self._leases.announce(step_name(step, generation), "save"))
 
     def _launch(

@@ -157,6 +157,9 @@ async def carry_out(
             f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing was "
             f"deleted; look for {target}, and remove {attempt} if it is still there"
         ) from error
+    finally:
+        if asyncio._get_running_loop() is not None:  # else the loop has ended, and ``settle`` looks
+            verdict.look = None  # which refers to the verdict
 
 
 def _tail_of(pieces: Sequence[bytes]) -> bytes:

@@ -137,7 +137,8 @@ class Writing:
         self._threads = Threads("sidestream-write", _WRITE_THREADS)
         self._done = self._threads.submit(self._write, launched)
         try:
-            self._done.add_done_callback(lambda _: self._threads.close())
+            threads = self._threads  # and not this object, which would refer to itself then
+            self._done.add_done_callback(lambda _: threads.close())
             self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline, filler=filler)
             launched.set_result(None)
             stager.settle(self._staging)

@@ -102,7 +102,8 @@ class PlannedWriting:
             self._give_way()
             _let_go_when_there(self._staged)
             raise
-        self._done.add_done_callback(lambda _: self._threads.close())
+        threads = self._threads  # and not this object, which would refer to itself then
+        self._done.add_done_callback(lambda _: threads.close())
 
     async def launch(self) -> PlannedWriting:
         """It is launched."""

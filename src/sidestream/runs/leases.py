@@ -205,6 +205,7 @@ class Lease:
     async def _remove(self) -> None:
         if self._renewing is not None:
             await asyncio.wait([self._renewing])
+            self._renewing = None  # its traceback refers to this lease
         try:
             await self._drop(list(self._files))
         except SidestreamError as error:

@@ -27,6 +27,10 @@ class Slots:
         self._watchers: list[Callable[[], None]] = []
 
     @property
+    def size(self) -> int:
+        return self._size
+
+    @property
     def taken(self) -> int:
         return self._size - self._free
 

@@ -24,6 +24,7 @@ from bisect import insort
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, Protocol
 
 from .._threads import Deadline, Stop
@@ -478,6 +479,12 @@ def _touch_range(address: int, nbytes: int) -> None:
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
     """Unlike that of ``mmap`` it lets go of the GIL."""
+    return int(_function_madvise()(address, nbytes, advice))
+
+
+@cache
+def _function_madvise() -> Any:
+    """Looked up once: each look-up makes a class, which only a garbage collection frees."""
     function = ctypes.CDLL(None).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return int(function(address, nbytes, advice))
+    return function

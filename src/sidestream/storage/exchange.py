@@ -6,7 +6,9 @@ import ctypes
 import errno
 import os
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 __all__ = ["exchange", "exchanges"]
 
@@ -17,13 +19,19 @@ _RENAME_EXCHANGE = 2
 def exchange(one: Path, other: Path) -> None:
     """Raises ``OSError``: ``ENOSYS`` or ``EINVAL`` where this kernel, C library or file system does not do it."""
     try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+        renameat2 = _renameat2()
     except (AttributeError, OSError):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one), None, str(other)) from None
     paths = os.fsencode(one), os.fsencode(other)
     if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_RENAME_EXCHANGE)):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+@cache
+def _renameat2() -> Any:
+    """Looked up once: each look-up makes a class, which only a garbage collection frees."""
+    return ctypes.CDLL(None, use_errno=True).renameat2
 
 
 def exchanges(directory: Path) -> bool:
