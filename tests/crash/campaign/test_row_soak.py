@@ -7,12 +7,15 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 
+import pytest
+from _growing import KINDS, MOST_OBJECTS, growth
 from _rows import Row, Size
 from _trials import Trials
 
 SHORT, LONG = 2_000, 50_000
 MOST_BYTES_PER_SAVE = 1024
 EVERY = 25
+SHORT_EACH, LONG_EACH = 60, 3_000
 
 
 def slope(points: list[tuple[int, int]]) -> float:
@@ -36,3 +39,18 @@ def test_saves_without_end(place: Path, children: Trials, row: Callable[..., Row
     counts.trial("soak", wrong, count=samples[-1]["after"])
     counts.note("bytes of growth per save", round(growth))
     counts.end(at_least=saves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_garbage_collection_is_disabled(kind: str, place: Path, row: Callable[..., Row], size: Size) -> None:
+    """Programs do that for their latency: then what refers to itself stays for ever."""
+    counts = row("garbage collection disabled", kind)
+    rounds = max(SHORT_EACH, size.of(SHORT_EACH, LONG_EACH))
+    objects, blocks, more = await growth(kind, place, rounds)
+    wrong = (
+        [f"{objects:.1f} objects and {blocks:.1f} blocks stay of each: {more}"]
+        if max(objects, blocks) > MOST_OBJECTS
+        else []
+    )
+    counts.trial(kind, wrong, count=rounds)
+    counts.end(at_least=rounds)

@@ -1,0 +1,84 @@
+"""What stays in memory of one operation after the other, where nothing is collected."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sidestream
+
+KINDS = ("save", "save with a stager", "save by a process", "save of a run", "load", "restore", "stage", "verify")
+WARM_UP = 30
+MOST_OBJECTS = 4
+"""For each operation: a loop keeps up to 100 timers that were cancelled, whatever is done."""
+
+
+def small_state() -> dict[str, Any]:
+    return {"w": torch.ones(100, 30), "b": torch.zeros(7), "lr": 0.1, "o": {"m": torch.zeros(50)}}
+
+
+@asynccontextmanager
+async def operation(kind: str, folder: Path) -> AsyncIterator[Callable[[int], Awaitable[Any]]]:
+    """``kind``, to be done for any number of numbers."""
+    state = small_state()
+    url = folder / "one"
+    await sidestream.save(state, url, durability="flush")
+    async with (
+        sidestream.AsyncStager() as stager,
+        sidestream.Checkpointer(folder / "run", keep=sidestream.KeepLast(2), durability="flush") as checkpoints,
+    ):
+        await (await checkpoints.save(state, step=0))
+
+        async def save(**options: Any) -> None:
+            await sidestream.save(state, folder / "new", durability="flush", **options)
+            shutil.rmtree(folder / "new")
+
+        async def save_in_run(number: int) -> None:
+            await (await checkpoints.save(state, step=number + 1))
+
+        async def stage() -> None:
+            (await stager.stage(state)).release()
+
+        operations: dict[str, Callable[[int], Awaitable[Any]]] = {
+            "save": lambda _: save(),
+            "save with a stager": lambda _: save(stager=stager),
+            "save by a process": lambda _: save(stager=stager, saver="process"),
+            "save of a run": save_in_run,
+            "load": lambda _: sidestream.load(state, url),
+            "restore": lambda _: checkpoints.restore(state),
+            "stage": lambda _: stage(),
+            "verify": lambda _: sidestream.verify(url),
+        }
+        yield operations[kind]
+
+
+def objects() -> Counter[str]:
+    return Counter(type(one).__name__ for one in gc.get_objects())
+
+
+async def growth(kind: str, folder: Path, rounds: int) -> tuple[float, float, dict[str, int]]:
+    """Of containers and of the interpreter's memory blocks, per operation, and the types of which there are more."""
+    async with operation(kind, folder) as once:
+        for number in range(WARM_UP):
+            await once(number)
+        gc.collect()
+        gc.disable()
+        try:
+            before, blocks = objects(), sys.getallocatedblocks()
+            for number in range(WARM_UP, WARM_UP + rounds):
+                await once(number)
+            after = objects()
+        finally:
+            gc.enable()
+    gc.collect()  # it empties the interpreter's lists of spare tuples, which would be counted
+    blocks = sys.getallocatedblocks() - blocks
+    more = {name: count - before[name] for name, count in after.items() if count > before[name]}
+    return (after.total() - before.total()) / rounds, blocks / rounds, more
