@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -15,6 +15,7 @@ __all__ = [
     "HeldShard",
     "Stateful",
     "TransformedStreams",
+    "attributes_of",
     "check_tensor",
     "dtype_from_name",
     "dtype_name",
@@ -31,6 +32,7 @@ __all__ = [
     "storage_key",
     "tensor_class",
     "view_key",
+    "with_attributes",
     "with_shards_of",
 ]
 
@@ -91,6 +93,17 @@ def check_tensor(tensor: torch.Tensor, fqn: str, verb: str = "save", *, held: bo
         problem = _plain_problem(tensor, held)
     if problem is not None:
         raise UnsupportedTensor(f"{fqn}: cannot {verb} {problem}")
+
+
+attributes_of: Callable[[torch.Tensor], Any] = object.__getstate__
+"""The attributes that somebody has set on a plain tensor, as a new dict, or None. In C, 0.05 us where there are none;
+``vars()`` would leave every tensor with a dict."""
+
+
+def with_attributes(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> torch.Tensor:
+    if attributes:
+        vars(tensor).update(attributes)
+    return tensor
 
 
 def tensor_class(module: str, name: str) -> type[torch.Tensor] | None:

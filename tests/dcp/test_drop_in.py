@@ -402,3 +402,72 @@ async def test_a_planner_that_adds_keys_to_what_takes_none(tmp_path: Path) -> No
     values = MappingProxyType({"n": 0})
     with pytest.raises(InvalidOption, match="AddsLate adds 'late'"):
         await sidestream.load(values, tmp_path / "c", planner=AddsLate())
+
+
+# --- attributes of tensors -------------------------------------------------------------------------------------------
+
+
+def marked(value: float, **attributes: Any) -> torch.Tensor:
+    tensor = torch.full((4,), value)
+    vars(tensor).update(attributes)
+    return tensor
+
+
+async def test_attributes_of_tensors_survive_a_stage() -> None:
+    shards = {"rows": (0, 2)}
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    source = marked(1.0, mine=1, shards=shards, main_grad=torch.ones(4))
+    state = {
+        "plain": {"a": source, "b": torch.ones(3)},
+        "mixed": {"n": 1, "p": parameter, "list": [marked(2.0, mine=2), torch.ones(1)], "pair": (marked(3.0, mine=3),)},
+        "tied": source,
+    }
+    async with sidestream.AsyncStager() as stager:
+        for _ in range(2):  # the second time from a plan that is known
+            staged = await stager.stage(state)
+            source.mine = "later"
+            copied = staged["plain"]["a"]
+            assert (copied.mine, copied.shards, vars(copied).keys()) == (1, shards, {"mine", "shards"})
+            assert object.__getstate__(staged["plain"]["b"]) is None
+            assert staged["mixed"]["p"].tensor_model_parallel is True
+            assert (staged["mixed"]["list"][0].mine, staged["mixed"]["pair"][0].mine) == (2, 3)
+            assert staged["tied"].mine == 1
+            assert torch.equal(staged["tied"], torch.ones(4))
+            source.mine = 1
+            staged.release()
+    blocking = sidestream.BlockingAsyncStager()
+    assert blocking.stage(state)["tied"].shards is shards
+    blocking.close()
+
+
+async def test_attributes_beside_those_of_a_checkpointable_tensor() -> None:
+    tensor = marked(
+        1.0, global_shape=(8,), global_offsets=((4,),), local_offsets=((0,),), local_sizes=((4,),), owner="expert 1"
+    )
+    async with sidestream.AsyncStager() as stager:
+        staged = await stager.stage({"t": tensor})
+        assert (staged["t"].owner, staged["t"].global_shape) == ("expert 1", (8,))
+
+
+class Thawed(DefaultSavePlanner):
+    """Leaves out what is frozen, which an attribute says."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        kept = {key: value for key, value in state_dict.items() if not getattr(value, "frozen", False)}
+        super().set_up_planner(kept, storage_meta, is_coordinator)
+
+
+async def test_a_planner_sees_the_attributes_of_the_staged_copy(tmp_path: Path) -> None:
+    state = {"trained": marked(1.0, frozen=False), "fixed": marked(2.0, frozen=True), "n": 1}
+    expected = {"trained", "n"}
+    written = await asyncio.to_thread(FILE.save, state, tmp_path / "stock", Thawed())
+    assert set(written.state_dict_metadata) == expected
+    await sidestream.save(state, tmp_path / "ours", planner=Thawed())
+    assert set(await sidestream.open_checkpoint(tmp_path / "ours")) == expected
+    async with sidestream.AsyncStager() as stager:
+        answer = dcp.async_save(
+            state, storage_writer=StorageWriter(tmp_path / "inside"), planner=Thawed(), async_stager=stager
+        )
+        metadata = await asyncio.wrap_future(answer.upload_completion)
+    assert set(metadata.state_dict_metadata) == expected

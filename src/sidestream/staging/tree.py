@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._threads import politely
-from .._torch import check_tensor, lazy_bits, storage_key
+from .._torch import attributes_of, check_tensor, lazy_bits, storage_key, with_attributes
 from .arena import Lease
 from .capture import Captured
 from .composite import Composite
@@ -75,6 +75,8 @@ def _filled(node: Any, tensors: list[torch.Tensor]) -> Any:
     kind = type(node)
     if kind is _Leaf:
         return tensors[node]
+    if kind is _Attributed:
+        return with_attributes(tensors[node.leaf], node.attributes)
     if kind is _Parts:
         return node.rebuild([_filled(part, tensors) for part in node.parts])
     if kind is dict or kind is OrderedDict:
@@ -88,6 +90,14 @@ class _Leaf(int):
     """The index of a tensor's view, standing where the tensor stood."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Attributed:
+    """A tensor with attributes, standing where it stood."""
+
+    leaf: _Leaf
+    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +125,8 @@ def _template(node: Any, path: str, numbers: Iterator[int], held: set[int]) -> A
     kind = type(node)
     if isinstance(node, torch.Tensor):
         check_tensor(node, path, held=bool(held) and node.layout is torch.strided and storage_key(node) in held)
-        return _Leaf(next(numbers))
+        leaf, attributes = _Leaf(next(numbers)), attributes_of(node)
+        return _Attributed(leaf, attributes) if isinstance(attributes, dict) and attributes else leaf
     if kind is Composite:
         return _Parts(tuple(_template(part, path, numbers, held) for part in node.parts), node.rebuild)
     if kind is dict or kind is OrderedDict:
