@@ -20,7 +20,21 @@ PACKAGE = "sidestream"
 SOURCES = Path(__file__).parents[1] / "src" / PACKAGE
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "options", "events", "_redact", "_torch", "_threads", "_tasks", "_turns", "_abandoned"}),
+    frozenset(
+        {
+            "errors",
+            "options",
+            "events",
+            "_redact",
+            "_abandoned",
+            "_asking",
+            "_calling",
+            "_torch",
+            "_threads",
+            "_tasks",
+            "_turns",
+        }
+    ),
     frozenset({"staging", "storage", "ranks"}),
     frozenset({"plan", "format"}),
     frozenset(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,15 +12,48 @@ import anyio
 from ._abandoned import keep, supervised_here
 from .errors import WrongLoop
 
-__all__ = ["accompany", "drain", "finish", "running_loop", "supervise"]
+__all__ = ["accompany", "drain", "finish", "refuse_on_a_loop", "running_loop", "runs_in_trio", "supervise"]
 
 
 def running_loop(what: str) -> asyncio.AbstractEventLoop:
     """The loop that runs this code. Raises ``WrongLoop`` where there is none."""
+    if runs_in_trio():
+        raise WrongLoop(
+            f"{what} needs a running event loop of asyncio, and this code runs in trio: call sidestream.blocking in a "
+            "thread, with trio.to_thread.run_sync(), or run the program with asyncio"
+        )
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
         raise WrongLoop(f"{what} needs a running event loop; use sidestream.blocking where there is none") from None
+
+
+def refuse_on_a_loop(what: str) -> None:
+    """Raises ``WrongLoop`` where ``what``, which blocks its thread, would block an event loop."""
+    if runs_in_trio():
+        raise WrongLoop(
+            f"{what} would block the event loop of trio: call it in a thread, with trio.to_thread.run_sync()"
+        )
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise WrongLoop(f"{what} would block this event loop: await the functions of sidestream instead")
+
+
+def runs_in_trio() -> bool:
+    """Whether a task of trio runs this code. In trio's guest mode a loop of asyncio runs in this thread too."""
+    current_task = getattr(sys.modules.get("trio.lowlevel"), "current_task", None)
+    if current_task is None:
+        return False
+    try:
+        current_task()
+    except RuntimeError:
+        return False
+    try:
+        return asyncio.current_task() is None  # with trio-asyncio a task of asyncio runs within one of trio
+    except RuntimeError:
+        return True
 
 
 def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

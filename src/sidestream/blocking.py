@@ -1,8 +1,14 @@
 """The same verbs for code without an event loop, through one background loop per process.
 
 Each function blocks its caller until the work is done; the work runs on the loop of a portal thread that is started at
-first use. Inside a running event loop they raise ``WrongLoop``, because they would block it. Saves that are in flight
-when the program ends are finished before the process does.
+first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoop``, because they would block it. Saves
+that are in flight when the program ends are finished before the process does.
+
+Code of the caller runs in the calling thread while that waits: ``state_dict()`` and ``load_state_dict()`` of objects,
+stagers, ``progress`` callbacks, and the launch of the copies of a save. So it has that thread's current device and
+stream, autograd modes, context variables and locks; it may not call ``sidestream.blocking`` itself. Planners are asked
+in threads, with the device, the modes and the variables of the calling thread. What is left to do when a call has
+returned, such as a save that waits for a slot, is done as planners are asked.
 """
 
 from __future__ import annotations
@@ -11,8 +17,9 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -26,7 +33,8 @@ from . import loading as _loading
 from . import pending as _pending
 from . import saving as _saving
 from . import verifying as _verifying
-from ._tasks import drain
+from ._calling import Caller, is_serving
+from ._tasks import drain, refuse_on_a_loop
 from .commit import Outcome
 from .converting import convert as _converting
 from .converting import copying as _copying
@@ -91,38 +99,72 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run ``work()`` on the portal's loop and wait for it. Ctrl-C cancels it and waits until it has cleaned up."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
-        raise WrongLoop("sidestream.blocking would block this event loop: await the functions of sidestream instead")
+    refuse_on_a_loop("sidestream.blocking")
     return run_anywhere(work)
 
 
 def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """As ``_run``, within others' blocking calls: whoever makes those on a loop has decided to block it."""
-    future: Future[T] = _portal.get().start_task_soon(_in_a_task, work)
+    if is_serving():
+        raise WrongLoop(
+            "sidestream.blocking was called by an object or a callback that another call of sidestream.blocking waits "
+            "for: do this before that call, or after it"
+        )
+    call = _Call(work)
     try:
-        return future.result()
-    except KeyboardInterrupt:
-        future.cancel()
-        wait([future])
-        raise
+        _portal.get().start_task_soon(call.run)
+        return call.result()
+    finally:
+        call.caller.leave()
 
 
-async def _in_a_task(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The portal cancels by a scope, which those do not hear of who wait for a thread behind a shield: a task does."""
-    task = asyncio.ensure_future(work())
-    try:
-        await asyncio.wait([task])
-    except asyncio.CancelledError:
-        task.cancel()
-        with CancelScope(shield=True):
+class _Call(Generic[T]):
+    """One call: its work runs on the portal's loop, and the thread that made it runs code of the caller meanwhile."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self.caller = Caller()
+        self._work = work
+        self._result: Future[T] = Future()
+        self._interrupted = False
+        self._cancel: Callable[[], object] | None = None
+
+    def result(self) -> T:
+        self.caller.wait(self._interrupt)
+        return self._result.result(0)
+
+    def _interrupt(self) -> None:
+        """Does not wait for the loop, which may wait for this thread."""
+        self._interrupted = True
+        if self._cancel is not None:
+            self._cancel()
+
+    async def run(self) -> None:
+        """The portal cancels by a scope, which those do not hear of who wait for a thread behind a shield: a task
+        does."""
+        self.caller.adopt()
+        task = asyncio.ensure_future(self._work())
+        self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        if self._interrupted:
+            task.cancel()
+        try:
             await asyncio.wait([task])
-        task.cancelled() or task.exception()
-        raise
-    return task.result()
+        except asyncio.CancelledError:
+            task.cancel()
+            with CancelScope(shield=True):
+                await asyncio.wait([task])
+            raise
+        finally:
+            self._settle(task)
+
+    def _settle(self, task: asyncio.Task[T]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled():
+            self._result.cancel()
+        elif error is not None:
+            self._result.set_exception(error)
+        else:
+            self._result.set_result(task.result())
+        self.caller.end()
 
 
 run = _run  # for the command line, which has more to ask than there are verbs here

@@ -35,6 +35,7 @@ from .errors import (
 from .format.records import Node
 from .loading import LoadOptions, LoadReport
 from .options import (
+    RANK_WAIT_S,
     Allowance,
     Digest,
     Durability,
@@ -49,6 +50,7 @@ from .options import (
     check_choice,
     check_count,
     check_reading,
+    check_seconds,
     check_step,
     check_steps,
     check_strict,
@@ -128,11 +130,12 @@ class Checkpointer:
     newer step has been read back and is good, and nobody has a lease on it. ``in_flight`` saves may go on at once, each
     with staged memory of its own, which is used again and again; ``overlap`` says what becomes of one more. ``stager``
     replaces the stager that it would own. ``saver="process"`` keeps one process that writes, from the first save or
-    ``prewarm()`` until it is closed. ``durability``, ``digest``, ``verify``, ``timeout_s``, ``storage_options``,
-    ``filesystem``, ``store_policy`` and ``process_group`` are as for ``save`` and ``load``. Over several ranks all of
-    them call ``save`` and ``restore``, in one order, and rank 0 chooses, leases and deletes. A lease ends ``lease_s``
-    after its holder has died; a save has one when it takes longer than a quarter of that. What a writer left that was
-    killed is deleted when its lease has ended; where it had none, ``abandoned_after_s`` after it was last written to.
+    ``prewarm()`` until it is closed. ``durability``, ``digest``, ``verify``, ``timeout_s``, ``rank_wait_s``,
+    ``storage_options``, ``filesystem``, ``store_policy`` and ``process_group`` are as for ``save`` and ``load``. Over
+    several ranks all of them call ``save`` and ``restore``, in one order, and rank 0 chooses, leases and deletes. A
+    lease ends ``lease_s`` after its holder has died; a save has one when it takes longer than a quarter of that. What a
+    writer left that was killed is deleted when its lease has ended; where it had none, ``abandoned_after_s`` after it
+    was last written to.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class Checkpointer:
         durability: Durability = "fsync",
         verify: Verify = "always",
         timeout_s: float = 600.0,
+        rank_wait_s: float = RANK_WAIT_S,
         lease_s: float = 300.0,
         abandoned_after_s: float = 3600.0,
         digest: Digest | None = None,
@@ -161,6 +165,7 @@ class Checkpointer:
         check_choice("verify", verify, Verify)
         for seconds in (timeout_s, lease_s, abandoned_after_s):
             check_timeout(seconds)
+        check_seconds("rank_wait_s", rank_wait_s)
         if digest is not None:
             check_choice("digest", digest, Digest)
         keep = KeepAll() if keep is None else keep
@@ -180,6 +185,7 @@ class Checkpointer:
         self._durability: Durability = durability
         self._verify: Verify = verify
         self._timeout_s = timeout_s
+        self._rank_wait_s = rank_wait_s
         self._digest = digest
         self._leases = Leases(self._store, lease_s)
         self._pruner = Pruner(
@@ -296,7 +302,7 @@ class Checkpointer:
         *,
         promised: bool = False,
     ) -> PendingSave:
-        operation = member.begin("save", self._deadline())
+        operation = member.begin("save", self._deadline(), self._rank_wait_s)
         overlap: Overlap = "wait" if promised else self._overlap
         turn = JointTurn(self._starts, operation, step, self._overlap, promised=promised)
 
@@ -478,7 +484,7 @@ class Checkpointer:
         if member is None:
             restoring = Restoring(self._store, self.url, self._leases, wish, options)
         else:
-            restoring = RestoringTogether(member, self._store, self.url, self._leases, wish, options)
+            restoring = RestoringTogether(member, self._store, self.url, self._leases, wish, options, self._rank_wait_s)
         self._restored = await restoring.run(state)
         self._passed_over = restoring.passed_over
         if self._restored is None:

@@ -13,6 +13,7 @@ __all__ = [
     "Event",
     "Observer",
     "PromiseLost",
+    "RanksMissing",
     "ReadAlone",
     "Retried",
     "SaverGone",
@@ -86,7 +87,18 @@ class ReadAlone:
     reason: str
 
 
-Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | ReadAlone
+@dataclass(frozen=True, slots=True)
+class RanksMissing:
+    """This rank waits for others at the beginning of ``operation`` (``"save"``, ``"load"``, ``"restore"``): the ranks
+    in ``missing`` have not made the call. Told once for each call, after 5 s, and logged as a warning too."""
+
+    operation: str
+    rank: int
+    missing: tuple[int, ...]
+    waited_s: float
+
+
+Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | ReadAlone | RanksMissing
 Observer: TypeAlias = Callable[[Event], object]
 
 _observers: tuple[Observer, ...] = ()

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ._asking import key_order, watched
+from ._calling import call
 from ._threads import politely
 from .errors import StatefulRefused
 from .format.records import DictKey, EmptyEntry, Key
@@ -22,21 +24,37 @@ __all__ = ["Handover", "hand_over", "prepare"]
 
 _SLICE = 1024
 _INTEGER = re.compile("0|[1-9][0-9]*")  # what str() makes of an integer: "007" and digits of other scripts are names
+_PLAIN = frozenset({dict, list, OrderedDict})
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Plain values by the leaf that they replace, and the state dict of each object, ready to be handed to it."""
+    """Plain values by the leaf that they replace, and the state dict of each object, ready to be handed to it.
+
+    ``assigned`` are those values that are put into containers of the caller's own classes. These and the objects have
+    the order that all ranks have, since their code may be a collective."""
 
     values: tuple[tuple[Leaf, Any], ...]
+    assigned: tuple[tuple[Leaf, Any], ...]
     statefuls: tuple[tuple[StatefulLoad, dict[Any, Any]], ...]
 
 
 def prepare(plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, own: bool) -> Handover:
     """In a thread, before anything is read into ``tensors``. Raises ``Corrupt`` for paths that do not fit together."""
-    leaves = tuple((leaf, values[leaf.fqn]) for leaf, _ in politely(plan.values))
-    statefuls = tuple((stateful, _state_dict(stateful, values, tensors, own)) for stateful in plan.statefuls)
-    return Handover(leaves, statefuls)
+    plain: list[tuple[Leaf, Any]] = []
+    assigned: list[tuple[Leaf, Any]] = []
+    for leaf, _ in politely(plan.values):
+        (plain if type(leaf.holder) in _PLAIN else assigned).append((leaf, values[leaf.fqn]))
+    statefuls = [(stateful, _state_dict(stateful, values, tensors, own)) for stateful in plan.statefuls]
+    assigned.sort(key=lambda one: _order(one[0].path))
+    statefuls.sort(key=lambda one: _order(one[0].path))
+    return Handover(tuple(plain), tuple(assigned), tuple(statefuls))
+
+
+def _order(path: tuple[Key, ...]) -> tuple[str, ...]:
+    """As objects are asked for their state."""
+    keys = (key.value if isinstance(key, DictKey) else key for key in path)
+    return tuple(key_order(key, index=type(place) is int) for key, place in zip(keys, path, strict=True))
 
 
 async def hand_over(handover: Handover) -> None:
@@ -45,9 +63,13 @@ async def hand_over(handover: Handover) -> None:
         leaf.holder[leaf.slot] = value
         if number % _SLICE == 0:
             await asyncio.sleep(0)
+    for leaf, value in handover.assigned:
+        await asyncio.sleep(0)
+        call(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
         await asyncio.sleep(0)
-        _load_stateful(stateful, state_dict)
+        with watched(stateful.fqn, stateful.instance, "load_state_dict"):
+            call(_load_stateful, stateful, state_dict)
 
 
 def _state_dict(
@@ -60,8 +82,9 @@ def _state_dict(
         for leaf in politely(stateful.kept):
             yield leaf.path, leaf.value
 
+    depth = len(stateful.path)
     # A Stateful whose own state dict is empty stands as one empty entry at its own path.
-    below = ((path[stateful.depth :], value) for path, value in leaves())
+    below = ((path[depth:], value) for path, value in leaves())
     state_dict = assemble((path, value) for path, value in below if path)
     if stateful.versions is not None:  # without it a module takes its state dict for one of its first version
         state_dict = OrderedDict(state_dict)
@@ -86,10 +109,11 @@ def _with_integer_keys(path: tuple[Key, ...], stateful: StatefulLoad) -> tuple[K
     """DCP turns the integer keys of an optimizer's state into strings; the template, or the class, says where."""
     plain = plain_path(path)
     in_optimizer = isinstance(stateful.instance, torch.optim.Optimizer)
+    start = len(stateful.path)
     keys: list[Key] = []
     for depth, key in enumerate(path):
         known = plain[:depth] in stateful.integer_keys
-        state = in_optimizer and depth == stateful.depth + 1 and plain[depth - 1] == "state"
+        state = in_optimizer and depth == start + 1 and plain[depth - 1] == "state"
         integer = (known or state) and isinstance(key, str) and _INTEGER.fullmatch(key)
         keys.append(DictKey(int(str(key))) if integer else key)
     return tuple(keys)

@@ -23,7 +23,18 @@ from .handover import Handover, hand_over, prepare
 from .joint.hosts import HostReads
 from .joint.reading import agree_on, outline, read_needed, stoppable
 from .loaded import LoadOptions, LoadReport, PassedOver
-from .options import Allowance, Progress, Reading, StorePolicy, Trust, Verify, check_reading, check_strict
+from .options import (
+    RANK_WAIT_S,
+    Allowance,
+    Progress,
+    Reading,
+    StorePolicy,
+    Trust,
+    Verify,
+    check_reading,
+    check_seconds,
+    check_strict,
+)
 from .plan.ask import Answers
 from .plan.local import Local
 from .plan.match import LoadPlan, match
@@ -47,6 +58,7 @@ async def load(
     atomic: bool = False,
     progress: Progress | None = None,
     timeout_s: float = 600.0,
+    rank_wait_s: float = RANK_WAIT_S,
     allow: Iterable[type] = (),
     trust: Trust = "data",
     storage_options: Mapping[str, Any] | None = None,
@@ -77,7 +89,8 @@ async def load(
     program. It concerns values of other writers alone; metadata, tensors and our own checkpoints are data all the same.
 
     Where ``torch.distributed`` is initialized this is a call of all ranks together, as ``save`` is: each reads what its
-    own tensors need, and they raise alike, ``RankFailures``. ``process_group="alone"`` loads into this process only.
+    own tensors need, and they raise alike, ``RankFailures``. ``process_group="alone"`` loads into this process only;
+    ``rank_wait_s`` is as for ``save``.
     With ``reading="per_host"`` the bytes that several ranks of one machine need are read by one of them, and reach the
     others through memory that they share, at most ``PerHost.memory_bytes``; where they cannot share any, each reads
     (``events.ReadAlone``). It makes no difference to a process that loads by itself.
@@ -92,6 +105,7 @@ async def load(
     member = group_of(process_group)
 
     async def run(operation: Operation | None) -> LoadReport:
+        check_seconds("rank_wait_s", rank_wait_s)
         allowed, shared = allowed_types(allow), check_reading(reading)
         options = LoadOptions(
             verify, check_strict(strict), atomic, progress, timeout_s, allowed, trust, shared, planner
@@ -101,7 +115,7 @@ async def load(
 
     if member is None or member.group.world == 1:
         return await run(None)
-    return await together(run, member.begin("load", deadline_of(timeout_s)))
+    return await together(run, member.begin("load", deadline_of(timeout_s), rank_wait_s))
 
 
 async def together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:

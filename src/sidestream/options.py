@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from .errors import InvalidOption
 
 __all__ = [
+    "RANK_WAIT_S",
     "Allowance",
     "Apart",
     "Digest",
@@ -39,6 +40,9 @@ __all__ = [
 
 Durability = Literal["fsync", "flush"]
 """``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: it survives the death of the process only."""
+
+RANK_WAIT_S = 300.0
+"""How long a rank waits for the others to come to a call of all ranks, if the caller does not say."""
 
 _MAX_TIMEOUT_S = 10**9  # some thirty years; the system's own limit for waits is not much higher
 

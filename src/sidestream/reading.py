@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ._calling import call
 from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name, lazy_bits
 from .errors import Corrupt, SidestreamError, allocating
@@ -155,7 +156,7 @@ class Reader:
 
     def _tell(self, total: int) -> None:
         if self.progress is not None:
-            self.progress(self.nbytes, total)
+            call(self.progress, self.nbytes, total)
 
     def _arrived(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
         """In a thread of the store: check it, then put in place what was not read there directly."""

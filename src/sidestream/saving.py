@@ -7,13 +7,24 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ._calling import by_caller
 from ._tasks import finish, running_loop
 from ._threads import Deadline
 from .errors import InvalidOption
 from .format.records import Node
 from .job import SaveJob
 from .joint.saving import FailedSave, JointSave, planning_of
-from .options import Apart, Digest, Durability, SaverChoice, StorePolicy, check_choice, check_timeout
+from .options import (
+    RANK_WAIT_S,
+    Apart,
+    Digest,
+    Durability,
+    SaverChoice,
+    StorePolicy,
+    check_choice,
+    check_seconds,
+    check_timeout,
+)
 from .pending import PendingSave, SaveInfo, SaveWork
 from .plan.metadata import encode_metadata
 from .plan.save import plan_save
@@ -38,6 +49,7 @@ async def save(
     durability: Durability = "fsync",
     metadata: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
+    rank_wait_s: float = RANK_WAIT_S,
     digest: Digest | None = None,
     saver: SaverChoice = "thread",
     storage_options: Mapping[str, Any] | None = None,
@@ -65,7 +77,8 @@ async def save(
 
     Where ``torch.distributed`` is initialized this is a call of all ranks together, or of those in ``process_group``,
     each with its own part of the state (``docs/ranks.md``); ``process_group="alone"`` saves from this process only.
-    Then everything that any rank raises becomes ``RankFailures`` on all of them.
+    Then everything that any rank raises becomes ``RankFailures`` on all of them. ``rank_wait_s`` is how long a rank
+    waits for the others to make the call; after 5 s a warning is logged that names those that have not.
 
     ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
     a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
@@ -88,6 +101,7 @@ async def save(
         durability=durability,
         metadata=metadata,
         timeout_s=timeout_s,
+        rank_wait_s=rank_wait_s,
         digest=digest,
         saver=saver,
         storage_options=storage_options,
@@ -114,6 +128,7 @@ def async_save(
     durability: Durability = "fsync",
     metadata: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
+    rank_wait_s: float = RANK_WAIT_S,
     digest: Digest | None = None,
     saver: SaverChoice = "thread",
     storage_options: Mapping[str, Any] | None = None,
@@ -139,6 +154,7 @@ def async_save(
             raise InvalidOption(
                 "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
             )
+        check_seconds("rank_wait_s", rank_wait_s)
         location = locate_directory(url, Where(storage_options, filesystem, store_policy))
         return start_save(
             state,
@@ -158,7 +174,7 @@ def async_save(
 
     if member is None or member.group.world == 1:
         return PendingSave(start(None))
-    return PendingSave(start_together(start, member.begin("save", deadline_of(timeout_s)), str(url)))
+    return PendingSave(start_together(start, member.begin("save", deadline_of(timeout_s), rank_wait_s), str(url)))
 
 
 def start_together(start: Callable[[Operation], SaveWork], operation: Operation, url: str) -> SaveWork:
@@ -169,6 +185,7 @@ def start_together(start: Callable[[Operation], SaveWork], operation: Operation,
         return FailedSave(operation, url, error)
 
 
+@by_caller
 def start_save(
     state: Mapping[str, Any],
     location: Location,
@@ -188,12 +205,13 @@ def start_save(
     apart: Apart | None = None,
 ) -> SaveJob | JointSave:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
+
+    Runs in the thread of a blocking call: copies are ordered after what its current streams have been given.
     ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
 
     ``operation`` is there where several ranks save. A ``member`` alone in its group saves as any process does, unless
     it has tensors that only a group can describe.
     """
-    running_loop("async_save")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
     if digest is not None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ._abandoned import noted
+from ._calling import call
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from .apart import read_part
@@ -370,7 +371,7 @@ class Verification:
     def _tell(self, nbytes: int) -> None:
         self.done_bytes += nbytes
         if self.progress is not None:
-            self.progress(self.done_bytes, self.total_bytes)
+            call(self.progress, self.done_bytes, self.total_bytes)
 
     async def _in_parallel(self, items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]]) -> None:
         queue = iter(items)

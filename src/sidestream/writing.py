@@ -18,6 +18,7 @@ from inspect import iscoroutinefunction
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
+from ._asking import Found, ask, in_order, key_order
 from ._threads import Deadline, Stop, Threads, in_background, io_threads
 from ._torch import Stateful
 from .catalog import attempt_name
@@ -269,7 +270,11 @@ def first_copy(state: Mapping[str, Any], stager: Stager) -> Any:
         raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
     if not isinstance(state, Mapping):
         raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
-    return stager.stage({key: item.state_dict() if isinstance(item, Stateful) else item for key, item in state.items()})
+    objects = in_order(
+        Found((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
+    )
+    answers = {id(one.instance): ask(one) for one in objects}
+    return stager.stage({key: answers.get(id(item), item) for key, item in state.items()})
 
 
 class ForeignStage:

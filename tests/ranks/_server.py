@@ -17,6 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import _calls
 import _cases
 import _ends
 import _hosts
@@ -64,7 +65,9 @@ def run(number: int, case: str, world: int, directory: str, options: dict[str, A
 
 
 def find(case: str) -> Any:
-    return next(getattr(module, case) for module in (_cases, _hosts, _ends, _planned, _latest) if hasattr(module, case))
+    return next(
+        getattr(module, case) for module in (_cases, _hosts, _ends, _planned, _latest, _calls) if hasattr(module, case)
+    )
 
 
 def read_json(path: Path) -> Any:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from .._abandoned import watch
+from .._calling import call
 from .._tasks import finish, running_loop
 from .._threads import Deadline, Stop, io_threads, politely
 from ..catalog import attempt_name, open_manifest
@@ -314,4 +315,4 @@ class _Copy:
     def _tell(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self.progress is not None:
-            self.progress(self._done_bytes, 2 * sum(self.found.sizes.values()))
+            call(self.progress, self._done_bytes, 2 * sum(self.found.sizes.values()))

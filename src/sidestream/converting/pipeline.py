@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from .._calling import call
 from .._threads import Deadline, io_threads, politely
 from .._torch import dtype_from_name
 from ..errors import allocating
@@ -120,4 +121,4 @@ class Pipeline:
     def _tell(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self.progress is not None:
-            self.progress(self._done_bytes, self.total_bytes)
+            call(self.progress, self._done_bytes, self.total_bytes)

@@ -3,53 +3,39 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from .._asking import asked_in_order
+from .._calling import call
 from ..errors import InvalidOption
 from .flatten import is_mapping, is_stateful
 
 __all__ = ["Answers"]
-
-_SLICE = 1024  # values: up to a few microseconds each
-_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, bytes, complex, tuple, type(None)})
 
 
 class Answers:
     """``state_dict()`` of the ``Stateful`` objects in a state, and the items of mappings that are not plain dicts."""
 
     def __init__(self) -> None:
-        self._state_dicts: dict[int, Any] = {}
-        self._items: dict[int, list[tuple[Any, Any]]] = {}
-        self._seen: dict[int, Any] = {}  # they are kept, so that no other object gets their id
+        self._state_dicts: dict[int, tuple[Any, Any]] = {}
+        self._items: dict[int, tuple[Any, list[tuple[Any, Any]]]] = {}  # they are kept too, as others may get their id
 
     def ask(self, state: object) -> Iterator[None]:
-        """Ask every object in ``state`` and in what they answer; yields whenever others should get a turn.
+        """Ask every object in ``state`` and in what they answer, in the order that all ranks have; yields whenever
+        others should get a turn.
 
         What contains itself is walked through once; ``leaves_of`` refuses it.
         """
-        stack = [iter(self._contents(state))]
-        count = 0
-        while stack:
-            for value in stack[-1]:
-                count += 1
-                if count % _SLICE == 0:
-                    yield
-                kind = type(value)
-                if kind in _LEAVES:
-                    continue
-                inside = self._inside(value)
-                if inside:
-                    stack.append(iter(inside))
-                    break
-            else:
-                stack.pop()
+        for level_done in asked_in_order(state, self._look, self._state_dicts):
+            if not level_done:
+                yield
 
     def state_dict(self, instance: Any) -> Any:
         try:
-            return self._state_dicts[id(instance)]
+            return self._state_dicts[id(instance)][1]
         except KeyError:
             raise self._changed() from None
 
@@ -57,7 +43,7 @@ class Answers:
         if type(mapping) is dict or type(mapping) is OrderedDict:
             return list(mapping.items())
         try:
-            return self._items[id(mapping)]
+            return self._items[id(mapping)][1]
         except KeyError:
             raise self._changed() from None
 
@@ -65,21 +51,17 @@ class Answers:
     def _changed() -> InvalidOption:
         return InvalidOption("the target was changed while it was being loaded into; leave its structure alone")
 
-    def _inside(self, value: Any) -> list[Any]:
-        if isinstance(value, torch.Tensor) or id(value) in self._seen:
-            return []
+    def _look(self, value: Any) -> Iterable[tuple[Any, Any]] | None:
+        if type(value) is tuple or isinstance(value, torch.Tensor):
+            return ()
         if is_stateful(value):
-            self._seen[id(value)] = value
-            self._state_dicts[id(value)] = value = value.state_dict()
-        return self._contents(value)
-
-    def _contents(self, value: Any) -> list[Any]:
-        self._seen[id(value)] = value
+            return None
         if isinstance(value, list):
-            return list(value)
+            return enumerate(list(value))
         if not is_mapping(value):
-            return []
+            return ()
         if type(value) is dict or type(value) is OrderedDict:
-            return list(value.values())
-        self._items[id(value)] = items = list(value.items())
-        return [item for _, item in items]
+            return zip(list(value), list(value.values()), strict=True)
+        items = call(lambda: list(value.items()))
+        self._items[id(value)] = (value, items)
+        return items

@@ -33,8 +33,8 @@ PlainPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StatefulLoad:
-    """``instance`` gets everything saved below ``depth`` keys of path; ``entries`` are those, by FQN, and ``kept``
-    those leaves of its own state that were not saved and may be left as they are.
+    """``instance`` gets everything saved below ``path``; ``entries`` are those, by FQN, and ``kept`` those leaves of
+    its own state that were not saved and may be left as they are.
 
     ``integer_keys`` are the (plain) paths of dicts in the instance's own state whose keys are integers: DCP's files
     have strings there.
@@ -43,7 +43,7 @@ class StatefulLoad:
     instance: Stateful
     fqn: str
     versions: Any
-    depth: int
+    path: tuple[Key, ...]
     entries: Mapping[str, Entry]
     kept: tuple[Leaf, ...]
     integer_keys: frozenset[PlainPath]
@@ -321,7 +321,7 @@ def _match_stateful(
     kept = [leaf for leaf in leaves if leaf.fqn not in below] if "partial" in findings.strict else []
     findings.missing.extend(leaf.fqn for leaf in kept if not isinstance(leaf.value, torch.Tensor))
     versions, integer_keys = root.value.versions, _integer_keys(leaves)
-    return StatefulLoad(instance, root.fqn, versions, len(root.path), entries, tuple(kept), integer_keys)
+    return StatefulLoad(instance, root.fqn, versions, root.path, entries, tuple(kept), integer_keys)
 
 
 def _match_value(

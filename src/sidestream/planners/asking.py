@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
+from .._calling import surroundings
 from ..errors import InvalidOption, PlannerFailed, SidestreamError
 
 __all__ = ["Asked", "asked_load_planner", "asked_save_planner", "local_save_plan", "packed", "unpacked"]
@@ -25,17 +27,20 @@ _ANSWERS: dict[str, tuple[type, ...]] = {
 
 
 class Asked:
-    """Has the methods of ``planner``. What they raise is a ``PlannerFailed``, unless it is an error of ours."""
+    """Has the methods of ``planner``. What they raise is a ``PlannerFailed``, unless it is an error of ours.
+
+    They are called in worker threads, with the device and the modes of the thread that made the call."""
 
     def __init__(self, planner: Any) -> None:
         self.planner = planner
+        self._surroundings = surroundings()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.planner, name)
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             try:
-                answer = method(*args, **kwargs)
+                answer = self._surroundings.run(partial(method, *args, **kwargs))
                 if name in _ANSWERS and not isinstance(answer, _ANSWERS[name]):
                     raise PlannerFailed(f"{type(self.planner).__qualname__}.{name} returned a {type(answer).__name__}")
                 return answer

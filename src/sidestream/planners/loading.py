@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from .._asking import Found, ask, in_order, key_order, watched
+from .._calling import call
 from .._tasks import finish
 from .._threads import Deadline, io_threads, politely
 from .._torch import Stateful, dtype_name
@@ -76,10 +78,7 @@ class _Load:
 
     async def run(self, location: Location) -> LoadReport:
         threads, operation = io_threads(), self.operation
-        state_dict = {
-            key: self.state[key].state_dict() if isinstance(self.state[key], Stateful) else self.state[key]
-            for key in sorted(self.state)
-        }  # what DCP gives its planners
+        state_dict = self._state_dict()
         work = self._plan_and_read(location, state_dict)
         if operation is None:
             location, manifest, plan, values = await work
@@ -99,6 +98,17 @@ class _Load:
 
     def written(self) -> tuple[str, ...]:
         return tuple(self.touched)
+
+    def _objects(self) -> list[Found]:
+        """In the order in which all ranks ask them."""
+        return in_order(
+            Found((key_order(key),), str(key), one) for key, one in self.state.items() if isinstance(one, Stateful)
+        )
+
+    def _state_dict(self) -> dict[str, Any]:
+        """What DCP gives its planners."""
+        answers = {id(one.instance): ask(one) for one in self._objects()}
+        return {key: answers.get(id(self.state[key]), self.state[key]) for key in sorted(self.state)}
 
     # --- what is read ---
 
@@ -202,7 +212,7 @@ class _Load:
 
     def _tell(self, done: int, _: int) -> None:
         if self.options.progress is not None:
-            self.options.progress(self.nbytes + done, max(self.total, self.nbytes + done))
+            call(self.options.progress, self.nbytes + done, max(self.total, self.nbytes + done))
 
     # --- the end ---
 
@@ -215,18 +225,17 @@ class _Load:
         the planner has added is added."""
         self._check_added(state_dict)  # a planner may add while it is handed values, too
         state: Any = self.state
+        objects = self._objects()
+        known = {id(one.instance) for one in objects}
         for key, item in state_dict.items():
             owner = state.get(key)
-            if not isinstance(owner, Stateful):
-                if owner is not item or key not in state:
-                    state[key] = item
-                continue
-            try:
-                owner.load_state_dict(item)
-            except Exception as error:
-                raise StatefulRefused(
-                    f"{key}: {type(owner).__qualname__}.load_state_dict raised {type(error).__name__}: {error}"
-                ) from error
+            if id(owner) not in known and (owner is not item or key not in state):
+                state[key] = item
+        by_name = {str(key): item for key, item in state_dict.items()}
+        for one in objects:
+            if one.name in by_name:
+                with watched(one.name, one.instance, "load_state_dict"):
+                    call(_load_state_dict, one, by_name[one.name])
 
     def _report(self, location: Location, manifest: Manifest, plan: LoadPlan) -> LoadReport:
         loaded = tuple(dict.fromkeys(item.dest_index.fqn for item in plan.items))
@@ -245,6 +254,15 @@ class _Load:
             ignored=(),
             digest=digest_check(manifest.digest) if self.options.verify == "always" else None,
         )
+
+
+def _load_state_dict(one: Found, state_dict: Any) -> None:
+    try:
+        one.instance.load_state_dict(state_dict)
+    except Exception as error:
+        raise StatefulRefused(
+            f"{one.name}: {type(one.instance).__qualname__}.load_state_dict raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _kinds(plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -15,6 +16,8 @@ from typing import Any, TypeAlias
 
 from .._threads import Deadline
 from ..errors import ForkedProcess, RankFailure, RankFailures
+from ..options import RANK_WAIT_S
+from .absence import NOTICE_S, Coming, give_notice, remedy
 from .failure import Stopped, died, pack, pack_all, unpack, unpack_all
 from .operation import VERDICT_GRACE_S, Exchange, Operation
 from .owner import Link, Owner, owner
@@ -47,13 +50,13 @@ class Group(ABC):
         self._number = 0
         self._pid = os.getpid()
 
-    def begin(self, kind: str, deadline: Deadline) -> Operation:
+    def begin(self, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S) -> Operation:
         """The next operation of this group. Every rank has to begin the same ones in the same order; does not block."""
         if os.getpid() != self._pid:
             raise ForkedProcess("ranks do not save from a forked child; save in the process that joined the group")
         with self._lock:
             self._number += 1
-            operation = Operation(self, self._number, kind, deadline)
+            operation = Operation(self, self._number, kind, deadline, rank_wait_s)
             self._owner.post(lambda: self._begin(operation))
         return operation
 
@@ -111,6 +114,12 @@ class _State:
 
     number: int
     own: Operation | None = None
+    came: set[int] = field(default_factory=set)
+    """The ranks that have begun it."""
+    noticed: set[int] = field(default_factory=set)
+    """Those of them that know who has not."""
+    gives_up_at: float = math.inf
+    """When the first of them has waited for as long as it would."""
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     gathered: dict[str, Gathered] = field(default_factory=dict)
     answered: dict[str, Future[bytes]] = field(default_factory=dict)
@@ -179,11 +188,48 @@ class Hub(Group):
         if state.verdict is not None:
             operation.judge(unpack_all(state.verdict))
             return
+        self._come(state, 0, Coming.of(operation))
         if state.stopping:
             operation.stop()
         for rank in self._dead:
             self._note(state, died(rank, "start"))
         self._owner.post_at(operation.deadline.at, lambda: self._expire(state))  # which lets go of what has ended
+
+    def _come(self, state: _State, rank: int, coming: Coming) -> None:
+        """``rank`` has begun it. Those who come first wait for the others, and hear after a while who is missing."""
+        state.came.add(rank)
+        if self._waits(state):
+            now = time.monotonic()
+            self._owner.post_at(now + max(0.0, NOTICE_S - coming.waited_s), lambda: self._notice(state, coming.kind))
+            gives_up_at = now + coming.rank_wait_s - coming.waited_s
+            if gives_up_at < state.gives_up_at:
+                state.gives_up_at = gives_up_at
+                self._owner.post_at(gives_up_at, lambda: self._give_up(state, coming))
+
+    def _waits(self, state: _State) -> bool:
+        return len(state.came) < self.world and not state.stopping and not state.closed
+
+    def _notice(self, state: _State, kind: str) -> None:
+        if not self._waits(state):
+            return
+        missing = sorted(set(range(self.world)) - state.came)
+        for rank in sorted(state.came - state.noticed):
+            if rank and rank in self._links:
+                self._links[rank].send(Frame(Kind.ABSENT, state.number, "", json.dumps(missing).encode()))
+            elif state.own is not None:
+                give_notice(state.own, missing)
+        state.noticed |= state.came
+
+    def _give_up(self, state: _State, coming: Coming) -> None:
+        """A rank has waited for as long as it would."""
+        if not self._waits(state):
+            return
+        advice = f"; {remedy(coming.kind)}"
+        for rank in sorted(set(range(self.world)) - state.came):
+            connected = "" if rank == 0 or rank in self._links else ", and never connected"
+            text = f"it did not come to this {coming.kind} within rank_wait_s={coming.rank_wait_s:g}{connected}{advice}"
+            self._note(state, RankFailure(rank, "start", "DeadlineExceeded", text))
+            advice = ""
 
     def _step(self, operation: Operation, exchange: Exchange) -> None:
         state = self._state(operation.number)
@@ -225,6 +271,8 @@ class Hub(Group):
             self._settle(state)
         if state.verdict is not None:  # it comes late
             self._links[rank].send(Frame(Kind.VERDICT, frame.op, "", state.verdict))
+        elif frame.kind is Kind.COME:
+            self._come(state, rank, Coming.unpack(frame.payload))
         elif frame.kind is Kind.DATA and not state.stopping:
             self._part(state, rank, frame.step, frame.payload)
         elif frame.kind is Kind.FAIL and not state.stopping:
@@ -354,6 +402,8 @@ class Spoke(Group):
         self._link = link
         link.on_frame = self._on_frame
         link.on_close = self._on_close
+        for operation in list(self._operations.values()):
+            self._come(operation)
         unsent, self._unsent = self._unsent, []
         for frame in unsent:
             link.send(frame)
@@ -379,6 +429,18 @@ class Spoke(Group):
             self._judge_alone(operation, died(0, _UNKNOWN))
             return
         self._expire_later(operation)
+        if self._link is not None:
+            self._come(operation)
+        else:  # rank 0 is found when it has begun its first operation
+            self._owner.post_at(operation.began_at + NOTICE_S, lambda: self._notice(operation.number))
+
+    def _come(self, operation: Operation) -> None:
+        self._send(Frame(Kind.COME, operation.number, "", Coming.of(operation).pack()))
+
+    def _notice(self, number: int) -> None:
+        operation = self._operations.get(number)
+        if operation is not None and self._link is None:
+            give_notice(operation, [0])
 
     def _expire_later(self, operation: Operation) -> None:
         number = operation.number
@@ -427,6 +489,8 @@ class Spoke(Group):
                 self._verdicts[frame.op] = frame.payload
         elif frame.kind is Kind.STOP:
             operation.stop()
+        elif frame.kind is Kind.ABSENT:
+            give_notice(operation, json.loads(frame.payload))
         elif frame.kind is Kind.VERDICT:
             self._forget(operation)
             operation.judge(unpack_all(frame.payload))

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from .._threads import Deadline
 from .._turns import awaited
 from ..errors import RankFailures
+from ..options import RANK_WAIT_S
 from .failure import Stopped
 
 __all__ = ["Decide", "Exchange", "Operation", "Part"]
@@ -89,11 +90,16 @@ class Part:
 class Operation:
     """This rank's view of one operation. Safe for any thread."""
 
-    def __init__(self, group: Traffic, number: int, kind: str, deadline: Deadline) -> None:
+    def __init__(
+        self, group: Traffic, number: int, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S
+    ) -> None:
         self.group = group
         self.number = number
         self.kind = kind
         self.deadline = deadline
+        self.rank_wait_s = rank_wait_s
+        """How long it waits for the other ranks to begin it too."""
+        self.began_at = time.monotonic()
         self.step = "start"
         """What this rank is doing, for its errors."""
         self.verdict: Future[RankFailures] = Future()

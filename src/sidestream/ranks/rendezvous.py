@@ -24,7 +24,8 @@ from typing import Any, Literal, TypeAlias
 from .._threads import Deadline
 from .._torch import group_store
 from ..errors import InvalidOption, SidestreamError
-from ..options import check_timeout
+from ..options import RANK_WAIT_S, check_seconds
+from .absence import remedy
 from .group import Group, Hub, Spoke
 from .operation import Operation
 from .owner import Link, keep_from_children, owner
@@ -55,9 +56,10 @@ class Member:
         self._waiting: list[Operation] = []  # begun before the connections were there
         self._lock = threading.Lock()
 
-    def begin(self, kind: str, deadline: Deadline) -> Operation:
-        """Does not block; the first one brings the connections about."""
-        operation = self.group.begin(kind, deadline)
+    def begin(self, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S) -> Operation:
+        """Does not block; the first one brings the connections about. ``rank_wait_s`` may be what will be refused."""
+        rank_wait_s = _accepted("rank_wait_s", rank_wait_s, RANK_WAIT_S)
+        operation = self.group.begin(kind, deadline, rank_wait_s)
         with self._lock:
             if self._connected:
                 return operation
@@ -65,18 +67,18 @@ class Member:
             if not self._connecting:
                 self._connecting = True
                 threading.Thread(
-                    target=self._connect, args=(deadline,), name="sidestream-rendezvous", daemon=True
+                    target=self._connect, args=(operation,), name="sidestream-rendezvous", daemon=True
                 ).start()
         return operation
 
-    def _connect(self, deadline: Deadline) -> None:
+    def _connect(self, first: Operation) -> None:
         """The edge of a thread."""
         failure: Exception | None = None
         try:
             if isinstance(self.group, Hub):
                 _listen(self.group, self._store, self._name)
             elif isinstance(self.group, Spoke):
-                _find(self.group, self._store, self._name, deadline)
+                _find(self.group, self._store, self._name, first)
         except Exception as error:
             failure = error
         with self._lock:
@@ -93,12 +95,16 @@ class Member:
 
 def deadline_of(timeout_s: object) -> Deadline:
     """Of an operation. Also of what is no time to wait, which is refused later, on behalf of all ranks."""
+    return Deadline.after(_accepted("timeout_s", timeout_s, _REFUSED_S))
+
+
+def _accepted(name: str, seconds: object, otherwise: float) -> float:
     try:
-        check_timeout(timeout_s)
+        check_seconds(name, seconds)
     except InvalidOption:
-        return Deadline.after(_REFUSED_S)
-    assert isinstance(timeout_s, (int, float))
-    return Deadline.after(timeout_s)
+        return otherwise
+    assert isinstance(seconds, (int, float))
+    return seconds
 
 
 def group_of(process_group: GroupChoice) -> Member | None:
@@ -237,10 +243,14 @@ def _named(host: str) -> Iterator[str]:
 # --- the others ----------------------------------------------------------------------------------------------------
 
 
-def _find(spoke: Spoke, store: Any, name: str, deadline: Deadline) -> None:
-    """Raises ``DeadlineExceeded``. Polls, as a blocking look at the store keeps everybody else in this process from it;
-    what stands there may be left from a group that is gone, so it is read again after a failure."""
+def _find(spoke: Spoke, store: Any, name: str, first: Operation) -> None:
+    """Raises ``SidestreamError`` when ``first`` has waited for as long as it would. Polls, as a blocking look at the
+    store keeps everybody else in this process from it; what stands there may be left from a group that is gone, so
+    it is read again after a failure."""
     why = "rank 0 has not begun anything"
+    limit, limit_s = "timeout_s", first.deadline.timeout_s
+    if first.rank_wait_s < limit_s:
+        limit, limit_s = "rank_wait_s", first.rank_wait_s
     while True:
         if store.check([name]):
             where = json.loads(store.get(name))
@@ -253,8 +263,8 @@ def _find(spoke: Spoke, store: Any, name: str, deadline: Deadline) -> None:
                 if _greet(spoke, sock, where["token"]):
                     return
                 why = f"what listens at {address} is no rank 0 of this group"
-        if deadline.remaining_s() == 0.0:
-            raise SidestreamError(f"{why} (within timeout_s={deadline.timeout_s:g})")
+        if time.monotonic() - first.began_at >= limit_s:
+            raise SidestreamError(f"{why} (within {limit}={limit_s:g}); {remedy(first.kind)}")
         time.sleep(_LOOK_S)
 
 

@@ -31,6 +31,10 @@ class Kind(IntEnum):
     """This rank has stopped."""
     VERDICT = 7
     """How the operation failed, the same to all."""
+    COME = 8
+    """A rank has begun the operation: its kind, and how long the rank waits for the others."""
+    ABSENT = 9
+    """From rank 0: the ranks that have not begun the operation, although others have waited for a while."""
 
 
 class Frame(NamedTuple):

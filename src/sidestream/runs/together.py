@@ -49,6 +49,7 @@ class RestoringTogether:
     leases: Leases
     wish: Wish
     options: LoadOptions
+    rank_wait_s: float
     step: int | None = None
     _passed: list[tuple[Step, SidestreamError]] = field(default_factory=list)
     _missed: tuple[Step, RankFailures] | None = None
@@ -64,7 +65,7 @@ class RestoringTogether:
         deadline = Deadline.after(self.options.timeout_s)
         while True:
             attempt = _Attempt(self, state, deadline)
-            operation = self.member.begin("restore", deadline)
+            operation = self.member.begin("restore", deadline, self.rank_wait_s)
             self._missed = None
             try:
                 report = await together(attempt.run, operation)

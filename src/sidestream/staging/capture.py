@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._asking import LEAVES, asked_in_order
 from .._torch import Stateful, attributes_of, has_shards, storage_key, with_attributes
 from ..errors import InvalidOption, UnsafeObject
 from .composite import Composite, dismantle, settled
@@ -55,23 +56,27 @@ def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepc
     ``convert`` copies a value of a type that is not a container; what it raises becomes ``UnsafeObject``. Raises
     ``InvalidOption`` if ``state`` is no mapping or contains itself, ``UnsupportedTensor`` for a tensor that has no
     bytes. Dicts stay dicts (of any mapping), lists lists; tuples and what is in them keep their types.
+
+    Everything keeps the order of the caller's dicts but the calls of ``state_dict()``, which all ranks make in one.
     """
     if not isinstance(state, Mapping):
         raise InvalidOption(
             f"state is a mapping from names to tensors, values and objects with state_dict(), not a "
             f'{type(state).__name__}; write {{"model": model}}'
         )
-    walk = _Walk(convert)
+    walk = _Walk(state, convert)
     root = walk.mapping(state, "", 0)
     return Captured(root, walk.tensors, walk.volatile, sharded=walk.sharded)
 
 
 class _Walk:
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], convert: Callable[[Any], Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.volatile: set[int] = set()
         self.sharded = False
         self._convert = convert
+        self._answers: dict[int, tuple[Any, Any]] = {}
+        self._asking = asked_in_order(state, _contents, self._answers)
 
     def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
         if _PLAIN_TENSORS.issuperset(map(type, value.values())) and not any(map(attributes_of, value.values())):
@@ -117,8 +122,17 @@ class _Walk:
                 for buffer in value.buffers():
                     composite = dismantle(buffer, path)
                     self.volatile.update(map(storage_key, composite.tensors() if composite else [buffer]))
-            return self.item(value.state_dict(), path, depth + 1)
+            return self.item(self.state_dict(value), path, depth + 1)
         return self.value(value, path)
+
+    def state_dict(self, instance: Stateful) -> Any:
+        """What ``instance`` answers. The first object that is met makes all of its level be asked, in their order."""
+        for level_done in self._asking:
+            if level_done and id(instance) in self._answers:
+                break
+        if id(instance) not in self._answers:
+            raise InvalidOption("the state was changed while its objects were asked for their state; leave it alone")
+        return self._answers[id(instance)][1]
 
     def inside(self, value: Any, path: str, depth: int) -> Any:
         """Within a tuple, which is one value to DCP: the types of mappings matter."""
@@ -161,3 +175,14 @@ def _rebuilt(
     parts: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     return with_attributes(rebuild(parts), attributes)
+
+
+def _contents(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Where ``_Walk`` finds objects with ``state_dict()``; None for one of those."""
+    if type(value) in _IMMUTABLE or isinstance(value, torch.Tensor):
+        return ()
+    if type(value) is tuple or isinstance(value, list) or (isinstance(value, tuple) and hasattr(value, "_make")):
+        return () if LEAVES.issuperset(map(type, value)) else enumerate(value)
+    if isinstance(value, Mapping):
+        return () if LEAVES.issuperset(map(type, value.values())) else value.items()
+    return None if isinstance(value, Stateful) and not isinstance(value, type) else ()

@@ -1,0 +1,84 @@
+"""Ranks that do not come to a call of all ranks: who waits for them says so, long before it gives up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+from ..events import RanksMissing, emit
+from .operation import Operation
+
+__all__ = ["NOTICE_S", "Coming", "give_notice", "remedy"]
+
+_log = logging.getLogger("sidestream")
+
+NOTICE_S = 5.0
+"""How long ranks wait for others in silence."""
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """What a rank tells when it has begun an operation. ``waited_s``: until it found rank 0."""
+
+    kind: str
+    rank_wait_s: float
+    waited_s: float
+
+    @classmethod
+    def of(cls, operation: Operation) -> Coming:
+        return cls(operation.kind, operation.rank_wait_s, time.monotonic() - operation.began_at)
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Coming:
+        return cls(**json.loads(raw))
+
+
+def remedy(kind: str) -> str:
+    """How a process does by itself what it did together with the others."""
+    return f'make this call on every rank, or pass process_group="alone" to {kind} in this process only'
+
+
+def give_notice(operation: Operation, missing: Sequence[int]) -> None:
+    """Log that this rank waits for the ranks in ``missing``. In the owner's thread."""
+    waited_s = time.monotonic() - operation.began_at
+    at_most = min(("rank_wait_s", operation.rank_wait_s), ("timeout_s", operation.deadline.timeout_s), key=_seconds)
+    _log.warning(
+        "rank %d has waited %.0f s for %s, which did not come to this %s: %s. It waits for %s=%g at most",
+        operation.rank,
+        waited_s,
+        _spell(missing),
+        operation.kind,
+        remedy(operation.kind),
+        *at_most,
+    )
+    emit(RanksMissing(operation.kind, operation.rank, tuple(missing), waited_s))
+
+
+def _seconds(option: tuple[str, float]) -> float:
+    return option[1]
+
+
+def _spell(ranks: Sequence[int]) -> str:
+    """``ranks 1-3 and 7``; they are sorted."""
+    runs = list(_runs(ranks))
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN]]
+    if len(runs) > _SHOWN:
+        shown.append("others")
+    text = ", ".join(shown[:-1]) + " and " + shown[-1] if len(shown) > 1 else shown[0]
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    ends = [one for one, following in pairwise(ranks) if following != one + 1]
+    first = ranks[0]
+    for last in [*ends, ranks[-1]]:
+        yield first, last
+        first = next((one for one in ranks if one > last), last)
