@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +19,7 @@ from ..errors import CheckpointNotFound, MissingKeys
 from ..format.dtypes import itemsize
 from ..options import Progress
 from ..storage import Where, locate_run
+from .values import Inside, value_differences
 
 __all__ = ["Difference", "Row", "StepRow", "differences", "rows", "steps"]
 
@@ -24,6 +27,8 @@ Options: TypeAlias = Mapping[str, Any] | None
 
 _PIECE_BYTES = 32 << 20
 _TIMEOUT_S = 600.0
+_PLACES = 3
+"""How many places inside a value are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
         if isinstance(one, SourceTensor | SourceOpaque):
             entry = one.entry
             if isinstance(one, SourceTensor):
-                nbytes = itemsize(entry.dtype) * torch.Size(entry.shape).numel()
+                nbytes = itemsize(entry.dtype) * math.prod(entry.shape)
             else:
                 nbytes = sum(chunk.item_bytes for chunk in entry.chunks)
             files = tuple(sorted({chunk.file for chunk in entry.chunks}))
@@ -86,9 +91,20 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
+    """``largest`` is of the elements of a tensor. Of a value ``inside`` has the first places, and ``more`` says whether
+    there are others."""
+
     name: str
     what: str
     largest: float | None = None
+    inside: tuple[Inside, ...] = ()
+    more: bool = False
+
+    @property
+    def shown(self) -> str:
+        """On one line."""
+        places = [f"{one.path}: {one.what}" if one.path else one.what for one in self.inside]
+        return "; ".join([f"{self.what}: {places[0]}", *places[1:]] + ["..."] * self.more) if places else self.what
 
 
 def differences(
@@ -118,8 +134,9 @@ def _compare(name: str, one: blocking.Checkpoint, other: blocking.Checkpoint) ->
     if mine is None or theirs is None:
         if mine is not theirs:
             return Difference(name, "a tensor in one, a value in the other")
-        same = _equal(one.value(name), other.value(name))
-        return None if same else Difference(name, "another value")
+        found = list(islice(value_differences(one.value(name), other.value(name)), _PLACES + 1))
+        inside, more = tuple(found[:_PLACES]), len(found) > _PLACES
+        return Difference(name, "another value", inside=inside, more=more) if found else None
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         told = f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
         return Difference(name, told.replace("torch.", ""))
@@ -135,18 +152,31 @@ def _largest_difference(
     step = max(1, shape[0] * _PIECE_BYTES // max(1, nbytes)) if shape else 1
     for start in range(0, shape[0] if shape else 1, step):
         piece = slice(start, start + step) if shape else None
-        mine, theirs = one.tensor(name, piece), other.tensor(name, piece)
-        if not torch.equal(_bits(mine), _bits(theirs)):
-            apart = mine.to(torch.complex128 if mine.is_complex() else torch.float64)
-            apart = (apart - theirs.to(apart.dtype)).abs().nan_to_num(nan=float("inf"))
-            largest = max(largest or 0.0, float(apart.max()))
+        mine, theirs = one.tensor(name, piece).reshape(-1), other.tensor(name, piece).reshape(-1)
+        if mine.numel() and not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)):
+            largest = max(largest or 0.0, _apart(mine, theirs))
     return largest
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else flat
+def _apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference between two elements; infinity where only one of them is a number, or none is.
+
+    Elements with the same bits are left out, or two infinities would be NaN apart. Integers of 64 bits are subtracted
+    as integers: as floating-point numbers neighbours would be equal.
+    """
+    raw, other = (each.view(torch.uint8).reshape(each.numel(), -1) for each in (mine, theirs))
+    differing = torch.ne(raw, other).any(1)
+    try:
+        return _largest(mine[differing], theirs[differing])
+    except (NotImplementedError, RuntimeError):  # torch neither indexes nor converts dtypes such as bits8
+        return math.inf
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return repr(one) == repr(other)
+def _largest(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    if mine.dtype in (torch.int64, torch.uint64):
+        if mine.dtype == torch.uint64:
+            mine, theirs = (each.view(torch.int64) ^ torch.iinfo(torch.int64).min for each in (mine, theirs))
+        apart = (torch.maximum(mine, theirs) - torch.minimum(mine, theirs)).to(torch.float64)
+        return float(torch.where(apart < 0, apart + 2.0**64, apart).max())  # it wrapped around beyond 2**63
+    wide = torch.complex128 if mine.is_complex() else torch.float64
+    return float((mine.to(wide) - theirs.to(wide)).abs().nan_to_num(nan=math.inf).max())
