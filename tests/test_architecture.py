@@ -25,6 +25,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "errors",
             "options",
             "events",
+            "_printable",
             "_redact",
             "_abandoned",
             "_asking",

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ._printable import printable_lines
+
 __all__ = [
     "Aborted",
     "AccessDenied",
@@ -65,6 +67,10 @@ class SidestreamError(Exception):
     """
 
     written: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The message. Control characters in it, such as those in the names of a hostile checkpoint, are escaped."""
+        return printable_lines(super().__str__())
 
 
 def without_frames(error: BaseException) -> BaseException:
@@ -295,7 +301,8 @@ class Mismatch(SidestreamError, ValueError):
 class MissingKeys(Mismatch, KeyError):
     """The target asks for keys that the checkpoint does not have."""
 
-    __str__ = Exception.__str__  # KeyError would show the repr of its argument
+    def __str__(self) -> str:
+        return printable_lines(Exception.__str__(self))  # KeyError would show the repr of its argument
 
 
 class UnexpectedKeys(Mismatch):

@@ -13,6 +13,7 @@ import torch
 
 from ._asking import key_order, watched
 from ._calling import call
+from ._printable import indented
 from ._threads import politely
 from .errors import StatefulRefused
 from .format.records import DictKey, EmptyEntry, Key
@@ -101,7 +102,8 @@ def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
             stateful.instance.load_state_dict(state_dict)
     except Exception as error:
         raise StatefulRefused(
-            f"{stateful.fqn}: {type(stateful.instance).__name__}.load_state_dict raised {type(error).__name__}: {error}"
+            f"{stateful.fqn}: {type(stateful.instance).__name__}.load_state_dict raised {type(error).__name__}: "
+            f"{indented(error)}"
         ) from error
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ._abandoned import noted, watch
+from ._printable import printable
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
@@ -241,7 +242,8 @@ async def _telling(work: _Load) -> LoadReport:
     except (Exception, asyncio.CancelledError) as error:
         written = work.written()
         if written:
-            error.add_note(f"{len(written)} tensors of the target were written already: {', '.join(written[:20])}")
+            names = printable(", ".join(written[:20]))
+            error.add_note(f"{len(written)} tensors of the target were written already: {names}")
         if isinstance(error, FileNotFoundError) and not isinstance(error, SidestreamError):
             raise _tell(Corrupt(f"{work.location.url}: {error.filename} is missing"), written) from error
         if isinstance(error, SidestreamError):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ._abandoned import watch
+from ._printable import printable_lines
 from ._tasks import supervise
 from ._threads import in_background, look_for_abandoned
 from .commit import Outcome, Verdict
@@ -239,7 +240,8 @@ class PendingSave:
     def __del__(self) -> None:
         error = self.unheard if hasattr(self, "_task") else None
         if error is not None:
-            _log.error("saving %s failed and nobody awaited it: %s: %s", self.url, type(error).__name__, error)
+            text = printable_lines(f"{type(error).__name__}: {error}")
+            _log.error("saving %s failed and nobody awaited it: %s", self.url, text)
 
 
 class _Unfinished:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,14 @@ def test_verify(tmp_path: Path) -> None:
 def test_diff(run: Path) -> None:
     found: list[dict[str, Any]] = json.loads(sidestream_("diff", run / "step-1", run / "step-2", "--json", code=1))
     assert found == [
-        {"name": "model.w", "what": "changed", "largest": 599.0},
-        {"name": "step", "what": "another value", "largest": None},
+        {"name": "model.w", "what": "changed", "largest": 599.0, "inside": [], "more": False},
+        {
+            "name": "step",
+            "what": "another value",
+            "largest": None,
+            "inside": [{"path": "", "what": "1 against 2"}],
+            "more": False,
+        },
     ]
 
 
@@ -147,12 +154,39 @@ def test_object_storage_and_what_is_never_printed(run: Path, tmp_path: Path) -> 
 
 def test_completion(tmp_path: Path) -> None:
     """As bash asks for it."""
+    no_torch = "import sys; sys.modules['torch'] = None"  # importing it would fail
     asked = {"_SIDESTREAM_COMPLETE": "complete_bash", "COMP_WORDS": "sidestream co", "COMP_CWORD": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", "from sidestream.cli.app import app; app(prog_name='sidestream')"],
+        [sys.executable, "-c", f"{no_torch}; from sidestream.cli.app import app; app(prog_name='sidestream')"],
         env={**ENVIRONMENT, **asked}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert set(done.stdout.split()) == {"convert", "copy"}, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--help", 0, "prune"),
+        ("convert --help", 0, "--shard-mib"),
+        ("--version", 0, metadata.version("sidestream")),
+        ("", 2, "Usage"),
+        ("info", 2, "Missing argument"),
+        ("info a --nonsense", 2, "No such option"),
+        ("prune run", 2, "--keep-last"),
+        ("prune run --keep-best loss=x", 2, "METRIC=N"),
+        ("convert a b --dtype float31", 2, "float31"),
+        ("convert a b --rename x", 2, "REGEX=REPLACEMENT"),
+        ("copy a b --target-option x", 2, "KEY=VALUE"),
+        ("diff a b --storage-option @nothing.json", 2, "nothing.json"),
+    ],
+)
+def test_help_and_usage_errors_do_not_wait_for_torch(words: str, code: int, said: str) -> None:
+    last = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
+    command = [*COMMAND[:-1], f"import sys; {last}; {COMMAND[-1]}", *words.split()]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, done
+    assert said in done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("verb", ["convert", "copy"])

@@ -1,20 +1,26 @@
-"""The command line: ``sidestream --help``. Needs the extra ``cli``."""
+"""The command line: ``sidestream --help``. Needs the extra ``cli``.
+
+``--help``, completion and usage errors import neither torch nor the library: a verb imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
+import io
 import sys
+from importlib.util import find_spec
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """The entry point."""
-    try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-    except ImportError as error:
-        sys.stderr.write(f"the command line needs {error.name}: pip install 'sidestream[cli]'\n")
-        sys.exit(2)
+    for package in ("rich", "typer"):
+        if find_spec(package) is None:
+            sys.stderr.write(f"the command line needs {package}: pip install 'sidestream[cli]'\n")
+            sys.exit(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an encoding such as ASCII lacks letters that honest names have
+            stream.reconfigure(errors="backslashreplace")
     from .app import app
 
     app()

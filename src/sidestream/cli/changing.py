@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import blocking
 from ..errors import InvalidOption
-from ..runs.retention import KeepBest, KeepEvery, KeepLast
+from ..format.dtypes import DTYPES
 from .frame import (
     AsJson,
     StorageOption,
@@ -47,7 +46,11 @@ def convert(
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
     """Write a checkpoint in another format, in pieces; the target appears as a whole or not at all."""
-    options: dict[str, Any] = {"format": format, "select": select, "rename": _pairs(rename), "dtype": _dtype(dtype)}
+    options: dict[str, Any] = {"format": format, "select": select, "rename": _pairs(rename)}
+    stores = {"storage_options": options_of(storage_option), "target_options": options_of(target_option)}
+    options |= {"dtype": _dtype(dtype), **stores}
+    from .. import blocking
+
     with bar("converting", as_json) as progress:
         report = blocking.convert(
             source,
@@ -57,8 +60,6 @@ def convert(
             budget_bytes=budget_mib << 20,
             progress=progress,
             timeout_s=timeout_s,
-            storage_options=options_of(storage_option),
-            target_options=options_of(target_option),
         )
     if as_json:
         print_json(dataclasses.asdict(report))
@@ -81,6 +82,9 @@ def copy(
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
     """Copy a checkpoint between stores as it is: checked on the way, and read back before it is visible."""
+    stores = {"storage_options": options_of(storage_option), "target_options": options_of(target_option)}
+    from .. import blocking
+
     with bar("copying", as_json) as progress:
         report = blocking.copy(
             source,
@@ -88,8 +92,7 @@ def copy(
             budget_bytes=budget_mib << 20,
             progress=progress,
             timeout_s=timeout_s,
-            storage_options=options_of(storage_option),
-            target_options=options_of(target_option),
+            **stores,
         )
     if as_json:
         print_json(dataclasses.asdict(report))
@@ -115,13 +118,19 @@ def prune(
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
     """Delete steps of a run, as its retention would: after the newest that stays was read back, and none in use."""
+    if keep_last is None and keep_every is None and not keep_best:
+        raise InvalidOption("say what stays: --keep-last, --keep-every or --keep-best")
+    best = [_metric(word) for word in keep_best or ()]
+    stores = options_of(storage_option)
+    from .. import blocking
+    from ..runs.retention import KeepBest, KeepEvery, KeepLast
+
     policies: list[Any] = [] if keep_last is None else [KeepLast(keep_last)]
     policies += [] if keep_every is None else [KeepEvery(steps=keep_every)]
-    policies += [_best(word, best_is) for word in keep_best or ()]
-    if not policies:
-        raise InvalidOption("say what stays: --keep-last, --keep-every or --keep-best")
+    mode: Any = best_is
+    policies += [KeepBest(metric, count, mode) for metric, count in best]
     options: dict[str, Any] = {"keep": reduce(or_, policies), "timeout_s": timeout_s}
-    with blocking.Checkpointer(url, **options, storage_options=options_of(storage_option)) as checkpoints:
+    with blocking.Checkpointer(url, **options, storage_options=stores) as checkpoints:
         done = checkpoints.prune(dry_run=dry_run)
         why = checkpoints.health().damaged
     if as_json:
@@ -138,11 +147,11 @@ def prune(
     return 1 if done.damaged else 0
 
 
-def _best(word: str, mode: Any) -> KeepBest:
+def _metric(word: str) -> tuple[str, int]:
     metric, _, count = word.partition("=")
     if count and not (count.isascii() and count.isdigit()):
         raise InvalidOption("--keep-best takes METRIC or METRIC=N")
-    return KeepBest(metric, int(count or 1), mode)
+    return metric, int(count or 1)
 
 
 def _pairs(rename: list[str] | None) -> dict[str, str] | None:
@@ -155,9 +164,10 @@ def _pairs(rename: list[str] | None) -> dict[str, str] | None:
 
 
 def _dtype(name: str | None) -> Any:
+    if name is None:
+        return None
+    if name not in DTYPES and name not in ("half", "float", "double"):  # before torch is imported, which takes seconds
+        raise InvalidOption(f"--dtype {name} is no dtype of torch that a checkpoint can hold")
     import torch
 
-    found = None if name is None else getattr(torch, name, None)
-    if name is not None and not isinstance(found, torch.dtype):
-        raise InvalidOption(f"--dtype {name} is no dtype of torch")
-    return found
+    return getattr(torch, name)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
+from .._printable import printable, printable_lines
 from ..errors import InvalidOption, SidestreamError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "AsJson",
@@ -30,7 +33,6 @@ __all__ = [
     "say",
     "show",
     "size",
-    "table",
     "verb",
 ]
 
@@ -43,8 +45,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-_WIDTH = None if sys.stdout.isatty() else 200  # what goes into a file or a pipe is not folded to a terminal's width
-_out, _err = Console(soft_wrap=True, width=_WIDTH), Console(stderr=True, soft_wrap=True)
 
 Url = Annotated[str, typer.Argument(help="A checkpoint: a directory, a .pt or a .safetensors file; a path or any URL.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -64,6 +64,23 @@ TargetOption = Annotated[
 ]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        say(metadata.version("sidestream"))
+        raise typer.Exit
+
+
+@app.callback()
+def _every_verb(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What stands before the verb."""
+
+
 def verb(function: Callable[P, int]) -> Callable[P, None]:
     """A command whose result is its exit code, and whose errors are one line."""
 
@@ -75,18 +92,26 @@ def verb(function: Callable[P, int]) -> Callable[P, None]:
         except BrokenPipeError:  # whoever read it has seen enough
             sys.stderr.close()
             code = 0
-        except (SidestreamError, OSError) as error:
-            code = 2
-            if kwargs.get("as_json"):
-                print_json({"error": type(error).__name__, "message": str(error)})
-            else:
-                _err.print(f"{type(error).__name__}: {error}", markup=False, highlight=False)
         except KeyboardInterrupt:
-            _err.print("interrupted; nothing half-done is left behind")
+            sys.stderr.write("interrupted; nothing half-done is left behind\n")
             code = 130
+        except Exception as error:
+            _report(error, as_json=bool(kwargs.get("as_json")))
+            code = 2
         raise typer.Exit(code)
 
     return command
+
+
+def _report(error: Exception, *, as_json: bool) -> None:
+    """Print an error as one message; one that nobody expected, with its traceback."""
+    if as_json:
+        print_json({"error": type(error).__name__, "message": str(error)})
+        return
+    if not isinstance(error, (SidestreamError, OSError)):
+        lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+        sys.stderr.write("".join(f"{printable(line)}\n" for line in lines))
+    sys.stderr.write(printable_lines(f"{type(error).__name__}: {error}") + "\n")
 
 
 def options_of(words: list[str] | None) -> dict[str, Any] | None:
@@ -119,28 +144,64 @@ def _from_file(path: str) -> Mapping[str, Any]:
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------
+# Everything that the verbs print passes through the functions below. Names and messages come from checkpoints that
+# nobody has vouched for: characters that a terminal would act on are escaped, and nothing is read as markup of rich.
+
+_NUMBERS = ("bytes", "tensors", "step", "seconds", "GiB/s", "of the disk")
+_PIPE_WIDTH = 200  # what goes into a file or a pipe is not folded to a terminal's width
 
 
 def print_json(content: object) -> None:
-    sys.stdout.write(json.dumps(content, default=str) + "\n")
+    """Names stand in JSON as they are, in ASCII. A number that JSON lacks becomes a string: ``"inf"``, ``"nan"``."""
+    sys.stdout.write(json.dumps(_finite(content), default=str, allow_nan=False) + "\n")
+
+
+def _finite(content: object) -> object:
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)
+    if isinstance(content, Mapping):
+        return {key: _finite(item) for key, item in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(item) for item in content]
+    return content
 
 
 def say(text: str) -> None:
-    _out.print(text, markup=False, highlight=False)
+    sys.stdout.write(printable_lines(text) + "\n")
 
 
-def show(rows: Table) -> None:
-    _out.print(rows)
+def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table. A cell that does not fit is folded, and loses nothing."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    _console(error=False).print(table)
 
 
 @contextmanager
 def bar(label: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """Progress in bytes, on the terminal's error stream; nothing where that is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    hidden = quiet or not _err.is_terminal
-    with Progress(label, *columns, console=_err, transient=True, disable=hidden) as progress:
+    with Progress(label, *columns, console=_console(error=True), transient=True) as progress:
         task = progress.add_task(label, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _console(*, error: bool) -> Console:
+    from rich.console import Console
+
+    stream = sys.stderr if error else sys.stdout
+    return Console(file=stream, soft_wrap=True, width=None if stream.isatty() else _PIPE_WIDTH)
 
 
 def size(nbytes: float) -> str:
@@ -149,11 +210,3 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
-
-
-def table(*columns: str) -> Table:
-    found = Table(box=None, pad_edge=False)
-    numbers = ("bytes", "tensors", "step", "seconds", "GiB/s", "of the disk")
-    for column in columns:
-        found.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    return found

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from .. import blocking, signing
 from .frame import (
     AsJson,
     StorageOption,
@@ -21,12 +20,8 @@ from .frame import (
     say,
     show,
     size,
-    table,
     verb,
 )
-from .look import differences, rows, steps
-from .machine import machine
-from .measure import measure
 
 
 @app.command()
@@ -37,14 +32,15 @@ def ls(
     as_json: AsJson = False,
 ) -> int:
     """List the committed steps of a run."""
-    found = steps(url, options_of(storage_option))
+    options = options_of(storage_option)
+    from .look import steps
+
+    found = steps(url, options)
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return 0
-    listed = table("step", "tensors", "bytes", "name")
-    for one in found:
-        listed.add_row(str(one.step), str(one.tensors), size(one.nbytes), one.damage or one.name)
-    show(listed)
+    listed = [(str(one.step), str(one.tensors), size(one.nbytes), one.damage or one.name) for one in found]
+    show(("step", "tensors", "bytes", "name"), listed)
     return 0
 
 
@@ -57,16 +53,19 @@ def info(
     as_json: AsJson = False,
 ) -> int:
     """Show what is in a checkpoint, a torch.save file or safetensors: names, dtypes, shapes, bytes, files."""
-    found = rows(url, pattern, options_of(storage_option))
+    options = options_of(storage_option)
+    from .look import rows
+
+    found = rows(url, pattern, options)
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return 0
-    listed = table("name", "dtype", "shape", "bytes", "file")
+    listed = []
     for one in found:
         shape = "" if one.shape is None else "x".join(map(str, one.shape)) or "scalar"
         nbytes = size(one.nbytes) if one.dtype else ""
-        listed.add_row(one.name, one.dtype or "value", shape, nbytes, ", ".join(one.files))
-    show(listed)
+        listed.append((one.name, one.dtype or "value", shape, nbytes, ", ".join(one.files)))
+    show(("name", "dtype", "shape", "bytes", "file"), listed)
     tensors = [one for one in found if one.dtype]
     total = size(sum(one.nbytes for one in tensors))
     say(f"{len(tensors)} tensors of {total}, {len(found) - len(tensors)} values")
@@ -84,6 +83,8 @@ def verify(
 ) -> int:
     """Read everything and compare it with all that is known. Exit code 1, and what is damaged, if something is."""
     options = options_of(storage_option)
+    from .. import blocking, signing
+
     with bar("verifying", as_json) as progress:
         if key is not None:
             report = blocking.run(
@@ -113,16 +114,17 @@ def diff(
     as_json: AsJson = False,
 ) -> int:
     """Compare two checkpoints. Exit code 1, and where and by how much they differ, if they do."""
+    options, second_options = options_of(storage_option), options_of(target_option)
+    from .look import differences
+
     with bar("comparing", as_json) as progress:
-        found = differences(first, second, options_of(storage_option), options_of(target_option), progress)
+        found = differences(first, second, options, second_options, progress)
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return 1 if found else 0
-    listed = table("name", "what", "largest difference")
-    for one in found:
-        listed.add_row(one.name, one.what, "" if one.largest is None else f"{one.largest:.6g}")
+    listed = [(one.name, one.shown, "" if one.largest is None else f"{one.largest:.6g}") for one in found]
     if found:
-        show(listed)
+        show(("name", "what", "largest difference"), listed)
     else:
         say("no differences")
     return 1 if found else 0
@@ -134,14 +136,13 @@ def doctor(
     directory: Annotated[str, typer.Argument(help="Where checkpoints are to go.")] = ".", as_json: AsJson = False
 ) -> int:
     """Say what this machine offers, and what follows from it."""
+    from .machine import machine
+
     found = machine(directory)
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return 0
-    listed = table("what", "here", "advice")
-    for one in found:
-        listed.add_row(one.what, one.here, one.advice)
-    show(listed)
+    show(("what", "here", "advice"), [(one.what, one.here, one.advice) for one in found])
     return 0
 
 
@@ -153,15 +154,18 @@ def bench(
     as_json: AsJson = False,
 ) -> int:
     """Measure staging, saving and loading here, beside what the disk does without us. Takes about a minute at most."""
+    from .. import blocking
+    from .measure import measure
+
     with bar("measuring", as_json) as progress:
         found = blocking.run(lambda: measure(directory, mib << 20, progress))
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return 0
-    listed = table("what", "seconds", "GiB/s", "of the disk")
+    listed = []
     for one in found:
         share = "" if one.of_disk is None else f"{one.of_disk:.0%}"
-        listed.add_row(one.what, f"{one.seconds:.2f}", f"{one.gib_per_s:.2f}", share)
-    show(listed)
+        listed.append((one.what, f"{one.seconds:.2f}", f"{one.gib_per_s:.2f}", share))
+    show(("what", "seconds", "GiB/s", "of the disk"), listed)
     say(f"best of {found[0].rounds}, with a state of {size(found[0].nbytes)}")
     return 0

@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from .._printable import printable
 from .._threads import Deadline, io_threads, politely
 from ..catalog import read_parts
 from ..errors import InvalidOption, NotShared, UnexpectedKeys
@@ -138,7 +139,9 @@ def _check_unexpected(told: Sequence[Mapping[str, Any]], manifest: Manifest) -> 
             for position, fqn in enumerate(manifest.entries)
             if rest >> position & 1
         ]
-        shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
+        shown = [printable(line) for line in lines[:50]] + (
+            [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
+        )
         text = "\n  ".join(shown)
         raise UnexpectedKeys(f"the target does not fit the checkpoint (nothing was changed):\n  {text}")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._printable import printable
 from .._threads import politely
 from .._torch import Stateful, check_tensor, dtype_name
 from ..errors import (
@@ -111,7 +112,9 @@ class _Findings:
             return
         lines = [line for found in self.offenders.values() for line in found]
         kind = next(iter(self.offenders)) if len(self.offenders) == 1 else Mismatch
-        shown = lines[:50] + ([f"... and {len(lines) - 50} more"] if len(lines) > 50 else [])
+        shown = [printable(line) for line in lines[:50]] + (
+            [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
+        )
         text = "\n  ".join(shown)
         raise kind(f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}", lines)
 

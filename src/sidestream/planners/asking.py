@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
 from .._calling import surroundings
+from .._printable import indented
 from ..errors import InvalidOption, PlannerFailed, SidestreamError
 
 __all__ = ["Asked", "asked_load_planner", "asked_save_planner", "local_save_plan", "packed", "unpacked"]
@@ -48,7 +49,7 @@ class Asked:
                 raise
             except Exception as error:
                 raise PlannerFailed(
-                    f"{type(self.planner).__qualname__}.{name} raised {type(error).__name__}: {error}"
+                    f"{type(self.planner).__qualname__}.{name} raised {type(error).__name__}: {indented(error)}"
                 ) from error
 
         return ask

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from .._asking import Found, ask, in_order, key_order, watched
 from .._calling import call
+from .._printable import indented, printable
 from .._tasks import finish
 from .._threads import Deadline, io_threads, politely
 from .._torch import Stateful, dtype_name
@@ -57,7 +58,8 @@ async def load_planned(
     except (Exception, asyncio.CancelledError) as error:
         written = work.written()
         if written:
-            error.add_note(f"{len(written)} tensors of the target were written already: {', '.join(written[:20])}")
+            names = printable(", ".join(written[:20]))
+            error.add_note(f"{len(written)} tensors of the target were written already: {names}")
         if isinstance(error, SidestreamError):
             error.written = written
         raise
@@ -261,7 +263,7 @@ def _load_state_dict(one: Found, state_dict: Any) -> None:
         one.instance.load_state_dict(state_dict)
     except Exception as error:
         raise StatefulRefused(
-            f"{one.name}: {type(one.instance).__qualname__}.load_state_dict raised {type(error).__name__}: {error}"
+            f"{one.name}: {type(one.instance).__qualname__}.load_state_dict raised {type(error).__name__}: {indented(error)}"
         ) from error
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
+from .._printable import printable_lines
 from .._tasks import accompany
 from ..errors import InvalidOption
 from ..options import check_choice, check_timeout
@@ -89,7 +90,7 @@ class Preemption:
         try:
             await self._work()
         except Exception as error:  # the end comes all the same
-            _log.error("saving before the end failed: %s: %s", type(error).__name__, error)
+            _log.error("saving before the end failed: %s: %s", type(error).__name__, printable_lines(str(error)))
 
     def _end(self, number: int) -> None:
         if self._ended:  # an exit that comes while the loop is being closed would cut that short

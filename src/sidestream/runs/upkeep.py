@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from .._printable import printable_lines
 from .._tasks import supervise
 
 __all__ = ["Upkeep"]
@@ -56,5 +57,5 @@ class Upkeep:
                 error = failure
             if error is not None and type(error) is not type(self.error):
                 self.unheard = error
-                _log.error("%s: %s: %s", self._name, type(error).__name__, error)
+                _log.error("%s: %s: %s", self._name, type(error).__name__, printable_lines(str(error)))
             self.error = error

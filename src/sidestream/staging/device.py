@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from .._printable import indented
 from .._threads import Stop, Threads, politely
 from .._torch import extent_bytes, lazy_bits, neg_view, storage_key
 from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, SidestreamError
@@ -400,7 +401,7 @@ class DeviceEngine:
 def _translated(error: BaseException) -> BaseException:
     if isinstance(error, SidestreamError) or not isinstance(error, Exception):
         return error
-    return DeviceFailed(f"staging from a device: {type(error).__name__}: {error}")
+    return DeviceFailed(f"staging from a device: {type(error).__name__}: {indented(error)}")
 
 
 def _chunk_bytes(total: int) -> int:
