@@ -1,8 +1,12 @@
 """A server that answers on the loop while a trainer writes checkpoints, and takes up new weights as they appear.
 
-It asks ``latest()`` now and then, restores into spare weights, and swaps them in between two requests: no request sees
-half of an update. Everything runs in one process here, so that the example stands alone; trainer and server share
-nothing but the directory.
+It has two models that take turns. One answers; ``watch()`` names each new step, ``restore`` loads it into the other one
+in the background, and one statement swaps the two between two requests: no request sees half of an update. Both models
+are built before the first request, in a thread. Building a model while the server answers would initialize its weights
+on the loop, which then answers nobody.
+
+Everything runs in one process here, so that the example stands alone; trainer and server share nothing but the
+directory.
 
     python examples/inference_server.py
 """
@@ -36,25 +40,26 @@ async def train(directory: str, steps: int) -> None:
 class Server:
     """Newline-delimited JSON: a list of four numbers in, step and prediction out."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, live: torch.nn.Module, spare: torch.nn.Module) -> None:
         self._directory = directory
-        self._model = build()
+        self._live, self._spare = live, spare
         self._step = 0
 
     async def follow(self) -> None:
         async with sidestream.Checkpointer(self._directory) as checkpoints:
-            while True:
-                latest = await checkpoints.latest()
-                if latest is not None and latest != self._step:
-                    spare = build()
-                    await checkpoints.restore({"model": spare}, step=latest)
-                    self._model, self._step = spare, latest  # no await in between: one request sees one model
-                await asyncio.sleep(0.05)
+            async for step in checkpoints.watch(after=0, poll_s=0.1):
+                try:
+                    await checkpoints.restore({"model": self._spare}, step=step)
+                except sidestream.errors.CheckpointNotFound:
+                    continue  # the trainer's retention deleted it; a newer one comes next
+                # One statement without an await: no request sees the weights of one step under the number of another.
+                self._live, self._spare, self._step = self._spare, self._live, step
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
             with torch.no_grad():
-                prediction = self._model(torch.tensor(json.loads(line), dtype=torch.float32)).item()
+                # Without an await, so that no request still computes with a model when it becomes the spare one.
+                prediction = self._live(torch.tensor(json.loads(line), dtype=torch.float32)).item()
             writer.write(json.dumps({"step": self._step, "prediction": prediction}).encode() + b"\n")
             await writer.drain()
         writer.close()
@@ -81,7 +86,7 @@ async def ask_until(port: int, step: int) -> None:
 async def main() -> None:
     steps = 4
     with tempfile.TemporaryDirectory() as directory:
-        server = Server(directory)
+        server = Server(directory, await asyncio.to_thread(build), await asyncio.to_thread(build))
         listening = await asyncio.start_server(server.answer, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
         async with listening:
