@@ -263,7 +263,8 @@ def _load_state_dict(one: Found, state_dict: Any) -> None:
         one.instance.load_state_dict(state_dict)
     except Exception as error:
         raise StatefulRefused(
-            f"{one.name}: {type(one.instance).__qualname__}.load_state_dict raised {type(error).__name__}: {indented(error)}"
+            f"{one.name}: {type(one.instance).__qualname__}.load_state_dict raised {type(error).__name__}: "
+            f"{indented(error)}"
         ) from error
 
 
