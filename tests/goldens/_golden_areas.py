@@ -11,6 +11,7 @@ import _golden_edges
 import _golden_load
 import _golden_run
 import _golden_save
+import _golden_sequences
 import _golden_stores
 import _golden_tools
 from _golden_table import Table, fixed
@@ -29,6 +30,7 @@ AREAS: dict[str, Callable[[Table], Awaitable[None]]] = {
     "dcp": _golden_edges.storages,
     "cli": _golden_edges.command_line,
     "stores": _golden_stores.stores,
+    "system calls": _golden_sequences.sequences,
 }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -62,8 +61,9 @@ class Stores:
         self.server.fault = lambda request: None
         text = self.table.text
         lines = [text(line) for line in canonical(list(self.server.log))]
-        # How many parts are on their way when the first one fails depends on the client's threads.
-        self.table.entries[name]["requests"] = [line for line, _ in groupby(lines)] if "every part" in name else lines
+        if name.endswith("every part"):  # how many are on their way when the first one fails depends on the client
+            lines = [line for line in lines if not line.startswith("part ")]
+        self.table.entries[name]["requests"] = lines
         objects = {text(key): len(content) for key, content in self.server.objects.items()}
         self.table.entries[name]["objects"] = dict(sorted(objects.items()))
         self.table.entries[name]["uploads"] = len(self.server.uploads)

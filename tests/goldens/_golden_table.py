@@ -50,9 +50,9 @@ _PATTERNS = (
 
 
 @contextmanager
-def fixed() -> Iterator[None]:
-    """Identifiers count from 1 and the clock stands still, so that sizes and checksums are the same each time."""
-    numbers = itertools.count(1)
+def fixed(first: int = 1) -> Iterator[None]:
+    """Identifiers count from ``first`` and the clock stands still, so sizes and checksums are the same each time."""
+    numbers = itertools.count(first)
 
     def number() -> uuid.UUID:
         return uuid.UUID(int=(0xA3C8103 << 96) + next(numbers), version=4)
@@ -135,6 +135,8 @@ class Table:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             told = {name: self.plain(item) for name, item in fields.items() if name not in _SKIPPED and name[0] != "_"}
+            if "files" in told:  # in the order in which the file system lists them
+                told["files"] = sorted(told["files"])
             return {"type": type(value).__name__} | told
         if isinstance(value, torch.Tensor):
             content = hashlib.sha256(raw_bytes(value)).hexdigest()[:12]
