@@ -89,8 +89,12 @@ def check_tensor(tensor: torch.Tensor, fqn: str, verb: str = "save", *, held: bo
         problem = "a fake tensor: it has no bytes"
     elif hasattr(tensor, "__tensor_flatten__"):
         problem = f"the wrapper subclass {kind.__name__}: name the tensors that it wraps"
+    elif torch.nn.parameter.is_lazy(tensor):
+        problem = f"an uninitialized {kind.__name__}: run the module once first"
     else:
         problem = _plain_problem(tensor, held)
+    if problem is not None and tensor.is_meta and verb != "save":
+        problem = 'a meta tensor: it has no bytes; module.to_empty(device="cpu") gives it some'
     if problem is not None:
         raise UnsupportedTensor(f"{fqn}: cannot {verb} {problem}")
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from ._abandoned import Watched, watch
 from ._tasks import finish, running_loop
@@ -21,6 +21,7 @@ from ._threads import Deadline, io_threads
 from .catalog import Step, check_run, list_steps, next_generation, read_metadata, step_name
 from .checkpoint import Checkpoint, open_from
 from .errors import (
+    AsyncOnly,
     Busy,
     CheckpointNotFound,
     Closed,
@@ -716,6 +717,15 @@ class Checkpointer:
     async def _all_ended(self) -> None:
         for save in self._pending:
             await save.ended()
+
+    def __enter__(self) -> NoReturn:
+        raise AsyncOnly(
+            "a Checkpointer is entered with: async with sidestream.Checkpointer(...) as checkpoints; code without an "
+            "event loop uses: with sidestream.blocking.Checkpointer(...) as checkpoints"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never called: ``__enter__`` raises. Without it Python would raise an error of its own before that."""
 
     async def __aenter__(self) -> Checkpointer:
         loop = running_loop("Checkpointer")

@@ -18,6 +18,7 @@ __all__ = [
     "Aborted",
     "AccessDenied",
     "ArenaExhausted",
+    "AsyncOnly",
     "BadSignature",
     "Busy",
     "CapturingGraph",
@@ -124,6 +125,10 @@ class Closed(SidestreamError, RuntimeError):
 
 class WrongLoop(SidestreamError, RuntimeError):
     """Called without a running event loop, from a foreign one, or blocking from inside one."""
+
+
+class AsyncOnly(SidestreamError, TypeError):
+    """An object that is entered with ``async with`` was entered with ``with``. Nothing was started."""
 
 
 class ForkedProcess(SidestreamError, RuntimeError):

@@ -227,6 +227,12 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 def check_strict(strict: object) -> frozenset[str]:
     """Its names. Raise ``InvalidOption`` for anything but a collection of what ``Allowance`` lists."""
     names = get_args(Allowance)
+    if isinstance(strict, bool):
+        raise InvalidOption(
+            f"strict={strict!r} is what torch's load_state_dict takes: its strict=False is "
+            'strict={"partial", "ignore_unexpected"} here (and "cast" converts dtypes, which torch always does), its '
+            "strict=True is the default, strict=()"
+        )
     if isinstance(strict, str) or not isinstance(strict, Collection) or any(name not in names for name in strict):
         raise InvalidOption(
             f"strict={strict!r} has to be a set or sequence of {', '.join(map(repr, names))}: each name loosens the "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import InvalidOption
+from ..errors import InvalidOption, SidestreamError
 from ..format.dtypes import DTYPES
 from .frame import (
     AsJson,
@@ -51,7 +54,7 @@ def convert(
     options |= {"dtype": _dtype(dtype), **stores}
     from .. import blocking
 
-    with bar("converting", as_json) as progress:
+    with _named_as_options("select", "rename", "dtype"), bar("converting", as_json) as progress:
         report = blocking.convert(
             source,
             target,
@@ -145,6 +148,17 @@ def prune(
     if not done.deleted:
         say("nothing to delete")
     return 1 if done.damaged else 0
+
+
+@contextmanager
+def _named_as_options(*keywords: str) -> Iterator[None]:
+    """What is raised names options as the command line spells them."""
+    try:
+        yield
+    except SidestreamError as error:
+        spelled = re.compile(rf"\b({'|'.join(keywords)})=")
+        error.args = tuple(spelled.sub(r"--\1 ", one) if isinstance(one, str) else one for one in error.args)
+        raise
 
 
 def _metric(word: str) -> tuple[str, int]:

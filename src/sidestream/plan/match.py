@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -26,10 +26,13 @@ from .ask import Answers
 from .cast import castable
 from .flatten import Leaf, StatefulRoot, leaves_of
 from .local import Local, global_shape, is_distributed, locals_of
+from .prefixes import prefix_hint
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
 PlainPath = tuple[str | int, ...]
+
+_ABSENT = "not in the checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +90,20 @@ class _Findings:
     cast: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    """Names of leaves that the checkpoint lacks, where that is an error."""
     unexpected: list[str] | None = None
     """Where other ranks may ask for what this one does not expect."""
 
     def add(self, kind: type[Mismatch], line: str) -> None:
         self.offenders.setdefault(kind, []).append(line)
 
-    def add_missing(self, fqn: str, what: str = "not in the checkpoint") -> None:
+    def add_missing(self, fqn: str, what: str = _ABSENT) -> None:
         if "partial" in self.strict:
             self.missing.append(fqn)
         else:
+            if what == _ABSENT:
+                self.absent.append(fqn)
             self.add(MissingKeys, f"{fqn}: in the target, {what}")
 
     def add_unexpected(self, fqn: str, where: str) -> None:
@@ -107,7 +114,8 @@ class _Findings:
         else:
             self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
 
-    def raise_if_any(self, url: str) -> None:
+    def raise_if_any(self, url: str, saved: Collection[str]) -> None:
+        """``saved`` are the names in the checkpoint."""
         if not self.offenders:
             return
         lines = [line for found in self.offenders.values() for line in found]
@@ -116,7 +124,12 @@ class _Findings:
             [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
         )
         text = "\n  ".join(shown)
-        raise kind(f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}", lines)
+        hint = prefix_hint(self.absent, saved)
+        raise kind(
+            f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}"
+            + (f"\n{hint}" if hint else ""),
+            lines,
+        )
 
 
 def plain_path(path: tuple[Key, ...]) -> PlainPath:
@@ -166,7 +179,7 @@ def match(
     local = {name: one for fqn, tensor in politely(tensors.items()) for name, one in locals_of(fqn, tensor)}
     leaders = _tied(local, manifest, findings)
     _check_fresh(statefuls, tensors)
-    findings.raise_if_any(url)
+    findings.raise_if_any(url, manifest.entries.keys())
     new = [
         fqn
         for stateful in statefuls

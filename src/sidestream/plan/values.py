@@ -20,6 +20,7 @@ from ..format.records import Node
 from ..format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
 from .hashed import fill, set_of
 from .objects import NOTHING_ALLOWED, Allowed, lookup, rebuild, rebuild_member
+from .remedies import remedy_for
 
 __all__ = ["copy_value", "decode_value", "encode_value"]
 
@@ -86,10 +87,7 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
     numpy = sys.modules.get("numpy")  # whoever has not imported it has no array to save
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in _NUMPY_KINDS:
         return _encode_numpy(value, fqn, numpy)
-    raise UnsafeObject(
-        f"{fqn}: a {kind.__module__}.{kind.__qualname__} cannot be stored as data; turn it into numbers, strings, "
-        "tensors and containers of those, or give it state_dict() and load_state_dict()"
-    )
+    raise UnsafeObject(f"{fqn}: a {kind.__module__}.{kind.__qualname__} cannot be stored as data; {remedy_for(value)}")
 
 
 def _encode_bytes_io(value: io.BytesIO, fqn: str) -> Node:

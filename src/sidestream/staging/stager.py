@@ -16,7 +16,7 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from .._threads import Deadline, Stop, Threads
 from .._turns import give_turns
 from ..errors import (
     ArenaExhausted,
+    AsyncOnly,
     Closed,
     DeadlineExceeded,
     ForkedProcess,
@@ -315,6 +316,15 @@ class AsyncStager:
         self._threads.close()
         self._host.close()
         self._arena.close()
+
+    def __enter__(self) -> NoReturn:
+        raise AsyncOnly(
+            "an AsyncStager is entered with: async with sidestream.AsyncStager() as stager; code without an event loop "
+            "calls close() when it is done"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never called: ``__enter__`` raises. Without it Python would raise an error of its own before that."""
 
     async def __aenter__(self) -> AsyncStager:
         return self

@@ -405,7 +405,7 @@ def _publish_file(attempt: Path, target: Path, durability: Durability) -> None:
     try:
         _link(attempt / target.name, target)
     except FileExistsError as error:
-        raise Conflict(f"{target} exists already") from error
+        raise Conflict(f"{target} exists already: choose another name, or delete it first") from error
     except OSError as error:
         raise from_os_error(error, "publishing", str(target)) from error
     try:
@@ -476,6 +476,8 @@ def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop, de
 
 
 def _occupied(target: Path) -> Conflict:
+    if not os.path.isdir(target):
+        return Conflict(f"{target} exists already, and is a file: choose another name, or delete it first")
     return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsspec.core import strip_protocol, url_to_fs
+from fsspec.registry import known_implementations, registry
 from fsspec.utils import get_protocol
 
 from .._redact import redacted
@@ -109,7 +110,28 @@ def _parsed(url: str | os.PathLike[str], where: Where) -> tuple[str, str]:
         text = ""
     if type(text) is not str or not text or "\0" in text:
         raise InvalidOption(f"{redacted(repr(url))} is not a path or URL")
-    return text, get_protocol(text)
+    protocol = get_protocol(text)
+    if where.filesystem is None:
+        _check_address(text, protocol)
+    return text, protocol
+
+
+def _check_address(text: str, protocol: str) -> None:
+    """Raise ``InvalidOption`` for a protocol that no package has, and for ``~``.
+
+    The latter is refused and not expanded: ``torch.save`` and DCP make a directory of that name, so one string would
+    stand for two places in one program, and for a third one where another user runs it.
+    """
+    if protocol not in known_implementations and protocol not in registry:
+        raise InvalidOption(
+            f"{redacted(text)} has the unknown protocol {protocol}://; use a path, s3://, gs://, az://, or another "
+            "protocol that fsspec knows"
+        )
+    if text == "~" or text.startswith("~/"):
+        raise InvalidOption(
+            f"{text!r} begins with ~, which a shell expands and a path does not: use os.path.expanduser({text!r}), or "
+            f"{'./' + text!r} for a directory of that name"
+        )
 
 
 def _is_local(protocol: str, where: Where) -> bool:
