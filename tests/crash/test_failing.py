@@ -18,7 +18,7 @@ import pytest
 from _injecting import Bench, fail
 from _look import attempts_in, seed_of
 from _mounts import mounted
-from _operations import Intercept, Operation
+from _operations import Intercept, Operation, exists
 from _seeded import blank_state, make_state, same
 from _trials import Trials
 
@@ -279,3 +279,49 @@ async def test_a_directory_of_somebody_else(children: Trials) -> None:
         assert os.listdir(folder / "run") == ["step-1"]
         assert stat.S_IMODE((folder / "run" / "step-1").stat().st_mode) & 0o700 == 0o700
         assert await seed_of(folder / "run" / "step-1") == 1
+
+
+# --- somebody removes files of a save ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saver", ["thread", "process"])
+async def test_files_that_are_removed_under_a_save(saver: Any, tmp_path: Path) -> None:
+    """As ``rm -r`` of the run does, at every operation of the save: nothing that lacks a file becomes visible."""
+    at, removed, refused = 0, True, 0
+    while removed:
+        at, removed, seen = at + 1, False, 0
+        run = tmp_path / str(at)
+
+        def hook(operation: Operation, run: Path = run, at: int = at) -> Any:
+            nonlocal removed, seen
+            if operation.index >= at and not removed:
+                seen = operation.index
+                removed = take_a_file(run)
+            return operation.call()
+
+        with Intercept(run, hook).installed() as intercept:
+            pending = sidestream.async_save(make_state(1), run / "step-1", saver=saver)
+            await pending.ended()
+        if pending.outcome == "absent":
+            assert "were removed by somebody else" in str(pending.unheard)
+            pending.hear()
+            refused += 1
+            assert not exists(str(run / "step-1"))
+            assert attempts_in(run) == []
+            continue
+        last_look = max(number for number, call in enumerate(intercept.log, 1) if call.name == "listdir")
+        assert not removed or seen > last_look, f"committed, though a file was taken at operation {seen} of {last_look}"
+    assert refused > 3
+
+
+_listdir, _unlink = os.listdir, os.unlink
+
+
+def take_a_file(run: Path) -> bool:
+    """Remove a data file of the attempt, without a call that is intercepted. False if there is none."""
+    for folder in _listdir(run) if exists(str(run)) else ():
+        for name in _listdir(run / folder) if folder.endswith(".partial") or folder == "step-1" else ():
+            if name.startswith("__"):
+                _unlink(run / folder / name)
+                return True
+    return False

@@ -57,6 +57,7 @@ class LocalStore:
         self._modes: dict[str, int] = {}  # what the umask gave each attempt of ours, kept for the published directory
         self._replacing: set[str] = set()
         self._apart: dict[str, list[Path]] = {}  # what was written into the target itself
+        self._names: dict[str, set[str]] = {}  # the files of each attempt of ours that were written from here
 
     appears_whole = True
     lists = True
@@ -92,6 +93,8 @@ class LocalStore:
         for name, body in files:
             if place == "apart":
                 self._apart.setdefault(attempt, []).append(directory / name)
+            else:
+                self._names.setdefault(attempt, set()).add(name)
             _write(directory / name, body, durability, stop, deadline, threads)
             del body  # and with it the memory, while the next one is waited for
 
@@ -114,7 +117,8 @@ class LocalStore:
         return StoreAddress(str(self.root))
 
     def wrote(self, attempt: str, sizes: Mapping[str, int]) -> None:
-        """They are in the directory, which is published as it is."""
+        """They are in the directory, which is published as it is, and have to be there then."""
+        self._names.setdefault(attempt, set()).update(sizes)
 
     def clear(self, attempt: str, names: Sequence[str], *, deadline: Deadline) -> None:
         for name in names:
@@ -125,6 +129,9 @@ class LocalStore:
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
         stop = Stop()
+        attempt, _, file = name.rpartition("/")
+        if attempt in self._modes:
+            self._names.setdefault(attempt, set()).add(file)
         await io_threads().run(
             _put, self.root, self.root / name, body, durability, stop, deadline, stop=stop, deadline=deadline
         )
@@ -133,12 +140,13 @@ class LocalStore:
         mode = self._modes.get(attempt, 0o700)
         paths = self.root / attempt, self.root / target
         replacing = attempt in self._replacing
-        await io_threads().run(_publish, *paths, mode, durability, replacing, deadline=deadline)
-        self._modes.pop(attempt, None)
-        self._replacing.discard(attempt)
+        names = frozenset(self._names.get(attempt, ()))
+        await io_threads().run(_publish, *paths, names, mode, durability, replacing, deadline=deadline)
+        self.forget(attempt)
 
     async def publish_file(self, attempt: str, target: str, *, durability: Durability, deadline: Deadline) -> None:
         self._modes.pop(attempt, None)
+        self._names.pop(attempt, None)
         await io_threads().run(_publish_file, self.root / attempt, self.root / target, durability, deadline=deadline)
 
     async def publish_part(
@@ -154,6 +162,7 @@ class LocalStore:
     def forget(self, attempt: str) -> None:
         self._apart.pop(attempt, None)
         self._modes.pop(attempt, None)
+        self._names.pop(attempt, None)
         self._replacing.discard(attempt)
 
     def discard_here(self, attempt: str) -> None:
@@ -164,6 +173,7 @@ class LocalStore:
                 raise from_os_error(error, "removing", str(written)) from error
         # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.
         own = self._modes.pop(attempt, None) is not None
+        self._names.pop(attempt, None)
         self._replacing.discard(attempt)
         path = self.root / attempt if own or attempt.startswith(_RETIRED) else _take_away(self.root, attempt)
         if path is not None:
@@ -377,15 +387,25 @@ def _leave_direct_io(descriptor: int) -> bool:
     return False
 
 
-def _publish(attempt: Path, target: Path, mode: int, durability: Durability, replacing: bool) -> None:
+def _publish(
+    attempt: Path, target: Path, names: frozenset[str], mode: int, durability: Durability, replacing: bool
+) -> None:
+    """``names`` are files that have to be in it. Somebody who removes the run with ``rm -r`` meanwhile takes files out
+    of it, before the rename or just after: then it is, or becomes, invisible."""
     try:
         attempt.chmod(mode)
         if durability == "fsync":
             _sync_directory(attempt)
-        if replacing and not _is_vacant(target):
-            exchange(attempt, target)
-        else:
-            os.rename(attempt, target)
+        swap = replacing and not _is_vacant(target)
+        _check_whole(attempt, names, target)
+        exchange(attempt, target) if swap else os.rename(attempt, target)
+        try:
+            _check_whole(target, names, target)
+        except FileNotFoundError:
+            pass  # retention, or somebody else, has removed it as a whole
+        except StorageError:
+            exchange(attempt, target) if swap else os.rename(target, attempt)
+            raise
     except SidestreamError:
         raise
     except OSError as error:
@@ -399,6 +419,19 @@ def _publish(attempt: Path, target: Path, mode: int, durability: Durability, rep
             raise NotDurable(
                 error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
             ) from error
+
+
+def _check_whole(directory: Path, names: frozenset[str], target: Path) -> None:
+    """Raises ``StorageError`` where files are missing, ``FileNotFoundError`` where the directory is."""
+    gone = sorted(names.difference(os.listdir(directory)))
+    if gone:
+        listed = ", ".join(gone[:4])
+        raise StorageError(
+            errno.ENOENT,
+            f"{len(gone)} files of this save were removed by somebody else while it was written ({listed}): nothing of "
+            "it is visible; do not remove a run while it is saved to",
+            str(target),
+        )
 
 
 def _publish_file(attempt: Path, target: Path, durability: Durability) -> None:
