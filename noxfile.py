@@ -7,6 +7,7 @@ where it has none of them the sessions fail.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,58 @@ def campaign(session: nox.Session) -> None:
     _install(session, ".[fast]", groups=("tests",))
     where = () if any("tests/" in argument for argument in session.posargs) else ("tests/crash/campaign",)
     session.run("python", "-m", "pytest", "-n2", "--dist=worksteal", *where, *session.posargs)
+
+
+TORCH_VERSIONS = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
+"""Those around the one in constraints.txt, which the other sessions run with."""
+
+
+@nox.session(python=[*PYTHONS, "3.14"])
+@nox.parametrize("torch", TORCH_VERSIONS)
+def torch_versions(session: nox.Session, torch: str) -> None:
+    """Run round trips and the tests beside stock DCP with other releases of torch.
+
+    Each takes 5 GB where pip finds no CPU build. ``nox -s "torch_versions-3.11(torch='2.15.0')"`` runs one of them.
+    """
+    tools = nox.project.dependency_groups(PYPROJECT, "tests")
+    # What constraints.txt says of torch and of what it brings along is for another release.
+    session.install("--no-compile", f"torch=={torch}", ".[fast]", *tools, silent=True)
+    session.run("python", "-m", "pytest", *(session.posargs or INTEROP))
+
+
+INTEROP = ("tests/test_interop_dcp.py", "tests/test_roundtrip.py", "tests/dcp")
+
+
+@nox.session(python=ONE)
+def dcp_suite(session: nox.Session) -> None:
+    """Run PyTorch's own tests of DCP against our storage, stagers and verbs; arguments after ``--`` go to pytest.
+
+    ``SIDESTREAM_TORCH_TESTS`` is the directory ``test/distributed/checkpoint`` of PyTorch's sources, of the release in
+    constraints.txt. They are no part of this repository.
+    """
+    folder = os.environ.get("SIDESTREAM_TORCH_TESTS")
+    if not folder:
+        session.skip("SIDESTREAM_TORCH_TESTS names no directory with PyTorch's tests")
+    assert folder is not None
+    _install(session, ".[fast]", groups=("tests",))
+    session.install("expecttest", "psutil", silent=True)
+    ours = str(Path("tests", "dcp", "torch_suite").absolute())
+    for what in ("storage", "verbs"):
+        session.run(
+            "python", "-m", "pytest", "-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider", "-W", "ignore",
+            *(session.posargs or [str(path) for path in dcp_tests(Path(folder))]),
+            env={"PYTHONPATH": ours, "SIDESTREAM_TORCH_SUITE": what, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+
+def dcp_tests(folder: Path) -> list[Path]:
+    """Of PyTorch's files those that save and load with the default storage and run without a GPU."""
+    chosen = (
+        *("test_file_system_checkpoint_cpu.py", "test_planner.py", "test_checkpoint.py", "test_save_load_api.py"),
+        *("test_compatibility.py", "test_dtensor_checkpoint.py", "test_state_dict_stager.py"),
+        *("e2e/test_e2e_save_and_load.py", "test_utils.py", "test_nested_dict.py", "test_traverse.py"),
+    )
+    return [folder / name for name in chosen if (folder / name).exists()]
 
 
 @nox.session(python=ONE)
