@@ -45,6 +45,10 @@ class Run:
     """When the ticker woke up, and by how many seconds it was late."""
     answers: list[float] = field(default_factory=list)
     """When the client process received an answer."""
+    load_training: tuple[float, float] | None = None
+    """The machine's load average over one minute, when the training began and when it ended."""
+    load_alone: tuple[float, float] | None = None
+    """The same for `saves_alone`."""
     digest: str = ""
     """SHA-256 of the final weights and optimizer state."""
 
@@ -58,6 +62,8 @@ class Run:
         fields["saves"] = [Save(**save) for save in fields["saves"]]
         fields["saves_alone"] = [Save(**save) for save in fields["saves_alone"]]
         fields["ticks"] = [(at, late) for at, late in fields["ticks"]]
+        for name in ("load_training", "load_alone"):
+            fields[name] = None if fields[name] is None else tuple(fields[name])
         return cls(**fields)
 
 

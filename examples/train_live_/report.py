@@ -14,11 +14,14 @@ from typing import Any, TypedDict
 from train_live_.records import Run, Save
 
 NOTES = """\
+The rows were taken one after the other, not at the same time: "no saves", then "sidestream", then "dcp.async_save";
+"dcp.save" was measured in the process of "dcp.async_save" after its training. "load" is the load average of the machine
+over one minute, when the row's run began and when it ended. It counts this program as well.
 Seconds are medians over the saves. Answers (of the HTTP server) and pauses (of a 1 ms ticker on the loop) are those
 from the call of a save until it is durable; without saves, those of the whole run. "alone" is a durable save while
 nothing trains. DCP counts as durable when its future resolves; it syncs its files, but not their directory."""
 
-HEADINGS = ("", "checkpoint", "staged", "durable", "alone", "answers", "longest pause", "p99 pause", "training")
+HEADINGS = ("", "checkpoint", "staged", "durable", "alone", "answers", "longest pause", "p99 pause", "training", "load")
 
 LEAST_PAUSE_MS = 0.1
 STAGING_COLOR = "0.75"
@@ -55,6 +58,8 @@ class Figures:
     longest_pause_s: float | None = None
     p99_pause_s: float | None = None
     training_s: float | None = None
+    load_average: tuple[float, float] | None = None
+    """At the beginning and at the end of the row's run."""
 
     def cells(self) -> tuple[str, ...]:
         return (
@@ -67,6 +72,7 @@ class Figures:
             cell(self.longest_pause_s, "ms", scale=1e3, digits=1),
             cell(self.p99_pause_s, "ms", scale=1e3, digits=1),
             cell(self.training_s, "s", digits=1),
+            "-" if self.load_average is None else "-".join(f"{load:.1f}" for load in self.load_average),
         )
 
 
@@ -79,8 +85,18 @@ def figures(idle: Run, ours: Run, theirs: Run) -> list[Figures]:
     return [
         saving_figures("sidestream", ours, alone_s=alone(ours.saves_alone)),
         saving_figures("dcp.async_save", theirs, alone_s=None),
-        Figures("dcp.save", checkpoint_bytes=theirs.saves_alone[-1].nbytes, alone_s=alone(theirs.saves_alone)),
-        Figures("no saves", **live_figures(idle, [(idle.began, idle.ended)]), training_s=duration(idle)),
+        Figures(
+            "dcp.save",
+            checkpoint_bytes=theirs.saves_alone[-1].nbytes,
+            alone_s=alone(theirs.saves_alone),
+            load_average=theirs.load_alone,
+        ),
+        Figures(
+            "no saves",
+            **live_figures(idle, [(idle.began, idle.ended)]),
+            training_s=duration(idle),
+            load_average=idle.load_training,
+        ),
     ]
 
 
@@ -93,6 +109,7 @@ def saving_figures(name: str, run: Run, *, alone_s: float | None) -> Figures:
         alone_s=alone_s,
         **during_saves(run),
         training_s=duration(run),
+        load_average=run.load_training,
     )
 
 

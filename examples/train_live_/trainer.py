@@ -1,6 +1,7 @@
 """The trainer process: training, server, ticker and checkpoints on one asyncio loop."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,12 +29,16 @@ async def train(
         run.steps_seen = await saver.visible_steps()
         run.resumed_from = await saver.restore(state)
         async with serving(lambda: status(run), run.answers), ticking(run.ticks):
+            load = load_average()
             run.began = time.monotonic()
             await take_steps(training, saver, state, run, steps=steps, save_every=save_every)
             run.saves = await saver.saves()
             run.ended = time.monotonic()
+            run.load_training = load, load_average()
         if measure_alone:
+            load = load_average()
             run.saves_alone = await saver.save_alone(state)
+            run.load_alone = load, load_average()
     run.digest = training.digest()
     return run
 
@@ -50,6 +55,11 @@ async def take_steps(training: Training, saver: Saver, state: State, run: Run, *
             state["step"] = step
             if step % save_every == 0 or step == steps:
                 await saver.save(state, step)
+
+
+def load_average() -> float:
+    """Return how many threads ran or waited for a processor or a disk, on average over the last minute."""
+    return os.getloadavg()[0]
 
 
 def status(run: Run) -> dict[str, Any]:
