@@ -6,11 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from states import assert_same, model_and_optimizer
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
 import sidestream.blocking
 from sidestream.errors import CheckpointNotFound, Conflict, WrongLoop
@@ -100,3 +107,201 @@ if len(sys.argv) > 2:
     assert (tmp_path / "a" / ".metadata").exists()
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left in (["a"], ["a", "b"]), "what was in flight at exit is whole or absent"
+
+
+# --- code of the caller ---------------------------------------------------------------------------------------------
+
+_told: ContextVar[str] = ContextVar("told", default="nothing")
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What a thread has current. Of CUDA's device tests/gpu has the same."""
+    return (
+        _told.get(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+@contextmanager
+def unusual() -> Iterator[tuple[Any, ...]]:
+    token = _told.set("something")
+    try:
+        with torch.device("meta"), torch.no_grad():
+            yield surroundings()
+    finally:
+        _told.reset(token)
+
+
+class Watching:
+    """Notes by which thread, and within what, each of its methods is called."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, tuple[Any, ...]]] = []
+
+    def note(self, method: str) -> None:
+        self.seen.append((method, threading.get_ident(), surroundings()))
+
+    def state_dict(self) -> dict[str, Any]:
+        self.note("state_dict")
+        return {"t": torch.ones(3, device="cpu"), "n": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.note("load_state_dict")
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self.note("stage")
+        return {key: dict(item) for key, item in state_dict.items()}
+
+    def progress(self, done: int, total: int) -> None:
+        self.note("progress")
+
+
+def test_code_of_the_caller_runs_in_its_thread(tmp_path: Path) -> None:
+    watching = Watching()
+    state = {"w": watching}
+    with unusual() as here:
+        sidestream.blocking.save(state, tmp_path / "a")
+        sidestream.blocking.async_save(state, tmp_path / "b").result()
+        sidestream.blocking.save(state, tmp_path / "c", stager=watching)
+        sidestream.blocking.load(state, tmp_path / "a", progress=watching.progress)
+        with sidestream.blocking.Checkpointer(tmp_path / "run") as checkpoints:
+            checkpoints.save(state, step=1).result()
+            assert checkpoints.restore(state, progress=watching.progress) == 1
+        sidestream.blocking.verify(tmp_path / "a", progress=watching.progress)
+        sidestream.blocking.load(state, tmp_path / "a", planner=DefaultLoadPlanner())
+    assert {method for method, _, _ in watching.seen} == {"state_dict", "load_state_dict", "stage", "progress"}
+    assert {(thread, within) for _, thread, within in watching.seen} == {(threading.get_ident(), here)}
+
+
+class WatchingLoad(DefaultLoadPlanner):
+    def __init__(self, watching: Watching) -> None:
+        super().__init__()
+        self.watching = watching
+
+    def create_local_plan(self) -> LoadPlan:
+        self.watching.note("create_local_plan")
+        return super().create_local_plan()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        self.watching.note("resolve_tensor")
+        return super().resolve_tensor(read_item)
+
+
+class WatchingSave(DefaultSavePlanner):
+    def __init__(self, watching: Watching, may_plan: threading.Event | None = None) -> None:
+        super().__init__()
+        self.watching = watching
+        self.may_plan = may_plan
+
+    def create_local_plan(self) -> SavePlan:
+        assert self.may_plan is None or self.may_plan.wait(60)
+        self.watching.note("create_local_plan")
+        return super().create_local_plan()
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self.watching.note("resolve_data")
+        return super().resolve_data(write_item)
+
+
+def test_planners_are_asked_as_if_in_the_thread_of_the_caller(tmp_path: Path) -> None:
+    watching = Watching()
+    with unusual() as here:
+        pending = sidestream.blocking.async_save(
+            {"t": torch.ones(3, device="cpu")}, tmp_path / "a", planner=WatchingSave(watching)
+        )
+        pending.result()
+        target = {"t": torch.zeros(3, device="cpu")}
+        sidestream.blocking.load(target, tmp_path / "a", planner=WatchingLoad(watching))
+    assert target["t"].tolist() == [1, 1, 1]
+    assert {method for method, _, _ in watching.seen} == {"create_local_plan", "resolve_data", "resolve_tensor"}
+    assert {within for _, _, within in watching.seen} == {here}
+
+
+async def test_planners_are_asked_as_if_on_the_loop(tmp_path: Path) -> None:
+    watching = Watching()
+    with unusual() as here:
+        await sidestream.save({"t": torch.ones(3, device="cpu")}, tmp_path / "a", planner=WatchingSave(watching))
+        await sidestream.load({"t": torch.zeros(3, device="cpu")}, tmp_path / "a", planner=WatchingLoad(watching))
+    assert len(watching.seen) >= 4
+    assert {within for _, _, within in watching.seen} == {here}
+
+
+def test_a_save_that_begins_when_its_call_has_returned(tmp_path: Path) -> None:
+    """It waits for a slot: the thread that made the call is gone by then, what it had current is not."""
+    watching, may_plan = Watching(), threading.Event()
+    with sidestream.blocking.Checkpointer(tmp_path / "run", in_flight=1, overlap="latest") as checkpoints:
+        checkpoints.save({"t": torch.ones(3)}, step=1, planner=WatchingSave(Watching(), may_plan))
+        with unusual() as here:
+            queued = checkpoints.save({"w": watching}, step=2)
+        assert watching.seen == []
+        may_plan.set()
+        assert queued.result(60).step == 2
+    ((method, _, within),) = watching.seen
+    assert (method, within) == ("state_dict", here)
+
+
+def test_locks_of_the_caller(tmp_path: Path) -> None:
+    """An object may take a lock that the caller holds, as it may in any call."""
+    lock = threading.RLock()
+
+    class Locked(Watching):
+        def state_dict(self) -> dict[str, Any]:
+            assert lock.acquire(timeout=60)
+            lock.release()
+            return super().state_dict()
+
+    with lock:
+        sidestream.blocking.save({"l": Locked()}, tmp_path / "a")
+        sidestream.blocking.load({"l": Locked()}, tmp_path / "a")
+
+
+def test_a_call_within_a_call_is_refused(tmp_path: Path) -> None:
+    """The loop waits for the thread that would wait for the loop."""
+
+    class Nested(Watching):
+        def state_dict(self) -> dict[str, Any]:
+            sidestream.blocking.save({}, tmp_path / "b")
+            return super().state_dict()
+
+    with pytest.raises(WrongLoop, match=r"another call of sidestream\.blocking waits for"):
+        sidestream.blocking.save({"n": Nested()}, tmp_path / "a")
+    sidestream.blocking.save({}, tmp_path / "b")
+
+
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+def test_an_interrupt_in_code_of_the_caller(method: str, tmp_path: Path) -> None:
+    class Interrupted(Watching):
+        def note(self, here: str) -> None:
+            super().note(here)
+            if here == method:
+                signal.raise_signal(signal.SIGINT)
+
+    sidestream.blocking.save({"i": Watching()}, tmp_path / "a")
+    one = Interrupted()
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            sidestream.blocking.load({"i": one}, tmp_path / "a")
+    if method == "state_dict":
+        with pytest.raises(KeyboardInterrupt):
+            sidestream.blocking.save({"i": one}, tmp_path / "b")
+        assert not (tmp_path / "b").exists()
+    sidestream.blocking.load({"i": Watching()}, tmp_path / "a")
+
+
+def test_interrupts_at_any_time(tmp_path: Path) -> None:
+    """Ctrl-C between any two instructions: the call ends, and the next one works."""
+    state = {f"w{number}": Watching() for number in range(20)}
+    sidestream.blocking.save(state, tmp_path / "a")
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for number in range(60):
+            signal.setitimer(signal.ITIMER_REAL, 0.0005 * (number + 1))
+            with suppress(KeyboardInterrupt):
+                sidestream.blocking.load(state, tmp_path / "a")
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert sidestream.blocking.load(state, tmp_path / "a").loaded

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,8 +98,10 @@ def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
     inference = isinstance(stateful.instance, torch.nn.Module) and any(
         parameter.is_inference() for parameter in stateful.instance.parameters()
     )
+    # Entering a mode that is there already would turn gradients on.
+    mode = nullcontext() if inference == torch.is_inference_mode_enabled() else torch.inference_mode(inference)
     try:
-        with torch.inference_mode(inference):
+        with mode:
             stateful.instance.load_state_dict(state_dict)
     except Exception as error:
         raise StatefulRefused(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ._calling import call
 from ._threads import Deadline, io_threads
 from .errors import CapturingGraph, InvalidOption
 from .staging.driver import Driver, driver_for
@@ -43,7 +44,7 @@ class Streams:
 
 
 async def streams_of(devices: Collection[torch.device], deadline: Deadline) -> Streams:
-    """Those that are current here. Raises ``CapturingGraph`` if one records a graph, ``InvalidOption`` for a device
+    """Those that are current here; of a blocking call, in the thread that made it. Raises ``CapturingGraph`` if one records a graph, ``InvalidOption`` for a device
     that is not on this machine, ``UnsupportedTensor`` for one that has no streams."""
     devices = [device for device in devices if device.type != "cpu"]
     if not devices:
@@ -51,7 +52,7 @@ async def streams_of(devices: Collection[torch.device], deadline: Deadline) -> S
     if any(device.type == "cuda" for device in devices) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # To start it takes seconds; until then the current streams of all threads are the same.
         return await io_threads().run(_current, devices, deadline=deadline)
-    return _current(devices)
+    return call(_current, devices)
 
 
 def current_streams(devices: Collection[torch.device]) -> Streams:

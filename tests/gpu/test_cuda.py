@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 from states import SAVED_DTYPES, assert_same, filled
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 
 import sidestream
+import sidestream.blocking
 from sidestream.errors import CapturingGraph
 from sidestream.staging import AsyncStager, StageMode
 
@@ -71,6 +74,70 @@ def busy(milliseconds: float = 100) -> None:
 
 def large(value: float = 0.0, numel: int = LARGE) -> torch.Tensor:
     return torch.full((numel,), value, device=CUDA)
+
+
+# --- code of the caller ---
+
+
+class Where:
+    """Notes the device and the stream that are current where it is asked, and fills a tensor there."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, torch.cuda.Stream]] = []
+        self.tensor = torch.zeros(LARGE, device=CUDA)
+
+    def note(self) -> None:
+        self.seen.append((torch.cuda.current_device(), torch.cuda.current_stream()))
+
+    def state_dict(self) -> dict[str, Any]:
+        self.note()
+        busy()
+        self.tensor.fill_(7.0)
+        return {"t": self.tensor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.note()
+
+
+@pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
+def test_code_of_the_caller_has_its_device_and_stream(device: int, tmp_path: Path) -> None:
+    """The copies of a blocking save are ordered after what the caller's stream was given."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        where = Where()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            sidestream.blocking.save({"w": where}, tmp_path / "a")
+            sidestream.blocking.load({"w": where}, tmp_path / "a")
+        where.tensor.zero_()
+        torch.cuda.synchronize()
+        loaded = {"t": torch.zeros(LARGE)}
+        sidestream.blocking.load({"w": loaded}, tmp_path / "a")
+    assert where.seen == [(device, side)] * 3
+    assert torch.equal(loaded["t"], torch.full((LARGE,), 7.0))
+
+
+class Planning(DefaultLoadPlanner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: set[int] = set()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        self.devices.add(torch.cuda.current_device())
+        return super().resolve_tensor(read_item)
+
+
+@pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
+@pytest.mark.parametrize("verb", ["blocking", "loop"])
+def test_planners_have_the_device_of_the_caller(verb: str, device: int, tmp_path: Path) -> None:
+    sidestream.blocking.save({"t": torch.ones(3)}, tmp_path / "a")
+    planner, target = Planning(), {"t": torch.zeros(3)}
+    with torch.cuda.device(device):
+        if verb == "blocking":
+            sidestream.blocking.load(target, tmp_path / "a", planner=planner)
+        else:
+            asyncio.run(sidestream.load(target, tmp_path / "a", planner=planner))  # type: ignore[arg-type]
+    assert planner.devices == {device}
 
 
 # --- every byte ---

@@ -92,6 +92,8 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
     def in_dcp() -> None:
         run(sidestream.save(state, url, **limit))
         # DCP asks objects in the order of a dict on each rank when it saves, so only its load is called here.
+        for one in made:
+            one.inner = None
         plain = {key: item for key, item in target.items() if isinstance(item, Collective)}
         dcp.load(plain, storage_reader=StorageReader(url))
 

@@ -444,7 +444,7 @@ class Spoke(Group):
 
     def _expire_later(self, operation: Operation) -> None:
         number = operation.number
-        self._owner.post_at(operation.expires_at + _LATER_S, lambda: self._expire(number))
+        self._owner.post_at(_judged_by(operation), lambda: self._expire(number))
 
     def _step(self, operation: Operation, exchange: Exchange) -> None:
         if operation.stopping:
@@ -505,7 +505,7 @@ class Spoke(Group):
         operation = self._operations.get(number)
         if operation is None:
             return
-        if operation.expires_at + _LATER_S > time.monotonic():  # it was given more time
+        if _judged_by(operation) > time.monotonic():  # it was given more time
             self._expire_later(operation)
             return
         limit = operation.deadline.timeout_s
@@ -515,3 +515,9 @@ class Spoke(Group):
     def _judge_alone(self, operation: Operation, failure: RankFailure) -> None:
         self._forget(operation)
         operation.judge(RankFailures([failure]))
+
+
+def _judged_by(operation: Operation) -> float:
+    """When a rank above 0 has waited for the verdict for long enough. One that was told to stop knows that rank 0
+    lives, and waits for the ranks that have not stopped."""
+    return operation.expires_at + _LATER_S + (_STOP_S if operation.stopping else 0.0)

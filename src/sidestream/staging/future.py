@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from .._tasks import running_loop
 from ..errors import Skipped
 
 __all__ = ["Copied", "StagingFuture", "ended", "raise_first"]
@@ -91,7 +92,7 @@ class Copied:
 
 async def ended(stage: StagingFuture[Any]) -> None:
     """Wait for ``stage`` without hearing of its error."""
-    loop = asyncio.get_running_loop()
+    loop = running_loop("awaiting a stage")
     waiter: asyncio.Future[None] = loop.create_future()
 
     def wake() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 
-from .._tasks import finish
+from .._tasks import finish, running_loop
 from .._threads import Deadline, Stop, Threads
 from .._turns import give_turns
 from ..errors import (
@@ -292,6 +292,7 @@ class AsyncStager:
         ``timeout_s``. Cancelling it stops the stages in flight: their futures raise ``Closed``."""
         if os.getpid() != self._pid:
             return
+        running_loop("AsyncStager.aclose")
         self._closed = True
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -327,6 +328,7 @@ class AsyncStager:
         """Never called: ``__enter__`` raises. Without it Python would raise an error of its own before that."""
 
     async def __aenter__(self) -> AsyncStager:
+        running_loop("AsyncStager")
         return self
 
     async def __aexit__(
