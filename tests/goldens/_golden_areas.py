@@ -30,7 +30,7 @@ AREAS: dict[str, Callable[[Table], Awaitable[None]]] = {
     "dcp": _golden_edges.storages,
     "cli": _golden_edges.command_line,
     "stores": _golden_stores.stores,
-    "system calls": _golden_sequences.sequences,
+    "system-calls": _golden_sequences.sequences,
 }
 
 

@@ -141,7 +141,7 @@ async def command_line(table: Table) -> None:
         "info, nothing there": ["info", str(folder / "none")],
         "info --json, nothing there": ["info", str(folder / "none"), "--json"],
         "verify": ["verify", first],
-        "verify --json": ["verify", first, "--json"],
+        "verify --json": ["verify", str(CHECKPOINTS / "metadata"), "--json"],
         "verify, damaged": ["verify", str(folder / "broken")],
         "verify, a key": ["verify", str(CHECKPOINTS / "signed"), "--key", str(CHECKPOINTS / "signed.pub")],
         "verify, not signed": ["verify", first, "--key", str(CHECKPOINTS / "signed.pub")],

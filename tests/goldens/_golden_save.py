@@ -12,14 +12,14 @@ import io
 import pickle
 import shutil
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from _golden_states import blocks, counted, small, tensors, training
-from _golden_table import Table
+from _golden_table import Table, fixed
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -237,30 +237,39 @@ async def staging(table: Table) -> None:
 async def files(table: Table) -> None:
     """The bytes that a save writes: names, sizes and contents of all files, the manifest in clear."""
     folder = table.folder
-    await sidestream.save(SMALL, folder / "small")
-    await sidestream.save(SMALL, folder / "metadata", metadata={"loss": 0.25, "tags": ["a"]})
-    await sidestream.save(SMALL, folder / "digest", digest="blake3")
-    await sidestream.save(SMALL, folder / "saver process", saver="process")
-    await sidestream.save(SMALL, folder / "streamed", snapshot=False)
-    await sidestream.save(blocks(), folder / "blocks")
-    await sidestream.save(tensors(), folder / "tensors")
-    await sidestream.save(training(), folder / "training")
-    await sidestream.save({"a": counted(5), "values": {"n": 1}}, folder / "values")
-    await sidestream.save(SMALL, folder / "planner", planner=DefaultSavePlanner())
-    one = sidestream.Apart(rank=1, world_size=2, save_id="step 5")
-    await sidestream.save(SMALL, folder / "part", apart=one)
-    async with sidestream.Checkpointer(folder / "run") as checkpoints:
-        await (await checkpoints.save(SMALL, step=3, metadata={"loss": 1.5}))
-        await (await checkpoints.save(SMALL, step=3))
-    await sidestream.convert(folder / "small", folder / "converted")
-    await sidestream.convert(folder / "small", folder / "converted.pt")
-    await sidestream.convert(folder / "small", folder / "safetensors", format="safetensors", select="model.*")
-    await sidestream.copy(folder / "metadata", folder / "copy")
+    part = sidestream.Apart(rank=1, world_size=2, save_id="step 5")
+    calls: tuple[Callable[[], Awaitable[Any]], ...] = (
+        lambda: sidestream.save(SMALL, folder / "small"),
+        lambda: sidestream.save(SMALL, folder / "metadata", metadata={"loss": 0.25, "tags": ["a"]}),
+        lambda: sidestream.save(SMALL, folder / "digest", digest="blake3"),
+        lambda: sidestream.save(SMALL, folder / "saver process", saver="process"),
+        lambda: sidestream.save(SMALL, folder / "streamed", snapshot=False),
+        lambda: sidestream.save(blocks(), folder / "blocks"),
+        lambda: sidestream.save(tensors(), folder / "tensors"),
+        lambda: sidestream.save(training(), folder / "training"),
+        lambda: sidestream.save({"a": counted(5), "values": {"n": 1}}, folder / "values"),
+        lambda: sidestream.save(SMALL, folder / "planner", planner=DefaultSavePlanner()),
+        lambda: sidestream.save(SMALL, folder / "part", apart=part),
+        lambda: _step(folder / "run", {"loss": 1.5}),
+        lambda: _step(folder / "run", None),
+        lambda: sidestream.convert(folder / "small", folder / "converted"),
+        lambda: sidestream.convert(folder / "small", folder / "converted.pt"),
+        lambda: sidestream.convert(folder / "small", folder / "safetensors", format="safetensors", select="model.*"),
+        lambda: sidestream.copy(folder / "metadata", folder / "copy"),
+    )
+    for number, call in enumerate(calls, 1):
+        with fixed(number, one=True):
+            await call()
     shutil.rmtree(folder / "run" / ".leases", ignore_errors=True)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             planned = path.parent.name in ("planner", "part")
             table.entries[str(path.relative_to(folder))] = _described(path, planned=planned)
+
+
+async def _step(run: Path, metadata: dict[str, Any] | None) -> None:
+    async with sidestream.Checkpointer(run) as checkpoints:
+        await (await checkpoints.save(SMALL, step=3, metadata=metadata))
 
 
 def _described(path: Path, *, planned: bool) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def canonical(log: list[Request]) -> list[str]:
     lines: list[str] = []
     together: list[str] = []
     for request in log:
-        asked = "" if request.asked is None else f" {request.asked[0]}-{request.asked[1]}"
+        end = "{end}" if request.key.endswith(".metadata") else request.asked and request.asked[1]
+        asked = "" if request.asked is None else f" {request.asked[0]}-{end}"
         line = f"{request.kind} {request.key}{asked}"
         if _decides(request):
             lines += [*sorted(together), line]
@@ -64,7 +65,8 @@ class Stores:
         if name.endswith("every part"):  # how many are on their way when the first one fails depends on the client
             lines = [line for line in lines if not line.startswith("part ")]
         self.table.entries[name]["requests"] = lines
-        objects = {text(key): len(content) for key, content in self.server.objects.items()}
+        sizes = {key: len(content) for key, content in self.server.objects.items()}
+        objects = {text(key): "{size}" if key.endswith(".metadata") else size for key, size in sizes.items()}
         self.table.entries[name]["objects"] = dict(sorted(objects.items()))
         self.table.entries[name]["uploads"] = len(self.server.uploads)
 

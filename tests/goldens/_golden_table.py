@@ -34,6 +34,8 @@ from sidestream import errors, events
 
 _SKIPPED = frozenset({"seconds", "since_saved_s", "save_id", "waited_s", "wait_s", "pid", "age_s"})
 """Fields whose value differs from run to run."""
+_COUNT_METADATA = (sidestream.CopyReport, sidestream.VerifyReport)
+"""Their bytes include those of .metadata, whose length varies by the digits of a checksum in it."""
 _PATTERNS = (
     (re.compile(r"127\.0\.0\.1:\d+|localhost:\d+"), "{address}"),
     (re.compile(r"bucket-[0-9a-f]{12}"), "{bucket}"),
@@ -50,9 +52,11 @@ _PATTERNS = (
 
 
 @contextmanager
-def fixed(first: int = 1) -> Iterator[None]:
-    """Identifiers count from ``first`` and the clock stands still, so sizes and checksums are the same each time."""
-    numbers = itertools.count(first)
+def fixed(first: int = 1, *, one: bool = False) -> Iterator[None]:
+    """Identifiers count from ``first`` and the clock stands still, so sizes and checksums are the same each time.
+
+    With ``one`` every identifier is the same, so the files do not depend on how many are made, and in which order."""
+    numbers = itertools.repeat(first) if one else itertools.count(first)
 
     def number() -> uuid.UUID:
         return uuid.UUID(int=(0xA3C8103 << 96) + next(numbers), version=4)
@@ -137,6 +141,8 @@ class Table:
             told = {name: self.plain(item) for name, item in fields.items() if name not in _SKIPPED and name[0] != "_"}
             if "files" in told:  # in the order in which the file system lists them
                 told["files"] = sorted(told["files"])
+            if isinstance(value, _COUNT_METADATA) and "{checkpoints}" not in told["url"]:
+                told["nbytes"] = "{nbytes}"
             return {"type": type(value).__name__} | told
         if isinstance(value, torch.Tensor):
             content = hashlib.sha256(raw_bytes(value)).hexdigest()[:12]
