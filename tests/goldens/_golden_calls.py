@@ -66,6 +66,7 @@ def watch(supervisor: socket.socket) -> None:
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     listener = libc.syscall(_SECCOMP, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(code))
     if listener < 0:
+        supervisor.send(b"x")
         raise OSError(ctypes.get_errno(), "seccomp")
     supervisor.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener]))])
     os.close(listener)
@@ -111,7 +112,10 @@ class Supervisor:
 
     def follow(self, channel: socket.socket) -> None:
         """Return when every process under observation has ended. ``channel`` is the other end of ``watch``."""
+        channel.settimeout(_FOLLOW_S)
         _, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(4))
+        if not ancillary:
+            raise OSError(errno.EPERM, "this kernel or container does not allow seccomp to notify a supervisor")
         listener = array.array("i", ancillary[0][2])[0]
         try:
             poll = select.poll()

@@ -34,7 +34,7 @@ _READS = ("read", "pread64", "readv", "preadv", "preadv2")
 
 
 async def sequences(table: Table) -> None:
-    assert available(), "system calls are recorded on Linux, x86-64"
+    assert available(), "system calls are recorded on Linux on x86-64"
     ours, theirs = socket.socketpair()
     with ours:
         host = subprocess.Popen(

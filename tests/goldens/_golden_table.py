@@ -43,7 +43,6 @@ _PATTERNS = (
     (re.compile(r"upload-[0-9a-f]+"), "{upload}"),
     (re.compile(r"(?<![0-9a-f])[0-9a-f]{16}(?=\.(manifest|distcp))"), "{short id}"),
     (re.compile(r"Error performing \w+ .*?(?=\); check|: '|$)", re.DOTALL), "{the client's words}"),
-    (re.compile(r"\d+ of \d+ are leased; "), ""),  # said when the memory is still leased at the deadline
     (re.compile(r"0x[0-9a-f]{8,}"), "{memory address}"),
     (re.compile(r"\bpid \d+"), "pid {pid}"),
     (re.compile(r"\b\d+\.\d{3,} s\b"), "{seconds} s"),
