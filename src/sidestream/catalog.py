@@ -61,6 +61,9 @@ _STEP = re.compile(rf"step-({_NUMBER})(?:\.g({_GENERATION}))?")
 _TARGET = re.compile(rf"\.?(step-(?:{_NUMBER})(?:\.g(?:{_GENERATION}))?)(?:[./].*)?")
 
 
+_FEW_NAMES = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Generation ``generation`` of ``step``, in the directory ``name``; ``damage`` says why it cannot be read,
@@ -215,7 +218,8 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
             names = await store.sizes(found.name, deadline=deadline)
         except FileNotFoundError:  # removed since it was listed
             return None
-        ours = await io_threads().run(_manifest_among, names, deadline=deadline)
+        few = len(names) <= _FEW_NAMES  # which take less time than a thread takes to begin
+        ours = _manifest_among(names) if few else await io_threads().run(_manifest_among, names, deadline=deadline)
         if ours is not None and (store.appears_whole or not missing):
             return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
         if not missing:
@@ -232,7 +236,7 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
 
 
 def _manifest_among(names: Iterable[str]) -> str | None:
-    """In a worker thread: the first file that only a save of ours makes."""
+    """The first file that only a save of ours makes."""
     return next((name for name in politely(names) if name.startswith("manifest-")), None)
 
 

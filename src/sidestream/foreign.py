@@ -190,13 +190,19 @@ async def locate_tensor(
     return _located(entry, opened) if few else await threads.run(_located, entry, opened, deadline=deadline)
 
 
-def located_already(entries: Mapping[str, TensorEntry], opened: Opened) -> dict[str, Located]:
-    """In a worker thread: ``locate_tensor`` of those tensors of which no zip has to be opened any more."""
-    return {
-        fqn: _located(entry, opened)
-        for fqn, entry in politely(entries.items())
-        if all(chunk in opened or not is_closed(chunk) for chunk in entry.chunks)
-    }
+def located_already(
+    entries: Mapping[str, TensorEntry], opened: Opened
+) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
+    """In a worker thread: ``locate_tensor`` of those tensors of which no zip has to be opened any more, and the other
+    tensors."""
+    located: dict[str, Located] = {}
+    closed: dict[str, TensorEntry] = {}
+    for fqn, entry in politely(entries.items()):
+        if all(chunk in opened or not is_closed(chunk) for chunk in entry.chunks):
+            located[fqn] = _located(entry, opened)
+        else:
+            closed[fqn] = entry
+    return located, closed
 
 
 def _closed(entry: TensorEntry) -> list[Chunk]:

@@ -82,7 +82,7 @@ async def _read_metadata(
     threads = io_threads()
     raw = await read_file(store, f"{directory}/{name}", sizes[name], deadline, most_bytes=MOST_METADATA_BYTES)
     try:
-        manifest = await threads.run(read_dcp_metadata, raw, deadline=deadline)
+        manifest = await threads.run(_stock_metadata, raw, deadline=deadline)
     except Corrupt as error:
         error.file = error.file or name
         raise
@@ -91,6 +91,16 @@ async def _read_metadata(
         return manifest
     headers = {file: await _read_header(store, directory, file, start, sizes[file], deadline) for file, start in shards}
     return await threads.run(locate_shards, manifest, headers, deadline=deadline)
+
+
+def _stock_metadata(raw: bytearray) -> Manifest:
+    """DCP makes the FQN of the path, by joining its steps with dots. The names are what tensors are found by, so where
+    the two differ the path was altered."""
+    manifest = read_dcp_metadata(raw)
+    for fqn, entry in politely(manifest.entries.items()):
+        if ".".join(map(str, entry.path)) != fqn:
+            raise Corrupt(f"the planner_data of {fqn!r} has another path for it: {ascii(entry.path)[:200]}", fqn=fqn)
+    return manifest
 
 
 def _present_shards(manifest: Manifest, sizes: Mapping[str, int]) -> list[tuple[str, int]]:

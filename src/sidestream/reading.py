@@ -231,14 +231,12 @@ class Reader:
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
         opened = {} if self.shared is None else await self._open_together(self.shared, targets)
-        entries = {fqn: one.entry for fqn, one in targets.items()}
-        located = await io_threads().run(located_already, entries, opened, deadline=self.deadline)
-        queue = iter(entries.items())
+        located, closed = await io_threads().run(_located_already, targets, opened, deadline=self.deadline)
+        queue = iter(closed.items())
 
         async def work() -> None:
             for fqn, entry in queue:
-                if fqn not in located:
-                    located[fqn] = await locate_tensor(self.store, self.directory, fqn, entry, self.deadline)
+                located[fqn] = await locate_tensor(self.store, self.directory, fqn, entry, self.deadline)
 
         await in_parallel(work)
         return located
@@ -256,6 +254,12 @@ class Reader:
 
         await shared.read(self.directory, await io_threads().run(ends, deadline=self.deadline), _nothing)
         return opened
+
+
+def _located_already(
+    targets: Mapping[str, Wanted], opened: Opened
+) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
+    return located_already({fqn: one.entry for fqn, one in politely(targets.items())}, opened)
 
 
 def _open(opened: Opened, fqn: str, entry: TensorEntry, chunk: Chunk, ends: Sequence[bytes]) -> None:

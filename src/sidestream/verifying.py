@@ -269,18 +269,17 @@ class Verification:
         """What only the zips say has to be read first; without the tensors whose zips are damaged."""
         store, directory = self.location.store, self.location.name
         tensors, _ = await io_threads().run(sorted_out, self.manifest.entries, deadline=self.deadline)
-        located = await io_threads().run(located_already, tensors, {}, deadline=self.deadline)
+        located, closed = await io_threads().run(located_already, tensors, {}, deadline=self.deadline)
 
         async def work(named: tuple[str, TensorEntry]) -> None:
             fqn, entry = named
-            if fqn not in located:
-                with self._noting(fqn):
-                    try:
-                        located[fqn] = await locate_tensor(store, directory, fqn, entry, self.deadline, records="all")
-                    except UnsupportedCheckpoint:
-                        self._put_aside(fqn, entry)
+            with self._noting(fqn):
+                try:
+                    located[fqn] = await locate_tensor(store, directory, fqn, entry, self.deadline, records="all")
+                except UnsupportedCheckpoint:
+                    self._put_aside(fqn, entry)
 
-        await self._in_parallel(tensors.items(), work)
+        await self._in_parallel(closed.items(), work)
         return located
 
     def _plan_foreign(self, found: Mapping[str, Located], pieces: list[Piece]) -> None:

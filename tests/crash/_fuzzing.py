@@ -52,7 +52,8 @@ FORBIDDEN = (
 _SAVE_ID = "0123456789abcdef0123456789abcdef"
 
 NASTY_NUMBERS = (0, 1, -1, 2, 7, 63, 64, 255, 4096, 65536, 1 << 20, 1 << 31, 1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1,
-                 1 << 63, 1 << 64, -(1 << 31), -(1 << 63), 10**30)  # fmt: skip
+                 1 << 63, 1 << 64, -(1 << 31), -(1 << 63), 10**30, (1 << 61) - 1, 2 * ((1 << 61) - 1),
+                 -((1 << 61) - 1), ((1 << 61) - 1) << 40)  # fmt: skip
 NASTY_TEXTS = (
     "", ".", "..", "../secret", "/etc/passwd", "a/b", "a\\b", "a\0b", "x" * 300, "\u202egnp", "CON", ".metadata",
     f"manifest-{_SAVE_ID}", "__0_0.distcp", "float32", "os.system", "builtins.eval", "\ud800", "é", "a.b.c",
@@ -215,7 +216,10 @@ def value_input(r: random.Random) -> bytes:
     value = p.dict_of([(p.text("a"), p.integer(r.choice(NASTY_NUMBERS))), (p.text("b"), p.list_of([p.real(1.5)] * 3))])
     hostile = p.call(p.global_(*r.choice([("os", "system"), ("builtins", "eval"), ("torch", "load")])), p.text("x"))
     known = p.call(p.global_(*r.choice([("collections", "OrderedDict"), ("torch", "Size")])), p.list_of([p.integer(1)]))
-    pickled = b"\x80\x04" + r.choice([value, value, hostile, known]) + b"."
+    alike = p.dict_of([(p.integer(number * ((1 << 61) - 1)), p.NONE) for number in range(r.choice([2, 300]))])
+    twice = b"]" + b"q\x00" + b"h\x00" * r.choice([1, 300]) + b"t"  # parts that are shared
+    shared = b"((" + twice + b"q\x01" + b"h\x01" * r.choice([1, 300]) + b"t"
+    pickled = b"\x80\x04" + r.choice([value, value, hostile, known, alike, shared]) + b"."
     inside = other_bytes(pickled, r) if r.random() < 0.7 else pickled
     item = frame_value(inside)
     return other_bytes(item, r) if r.random() < 0.3 else item

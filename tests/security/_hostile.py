@@ -102,7 +102,7 @@ def with_records(raw: bytes, change: Callable[[str, bytes], bytes | None], metho
 def described(path: Path, tensor: bytes, value: bytes, file: str = "__0_0.distcp", **changes: Any) -> None:
     """A checkpoint of stock DCP around two items; ``changes`` are told of the tensor and not of the file."""
     path.mkdir()
-    (path / "__0_0.distcp").write_bytes(tensor + value)
+    (path / "__0_0.distcp").write_bytes(tensor + value + bytes(changes.get("more", 0)))
     size = torch.Size(changes.get("size", (4,)))
     chunks = [
         ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in changes.get("chunks", [((0,), size)])
@@ -118,6 +118,14 @@ def described(path: Path, tensor: bytes, value: bytes, file: str = "__0_0.distcp
         {"w": ("w",), "v": changes.get("value_path", ("v",))},
         {**storage, MetadataIndex("v"): info},
     )
+    for number in range(changes.get("more", 0)):
+        empty = TensorStorageMetadata(
+            TensorProperties(torch.float32), torch.Size([0]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))]
+        )
+        metadata.state_dict_metadata[f"t.{number}"] = empty
+        metadata.planner_data[f"t.{number}"] = ("t", str(number))
+        begin = len(tensor) + len(value) + number
+        metadata.storage_data[MetadataIndex(f"t.{number}", torch.Size([0]), 0)] = _StorageInfo(file, begin, 1)
     for name, extra in changes.get("attributes", {}).items():
         setattr(metadata, name, extra)
     (path / changes.get("metadata", ".metadata")).write_bytes(pickle.dumps(metadata, protocol=4))

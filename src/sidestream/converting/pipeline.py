@@ -59,9 +59,9 @@ class Pipeline:
         by_name = {file.name: file for file in files}
 
         async def fill(file: WindowedFile, index: int, view: memoryview) -> None:
-            slices = await io_threads().run(lambda: list(by_name[file.name].slices(index)))
+            slices, nbytes = await io_threads().run(_slices_of, by_name[file.name], index, deadline=self.deadline)
             await self._fill(slices, view)
-            self._tell(sum(one.nbytes for one in slices))
+            self._tell(nbytes)
 
         await Windows(fill, self.deadline).write(files, into)
 
@@ -122,3 +122,9 @@ class Pipeline:
         self._done_bytes += nbytes
         if self.progress is not None:
             call(self.progress, self._done_bytes, self.total_bytes)
+
+
+def _slices_of(file: TargetFile, index: int) -> tuple[list[Slice], int]:
+    """What lies in a window of a file, and how many bytes that are."""
+    slices = list(politely(file.slices(index)))
+    return slices, sum(one.nbytes for one in slices)

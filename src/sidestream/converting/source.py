@@ -41,6 +41,9 @@ from ..storage import EVERYDAY, Location, Store, Where, locate_directory
 
 __all__ = ["Source", "SourceOpaque", "SourceTensor", "SourceValue", "open_source"]
 
+_VIEWS_ANYHOW_BYTES = 64 << 20
+_VIEWS_RATIO = 16
+
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
@@ -103,13 +106,11 @@ async def _of_manifest(location: Location, manifest: Manifest, deadline: Deadlin
     for fqn, one in opaque.items():
         refused[fqn] = await why_opaque(location.store, location.name, fqn, one, deadline)
     if not manifest.own:
-        located = await threads.run(located_already, tensors, {}, deadline=deadline)
-        queue = iter(tensors.items())
+        located, closed = await threads.run(located_already, tensors, {}, deadline=deadline)
+        queue = iter(closed.items())
 
         async def work() -> None:
             for fqn, entry in queue:
-                if fqn in located:
-                    continue
                 try:
                     located[fqn] = await locate_tensor(location.store, location.name, fqn, entry, deadline)
                 except UnsupportedCheckpoint as error:
@@ -144,7 +145,23 @@ def _described(
             entries[fqn] = _foreign_tensor(fqn, entry, located[fqn], checked)
             if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
                 unverified.add(fqn)
+    _check_views(manifest, location.url)
     return Source(location.store, location.name, location.url, entries, manifest.own, frozenset(unverified))
+
+
+def _check_views(manifest: Manifest, url: str) -> None:
+    """Views of one storage are written one by one, whatever the target is. Raises ``UnsupportedCheckpoint`` where that
+    is out of proportion to the file."""
+    distinct: dict[object, int] = {}
+    for entry in politely(manifest.entries.values()):
+        if isinstance(entry, TensorEntry) and any(chunk.told is not None for chunk in entry.chunks):
+            distinct[entry.dtype, entry.chunks] = math.prod(entry.shape) * itemsize(entry.dtype)
+    nbytes, there = sum(distinct.values()), sum(manifest.files.values())
+    if nbytes > _VIEWS_ANYHOW_BYTES + _VIEWS_RATIO * there:
+        raise UnsupportedCheckpoint(
+            f"{url}: its tensors are views of the same storages and would take {nbytes} bytes one by one, of a file of "
+            f"{there}; clone() those that are needed and save them again"
+        )
 
 
 def _foreign_tensor(fqn: str, entry: TensorEntry, found: Located, checked: set[object]) -> SourceTensor:

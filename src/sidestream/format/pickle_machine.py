@@ -83,7 +83,10 @@ class Machine:
         self.memo: list[object] = []
 
     def memoize(self, index: int) -> None:
-        """Every pickler numbers its memo from 0 on. A dict of numbers that the file chooses could be made slow."""
+        """Picklers number their memo from 0 on, and that of Python 2 from 1 on. A dict of numbers that the file chooses
+        could be made slow."""
+        if index == 1 and not self.memo:
+            self.memo.append(None)
         if index == len(self.memo):
             self.memo.append(self.stack[-1])
         elif index < len(self.memo):

@@ -1,0 +1,590 @@
+"""What a hostile checkpoint may cost: time in proportion to its names, memory in proportion to its bytes, and no time
+of the event loop. Every function that works on a listing or on metadata is given 20,000 names here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _hostile import STATE, colliding, described, forged, item, opcodes, scattered, stock, with_records
+from hangs import processor_budget
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import sidestream
+from sidestream import errors
+from sidestream._threads import Deadline, io_threads, politely
+from sidestream.catalog import list_generations, list_steps, named_steps, next_generation
+from sidestream.errors import Corrupt, DeadlineExceeded, Incomplete, OutOfMemory, UnsupportedCheckpoint
+from sidestream.format.apart import PartMarker, missing_ranks, part_attribute, whole
+from sidestream.format.ranks import merge_ranks, rank_files
+from sidestream.format.records import Chunk, DictKey, Manifest, TensorEntry
+from sidestream.format.shared import parse_part
+from sidestream.plan.assemble import assemble
+from sidestream.plan.hashed import check_hashes, fill, set_of
+from sidestream.plan.values import decode_value
+from sidestream.storage import Where, locate_run
+
+MANY = 20_000
+MODULUS = (1 << 61) - 1
+SECONDS = 60.0  # of processor time: a bound against what is quadratic, which takes minutes
+
+
+# --- keys that share a hash ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", colliding())
+def test_keys_that_share_a_hash_are_refused_before_a_container_has_them(kind: str) -> None:
+    keys = (colliding()[kind] * 11)[:MANY]
+    assert len({hash(key) for key in keys}) <= 4
+    with processor_budget(SECONDS):
+        for build in (check_hashes, set_of, lambda keys: fill({}, [(key, None) for key in keys])):
+            with pytest.raises(Corrupt, match="same hash"):
+                build(keys)
+
+
+def test_numbers_that_nobody_chose_are_taken() -> None:
+    powers = [2.0**exponent for exponent in range(-1000, 1000)]  # some 34 share a hash
+    keys = [*range(-MANY, MANY), *powers, *(complex(number, 1) for number in range(MANY)), *map(str, range(MANY))]
+    keys += list(itertools.product(range(20), repeat=3))
+    assert set_of(keys) == set(keys)
+    assert list(fill({}, [(key, str(key)) for key in keys]).items()) == list({key: str(key) for key in keys}.items())
+
+
+def test_an_object_that_was_allowed_gets_no_colliding_items() -> None:
+    node = {
+        "object": {"type": "x", "new": False, "args": [], "items": [[{"int": hex(n * MODULUS)}, 1] for n in range(999)]}
+    }
+    with pytest.raises(Corrupt, match="same hash"):
+        decode_value(node, "v", {"x": dict})
+
+
+async def test_colliding_keys_of_an_allowed_type_are_refused(tmp_path: Path) -> None:
+    fraction = b"cfractions\nFraction\n("
+    pushed = b"".join(fraction + opcodes(str(number * MODULUS)) + b"tRN" for number in range(2_000))
+    bomb = with_records(item(1), lambda name, raw: b"\x80\x02}(" + pushed + b"u." if name.endswith("data.pkl") else raw)
+    described(tmp_path / "c", item(STATE["w"]), bomb)
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c", allow=[Fraction])
+    with processor_budget(SECONDS), pytest.raises(Corrupt, match="same hash"):
+        await checkpoint.state_dict()
+
+
+def test_paths_of_colliding_keys_are_refused() -> None:
+    leaves = [(("p", DictKey(number * MODULUS)), number) for number in range(MANY)]
+    with processor_budget(SECONDS), pytest.raises(Corrupt, match="same hash"):
+        assemble(leaves)
+    large = [(("p", DictKey(number + (1 << 100)), "x"), number) for number in range(MANY)]
+    assert len(assemble(large)["p"]) == MANY
+    one = [(("p", DictKey(1 << 100), str(number)), number) for number in range(MANY)]
+    assert len(assemble(one)["p"][1 << 100]) == MANY
+
+
+async def test_colliding_offsets_in_metadata_cost_nothing(tmp_path: Path) -> None:
+    offsets = [tuple((number >> bit & 1) * MODULUS for bit in range(15)) for number in range(MANY)]
+    assert len(set(map(hash, offsets))) == 1
+    scattered(tmp_path / "c", offsets)
+    with processor_budget(SECONDS):
+        checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+        assert (await checkpoint.state_dict())["w"].tolist() == STATE["w"].tolist()
+
+
+def test_colliding_places_of_ranks_cost_nothing() -> None:
+    bits = [tuple((number >> bit & 1) * MODULUS for bit in range(15)) for number in range(MANY)]
+    chunks = tuple(Chunk(one, (1,) * 15, "f", at, 1) for at, one in enumerate(bits))
+    entry = TensorEntry(("t",), "uint8", (1,) * 15, chunks)
+    part = b"".join(json.dumps([0, one, [1] * 15, "f", 0, 1, 0, ""]).encode() + b"\n" for one in bits)
+    with processor_budget(SECONDS):
+        again = replace(entry, chunks=tuple(replace(chunk) for chunk in chunks))
+        _, replicas = merge_ranks([Manifest("", {"t": one}, {}) for one in (entry, again)])
+        assert len(replicas) == MANY
+        assert len(parse_part(part).chunks) == MANY
+    with pytest.raises(Corrupt):
+        parse_part(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n")
+
+
+async def test_metadata_of_a_user_has_no_keys_but_strings(tmp_path: Path) -> None:
+    await sidestream.save(STATE, tmp_path / "sound")
+    node = {"dict": [[number * MODULUS, None] for number in range(MANY)]}
+
+    def edit(head: dict[str, Any], lines: dict[str, list[Any]]) -> None:
+        head["metadata"] = True
+        lines["metadata"] = {"metadata": node}  # type: ignore[assignment]
+
+    forged(tmp_path / "sound", edit)(tmp_path / "c")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
+    with processor_budget(SECONDS), pytest.raises(Corrupt, match="string keys"):
+        _ = checkpoint.metadata
+
+
+# --- 20,000 names ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Within, no turn of the running loop does something for each of the names: what is called in its thread is counted
+    from turn to turn, because time says more about the machine."""
+    calls = most = 0
+
+    def count(frame: Any, event: str, _: object) -> None:
+        nonlocal calls, most
+        if event == "call" and frame.f_code.co_name == "_run_once":
+            calls = 0
+        elif event in ("call", "c_call"):
+            calls += 1
+            most = max(most, calls)
+
+    with processor_budget(SECONDS):
+        sys.setprofile(count)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+    assert most < MANY // 2
+
+
+def header(names: int) -> dict[str, Any]:
+    return {
+        f"t.{number}": {"dtype": "U8", "shape": [1], "data_offsets": [number, number + 1]} for number in range(names)
+    }
+
+
+def write_safetensors(path: Path, names: int = MANY) -> None:
+    raw = json.dumps(header(names)).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(names))
+
+
+def one_file(path: Path) -> None:
+    path.mkdir()
+    write_safetensors(path / "model.safetensors")
+
+
+def indexed(path: Path) -> None:
+    one_file(path)
+    index = {"weight_map": dict.fromkeys(header(MANY), "model.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def of_torch(path: Path) -> None:
+    path.mkdir()
+    torch.save({f"t.{number}": number for number in range(MANY)}, path / "model.pt")
+
+
+def of_dcp(path: Path) -> None:
+    """Tensors without elements, so that no writer has to write as many items."""
+    described(path, item(STATE["w"]), item(STATE["v"]), more=MANY)
+
+
+def own(path: Path) -> None:
+    state = {f"v{number}": number for number in range(MANY)}
+    saving = threading.Thread(target=sidestream.blocking.save, args=(state, path))  # no loop runs there
+    saving.start()
+    saving.join()
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "safetensors": one_file, "index": indexed, "torch.save": of_torch, "stock DCP": of_dcp, "ours": own,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("large")
+
+    def made(kind: str) -> Path:
+        path = root / kind
+        if not path.exists():
+            KINDS[kind](path)
+        return path / "model.pt" if kind == "torch.save" else path
+
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_opening_and_reading_20_000_names(kind: str, large: Callable[[str], Path]) -> None:
+    checkpoint = await sidestream.open_checkpoint(large(kind))  # imports what it needs
+    with short_turns():
+        checkpoint = await sidestream.open_checkpoint(large(kind))
+    assert len(checkpoint) >= MANY
+    if kind != "stock DCP":
+        with short_turns():
+            state = await checkpoint.state_dict()
+        assert len(state) == MANY or len(state["t"]) == MANY
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"stock DCP"}))  # whose items are read one by one
+async def test_verifying_20_000_names(kind: str, large: Callable[[str], Path]) -> None:
+    await sidestream.verify(large(kind))
+    with short_turns():
+        report = await sidestream.verify(large(kind))
+    assert len(report.verified) + len(report.unverified) + len(report.damaged) >= MANY
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch.save", "ours"])
+async def test_converting_20_000_names(kind: str, large: Callable[[str], Path], tmp_path: Path) -> None:
+    await sidestream.convert(large(kind), tmp_path / "imports.pt", select="*1")
+    with short_turns():
+        report = await sidestream.convert(large(kind), tmp_path / "out.pt")
+    assert len(report.tensors) + len(report.values) == MANY
+
+
+def test_what_the_command_line_makes_of_20_000_names(large: Callable[[str], Path]) -> None:
+    from sidestream.cli.look import rows
+
+    with processor_budget(SECONDS):
+        assert len(rows(str(large("safetensors")), "*")) == MANY
+
+
+async def test_20_000_files_of_one_checkpoint(tmp_path: Path) -> None:
+    for number in range(1, MANY):
+        (tmp_path / f"m-{number:05d}-of-{MANY:05d}.safetensors").touch()
+    with pytest.raises(Corrupt):
+        await sidestream.open_checkpoint(tmp_path)
+    with short_turns(), pytest.raises(Corrupt, match=f"-{MANY:05d}-of-{MANY:05d}.safetensors is not there"):
+        await sidestream.open_checkpoint(tmp_path)
+    (tmp_path / f"m-{MANY:05d}-of-{MANY:05d}.safetensors").touch()
+    with short_turns(), pytest.raises(Corrupt, match="too few"):
+        await sidestream.open_checkpoint(tmp_path)
+    index = {"weight_map": {f"t{number}": f"n{number}" for number in range(MANY)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with short_turns(), pytest.raises(Corrupt, match="not in the directory"):
+        await sidestream.open_checkpoint(tmp_path)
+
+
+async def test_20_000_steps(tmp_path: Path) -> None:
+    for number in range(MANY):
+        (tmp_path / f"step-{number}").mkdir()
+    store, deadline = locate_run(tmp_path, Where())[0], Deadline.after(600)
+    await named_steps(store, deadline)
+    with short_turns():
+        assert len(await named_steps(store, deadline)) == MANY
+        assert await next_generation(store, 7, deadline) == 2
+
+
+async def test_steps_that_hold_nothing(tmp_path: Path) -> None:
+    """Every directory is opened here, so there are fewer. None of them makes the run be listed once more."""
+    for number in range(MANY // 20):
+        (tmp_path / f"step-{number}").mkdir()
+    store, deadline = locate_run(tmp_path, Where())[0], Deadline.after(600)
+    with short_turns():
+        assert await list_steps(store, deadline) == await list_generations(store, {}, deadline) == []
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        with short_turns():
+            assert await checkpoints.restore({"w": torch.zeros(1)}) is None
+
+
+async def test_20_000_ranks(tmp_path: Path) -> None:
+    part = part_attribute(PartMarker("save", 0, MANY + 1, "0" * 16, 10, 0))
+    run = tmp_path / "run" / "step-1"
+    run.mkdir(parents=True)
+    for rank in range(MANY):
+        (run / f"__{rank}.metadata").touch()
+    (run / "__0.metadata").write_bytes(b"\x80\x04" + part)
+    async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
+        await checkpoints.steps()
+        with short_turns():
+            assert await checkpoints.steps() == []
+    names = [one.name for one in run.iterdir()]
+    with short_turns():
+        assert len(await io_threads().run(rank_files, names)) == MANY
+
+
+def test_20_000_ranks_of_as_many_saves() -> None:
+    markers = {rank: PartMarker(f"save {rank}", rank, MANY, "0" * 16, 1, 0) for rank in range(MANY)}
+    with processor_budget(SECONDS), pytest.raises(Incomplete) as raised:
+        whole(markers)
+    assert len(raised.value.others) == MANY - 1
+    assert len(str(raised.value)) < 10_000
+
+
+def test_the_missing_ranks_of_ten_million() -> None:
+    with processor_budget(5), pytest.raises(Incomplete) as raised:
+        whole({0: PartMarker("save", 0, 10_000_000, "0" * 16, 1, 0)})
+    assert raised.value.missing == tuple(range(1, (1 << 16) + 1))
+    assert "and 9999979 more" in str(raised.value)
+    assert missing_ranks({1, 2}, 5) == [0, 3, 4]
+
+
+async def test_work_in_a_thread_ends_at_its_deadline() -> None:
+    """The thread itself, not only the wait for it."""
+    ended = threading.Event()
+
+    def endless() -> None:
+        try:
+            for _ in politely(itertools.count()):
+                pass
+        finally:
+            ended.set()
+
+    with pytest.raises(DeadlineExceeded, match="endless"):
+        await io_threads().run(endless, deadline=Deadline.after(0.2))
+    assert ended.wait(60)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+_LIMITED = """
+import asyncio, json, re, resource, sys
+from pathlib import Path
+import numpy, torch, zstandard, sidestream
+from sidestream.errors import SidestreamError
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+async def ends(call):
+    try:
+        await call
+    except SidestreamError as error:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        return f"FOREIGN {type(error).__name__}: {error}"
+    return "returned"
+
+async def everything(url):
+    return await (await sidestream.open_checkpoint(url)).state_dict()
+
+async def main(sound, url, limit_mib):
+    await everything(sound)  # imports, threads
+    if limit_mib:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used + (limit_mib << 20),) * 2)
+    calls = {"state_dict": everything(url), "verify": sidestream.verify(url)}
+    calls["load"] = sidestream.load({"w": torch.zeros(4)}, url, strict={"partial"})
+    calls["convert"] = sidestream.convert(url, str(url) + ".out")
+    found = {}
+    for name, call in calls.items():
+        before = peak()
+        found[name] = await ends(call)
+        found[name + " MiB"] = peak() - before
+    print(json.dumps(found))
+
+asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+"""
+
+
+def in_a_process(sound: Path, url: Path, limit_mib: int = 0) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(sound), str(url), str(limit_mib)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def many_values(path: Path, count: int, content: bytes, transforms: list[str] | None = None) -> None:
+    """Stock DCP's, with as many values of the same bytes, one after the other."""
+    path.mkdir()
+    (path / "__0_0.distcp").write_bytes(content * count)
+    names = [f"v{number}" for number in range(count)]
+    metadata = Metadata(
+        {name: BytesStorageMetadata() for name in names},
+        {name: (name,) for name in names},
+        {
+            MetadataIndex(name): _StorageInfo(
+                "__0_0.distcp", number * len(content), len(content), transform_descriptors=transforms
+            )
+            for number, name in enumerate(names)
+        },
+    )
+    (path / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+
+
+def expanding() -> bytes:
+    """A value of 62,000 parts in a few hundred bytes."""
+    shared = b"](" + b"](" + b"]" * 250 + b"e" + b"q\x00" + b"h\x00" * 249 + b"e"
+    return with_records(item(1), lambda name, raw: b"\x80\x02" + shared + b"." if name.endswith("data.pkl") else raw)
+
+
+def zeros(nbytes: int) -> bytes:
+    import zstandard
+
+    packed: bytes = zstandard.ZstdCompressor().compress(item(torch.zeros(nbytes, dtype=torch.uint8)))
+    return packed
+
+
+def packed_tensors(path: Path, count: int, nbytes: int) -> None:
+    content = zeros(nbytes)
+    path.mkdir()
+    (path / "__0_0.distcp").write_bytes(content * count)
+    names = [f"t{number}" for number in range(count)]
+    size = torch.Size([nbytes])
+    chunk = ChunkStorageMetadata(torch.Size([0]), size)
+    metadata = Metadata(
+        {name: TensorStorageMetadata(TensorProperties(torch.uint8), size, [chunk]) for name in names},
+        {name: (name,) for name in names},
+        {
+            MetadataIndex(name, torch.Size([0]), 0): _StorageInfo(
+                "__0_0.distcp", at * len(content), len(content), transform_descriptors=["stream.zstd/1"]
+            )
+            for at, name in enumerate(names)
+        },
+    )
+    (path / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+
+
+def holed(path: Path, file: str, nbytes: int) -> None:
+    os.truncate(path / file, nbytes)
+    with (path / file).open("r+b") as stream:
+        stream.seek(nbytes - 1)
+        stream.write(b".")
+
+
+def test_values_that_expand_share_one_budget(tmp_path: Path) -> None:
+    stock(tmp_path / "sound")
+    many_values(tmp_path / "c", 1500, expanding())
+    told = in_a_process(tmp_path / "sound", tmp_path / "c")
+    assert "far more parts" in told["state_dict"]
+    assert "far more parts" in told["convert"]
+    assert max(told["state_dict MiB"], told["convert MiB"], told["verify MiB"]) < 200
+
+
+def test_compressed_values_share_one_budget(tmp_path: Path) -> None:
+    stock(tmp_path / "sound")
+    many_values(tmp_path / "c", 400, zeros(60 << 20), ["stream.zstd/1"])
+    told = in_a_process(tmp_path / "sound", tmp_path / "c")
+    assert "expands to more" in told["state_dict"]
+    assert "expands to more" in told["convert"]
+    assert told["verify"] == "returned"  # and tells damage
+    assert max(told["state_dict MiB"], told["convert MiB"], told["verify MiB"]) < 600
+
+
+async def test_compressed_tensors_of_a_checkpoint_have_one_ratio(tmp_path: Path) -> None:
+    packed_tensors(tmp_path / "c", 20, 64 << 20)
+    with pytest.raises(UnsupportedCheckpoint, match="stand for 1342177280 bytes"):
+        await sidestream.open_checkpoint(tmp_path / "c")
+    packed_tensors(tmp_path / "few", 2, 1 << 20)  # zeros, as an optimizer has them at first
+    state = await (await sidestream.open_checkpoint(tmp_path / "few")).state_dict()
+    assert not any(tensor.any() for tensor in state.values())
+
+
+@pytest.mark.parametrize("nbytes", [900 << 20, 3 << 29, 1 << 32, 1 << 40])
+def test_sparse_metadata_is_not_read(nbytes: int, tmp_path: Path) -> None:
+    stock(tmp_path / "c")
+    stock(tmp_path / "sound")
+    holed(tmp_path / "c", ".metadata", nbytes)
+    told = in_a_process(tmp_path / "sound", tmp_path / "c")
+    assert told["state_dict"].startswith("Corrupt")
+    assert told["load"].startswith("Corrupt")
+    assert told["state_dict MiB"] < 100
+
+
+def test_sparse_indexes_are_not_read(tmp_path: Path) -> None:
+    stock(tmp_path / "sound")
+    one_file(tmp_path / "c")
+    (tmp_path / "c" / "model.safetensors.index.json").touch()
+    for nbytes in (90_000_000, 1 << 32):
+        holed(tmp_path / "c", "model.safetensors.index.json", nbytes)
+        told = in_a_process(tmp_path / "sound", tmp_path / "c")
+        assert told["state_dict"].startswith("Corrupt")
+        assert told["state_dict MiB"] < 100
+
+
+def test_views_of_one_storage_take_its_memory_once(tmp_path: Path) -> None:
+    stock(tmp_path / "sound")
+    base = torch.arange(1 << 20, dtype=torch.float32)
+    torch.save({f"k{number}": base[number:] for number in range(300)}, tmp_path / "v.pt")
+    told = in_a_process(tmp_path / "sound", tmp_path / "v.pt")
+    assert told["state_dict"] == "returned"
+    assert told["state_dict MiB"] < 100
+    assert "views of the same storages" in told["convert"]
+
+
+async def test_views_are_what_was_saved(tmp_path: Path) -> None:
+    base = torch.arange(120, dtype=torch.float32)
+    state = {
+        "whole": base, "rows": base.view(10, 12), "turned": base.view(10, 12).t(), "tail": base[100:],
+        "bits": base.view(torch.int32)[3:7], "again": base[100:], "none": base[:0], "alone": torch.ones(7)[2:],
+    }  # fmt: skip
+    torch.save(state, tmp_path / "v.pt")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "v.pt")
+    found = await checkpoint.state_dict()
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+    found["whole"][110] = -1.0
+    assert found["tail"][10] == found["again"][10] == found["rows"][9, 2] == found["turned"][2, 9] == -1.0
+    mapped = await checkpoint.state_dict(memory="mapped")
+    assert all(torch.equal(mapped[name], tensor) for name, tensor in state.items())
+
+
+def test_memory_that_is_refused_is_a_typed_error(tmp_path: Path) -> None:
+    """With less room in the address space than a sound checkpoint takes."""
+    stock(tmp_path / "sound")
+    stock(tmp_path / "stock", {"w": torch.zeros(100 << 20)})
+    sidestream.blocking.save({"w": torch.zeros(100 << 20)}, tmp_path / "own")
+    for kind in ("stock", "own"):
+        told = in_a_process(tmp_path / "sound", tmp_path / kind, limit_mib=300)
+        assert told["state_dict"].startswith("OutOfMemory"), (kind, told)
+        assert not [end for end in told.values() if "FOREIGN" in str(end)], (kind, told)
+    assert issubclass(OutOfMemory, MemoryError)
+    assert issubclass(OutOfMemory, errors.SidestreamError)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_path_of_stock_dcp_makes_its_fqn(tmp_path: Path) -> None:
+    weight, value = item(STATE["w"]), item(STATE["v"])
+    for number, path in enumerate([("u",), ("v", "x"), ("v", 0), ("", "v")]):
+        described(tmp_path / str(number), weight, value, value_path=path)
+        with pytest.raises(Corrupt, match="planner_data of 'v' has another path") as raised:
+            await sidestream.open_checkpoint(tmp_path / str(number))
+        assert raised.value.fqn == "v"
+
+
+@pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*")
+async def test_every_path_that_stock_dcp_makes_is_read(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    state = {
+        "a.b": {"c.d": one, "": one}, 7: {1: one, -3: one, 2.5: one, None: one}, "l": [one, [one, {"x": 1}]],
+        "t": (1, 2), "..": one, "e": {"f": {"g": "."}}, "é": {"\ud800": one},
+    }  # fmt: skip
+    stock(tmp_path / "c", state)
+    found = await (await sidestream.open_checkpoint(tmp_path / "c")).state_dict()
+    assert found["a.b"]["c.d"].tolist() == [1.0]
+    assert found["l"][1][1]["x"] == 1
+    assert found["7"]["None"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    "name", ["step-007", "step-\u0667", "step-7.g\u0662", "step-7.g01", "step-7.g1", "step-+7", "step- 7", "step-1_0"]
+)
+async def test_a_step_has_one_name(name: str, tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await (await checkpoints.save({"w": torch.ones(2)}, step=7))
+        os.rename(tmp_path / "step-7", tmp_path / name)
+        assert await checkpoints.steps() == []
+        assert await checkpoints.restore({"w": torch.zeros(2)}) is None
+
+
+async def test_a_rank_has_one_name(tmp_path: Path) -> None:
+    for name in ("__00.metadata", "__\u0660.metadata", "__-0.metadata"):
+        (tmp_path / name).touch()
+        with pytest.raises(errors.CheckpointNotFound):
+            await sidestream.open_checkpoint(tmp_path)
