@@ -227,8 +227,8 @@ async def test_targets_that_exist(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "full")
-    for name in ("full", "file", "link"):
-        with pytest.raises(errors.Conflict, match="is not empty"):
+    for name, says in (("full", "is not empty"), ("file", "exists already, and is a file"), ("link", "is not empty")):
+        with pytest.raises(errors.Conflict, match=says):
             await sidestream.save(STATE, tmp_path / name)
     with pytest.raises(FileExistsError):
         await sidestream.save(STATE, tmp_path / "full")
