@@ -1,0 +1,95 @@
+"""A program that saves and loads while it is interrupted hundreds of times: see ``test_row_interrupts.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from _look import attempts_in
+from _seeded import blank_state, make_state, same
+
+import sidestream
+
+PATIENCE_S = 30.0
+
+
+def once(way: str, run: Path, number: int) -> None:
+    """One save and one load."""
+    state = blank_state()
+    if way == "blocking":
+        sidestream.blocking.save(make_state(number), run / f"save-{number}", durability="flush")
+        sidestream.blocking.load(state, run / f"save-{number}")
+    elif way == "blocking, by a process":
+        sidestream.blocking.save(make_state(number), run / f"save-{number}", durability="flush", saver="process")
+        sidestream.blocking.load(state, run / f"save-{number}")
+    else:
+        asyncio.run(both(run, number, state))
+    assert same(state, make_state(number))
+
+
+async def both(run: Path, number: int, state: dict[str, Any]) -> None:
+    async with sidestream.Checkpointer(run, durability="flush") as checkpoints:
+        await (await checkpoints.save(make_state(number), step=number))
+        await checkpoints.restore(state, number)
+
+
+def ours() -> list[str]:
+    kept = ("sidestream-io", "sidestream-storage", "sidestream-saver", "sidestream-exit")
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("sidestream") and name not in kept]
+
+
+def interrupt(_: int, frame: FrameType | None) -> None:
+    """Ctrl-C, where it finds the library at work; the program around it is none of this row's business."""
+    while frame is not None:
+        if frame.f_code is once.__code__:
+            raise KeyboardInterrupt
+        frame = frame.f_back
+
+
+def go_on(way: str, run: Path, stop: Path, told: dict[str, Any]) -> None:
+    """Until ``stop`` is there, whatever is interrupted."""
+    while not stop.exists():
+        try:
+            told["last"] += 1
+            once(way, run, told["last"])
+            told["done"] += 1
+        except KeyboardInterrupt:
+            told["interrupted"] += 1
+        except BaseException as error:
+            told["wrong"].append(f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    way, run, stop = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    told: dict[str, Any] = {"interrupted": 0, "done": 0, "wrong": [], "last": 1}
+    once(way, run, 1)
+    if way != "asyncio.run":  # which has a handler of its own, if that is the default one
+        signal.signal(signal.SIGINT, interrupt)
+    print("ready", flush=True)
+    while not stop.exists():
+        try:
+            go_on(way, run, stop, told)
+        except KeyboardInterrupt:  # one that found the handler of the one before
+            continue
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    told["last"] += 1
+    once(way, run, told["last"])
+    end = time.monotonic() + PATIENCE_S
+    while (attempts_in(run) or ours()) and time.monotonic() < end:
+        time.sleep(0.01)
+    told["left"] = attempts_in(run) + ours()
+    print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()
