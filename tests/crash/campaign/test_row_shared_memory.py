@@ -1,0 +1,47 @@
+"""A full ``/dev/shm``: memory that is shared with the saver process is not taken from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from _judge import Oracle
+from _rows import HERE, SOURCE, Row, Size, cannot
+
+SHORT, LONG = 1, 40
+FULL = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && (yes > /dev/shm/full 2>/dev/null || true) && exec "$@"'
+
+
+@pytest.mark.parametrize("saver", ["thread", "process", "auto"])
+def test_a_full_dev_shm(saver: str, tmp_path: Path, judge: Oracle, row: Callable[..., Row], size: Size) -> None:
+    """In a mount namespace of its own, so that nobody else's is full."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        cannot("mounting needs root, and unshare(1)")
+    counts = row("full /dev/shm", saver)
+    total = size.of(SHORT, LONG)
+    for number in range(total):
+        run = tmp_path / str(number)
+        program = [sys.executable, str(HERE / "_full_shm.py"), str(run), saver]
+        ended = subprocess.run(
+            ["unshare", "--mount", "--propagation", "private", "sh", "-c", FULL, "sh", *program],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"},
+        )
+        if "unshare failed" in ended.stderr or "mount:" in ended.stderr:
+            cannot(f"this machine allows no mounts: {ended.stderr}")
+        told = json.loads(ended.stdout) if ended.stdout else {"wrong": [f"exit {ended.returncode}: {ended.stderr}"]}
+        found = judge.look(run)
+        wrong = [*told["wrong"], *found.violations]
+        wrong += [] if told.get("free_bytes", 1) == 0 else [f"it was not full: {told}"]
+        wrong += [] if found.steps == {1: 1, 2: 2} else [f"found {found.steps}, refused {told.get('refused')}"]
+        counts.trial(number, wrong)
+    counts.end(at_least=total)
