@@ -306,7 +306,10 @@ class AsyncStager:
 
     async def _shut_down_off_loop(self) -> None:
         """Unmapping gigabytes takes its time; the pool for storage may be full of threads that hang."""
-        await Threads("sidestream-close", 1).run(self._shut_down)
+        threads = Threads("sidestream-close", 1)
+        done = threads.submit(self._shut_down)
+        threads.close()  # now, as an interrupt may keep this from going on
+        await threads.wait(done, "shut_down")
 
     def _shut_down(self) -> None:
         for staging in self._in_flight():
