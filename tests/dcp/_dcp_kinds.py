@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 from collections.abc import Callable
@@ -11,12 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from sidestream.dcp import StorageReader, StorageWriter
+
+TELLS_WHY = "metadata read failed" in inspect.getsource(state_dict_loader)
+"""Whether DCP's load says what its reader said of the metadata. Torch 2.11 keeps that to itself."""
+
+try:  # public since torch 2.15, which warns of the other name
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+except ImportError:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from _dcp_kinds import (
     FSSPEC,
     KINDS,
     OURS,
+    TELLS_WHY,
     ExtraDataLoadPlanner,
     ExtraDataPlanner,
     FailingPlanner,
@@ -136,6 +137,8 @@ def test_tensors_beyond_a_window_and_a_group(kind: Kind, tmp_path: Path, monkeyp
 @every_kind
 def test_returned_metadata_is_what_was_written(kind: Kind, tmp_path: Path) -> None:
     written = kind.save(nested_state(), tmp_path / "c")
+    if not kind.ours and written.storage_data is None:
+        pytest.skip("stock DCP of this torch returns the metadata without the places")
     read = kind.reader(str(tmp_path / "c")).read_metadata()
     assert written.state_dict_metadata.keys() == read.state_dict_metadata.keys()
     assert written.planner_data == read.planner_data
@@ -458,7 +461,7 @@ def test_an_altered_byte(writer: Kind, kind: Kind, tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_is_told_in_dcps_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match="no committed checkpoint"):
+    with pytest.raises(CheckpointException, match="no committed checkpoint" if TELLS_WHY else "metadata is None"):
         OURS.load({"n": 1}, tmp_path / "none")
 
 
@@ -466,7 +469,7 @@ def test_a_file_that_went_missing(tmp_path: Path) -> None:
     OURS.save({"w": torch.ones(8)}, tmp_path / "c")
     (shard,) = (tmp_path / "c").glob("*.distcp")
     shard.unlink()
-    with pytest.raises(CheckpointException, match=r"__0_0\.distcp"):
+    with pytest.raises(CheckpointException, match=r"__0_0\.distcp" if TELLS_WHY else "metadata is None"):
         OURS.load({"w": torch.zeros(8)}, tmp_path / "c")
 
 
@@ -559,7 +562,8 @@ async def test_zstd(kind: Kind, tmp_path: Path) -> None:
     state = {"w": torch.zeros(1 << 18), "v": torch.randn(300)[::3], "n": {"a": 1}, "s": torch.tensor(3)}
     option = "extensions" if kind.ours else "_extensions"
     written = kind.save(state, tmp_path / "c", **{option: [ZStandard()]})
-    assert all(place.transform_descriptors == ["stream.zstd/1"] for place in written.storage_data.values())
+    places = written.storage_data if kind.ours else written.storage_data or {}  # stock of torch 2.11 returns none
+    assert all(place.transform_descriptors == ["stream.zstd/1"] for place in places.values())
     assert sum(path.stat().st_size for path in (tmp_path / "c").iterdir()) < 1 << 18
     for reader in (OURS, FILE):
         assert_same(state, reader.load(blank(state), tmp_path / "c"))

@@ -319,7 +319,8 @@ def test_the_ids_of_a_save_and_a_load(kind: Any, tmp_path: Path) -> None:
     before = writer.storage_meta()
     assert (str(before.checkpoint_id), before.save_id) == (str(tmp_path / "c"), writer.save_id)
     written = dcp.save({"n": 1}, storage_writer=writer, no_dist=True)
-    assert written.storage_meta.save_id == writer.save_id
+    if kind.ours or written.storage_meta is not None:  # stock of torch 2.11 returns none
+        assert written.storage_meta.save_id == writer.save_id
     metadata = reader.read_metadata()
     assert metadata.storage_meta.save_id == writer.save_id
     assert metadata.storage_meta.load_id == reader.load_id

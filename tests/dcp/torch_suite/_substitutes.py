@@ -47,8 +47,8 @@ def put_in_place(what: str) -> None:
     """``what``: ``storage`` or ``verbs``."""
     if what not in ("storage", "verbs"):
         raise ValueError(f"SIDESTREAM_TORCH_SUITE={what!r} has to be 'storage' or 'verbs'")
-    from torch.distributed.checkpoint import _fsspec_filesystem, hf_storage  # noqa: F401  # they derive from DCP's own
-
+    for deriving in ("_fsspec_filesystem", "hf_storage"):  # from DCP's own
+        importlib.import_module(f"torch.distributed.checkpoint.{deriving}")
     storage = {"FileSystemWriter": FileSystemWriter, "FileSystemReader": FileSystemReader}
     _replace(("", "filesystem", "_storage_utils"), storage)
     stagers = {"BlockingAsyncStager": sidestream.BlockingAsyncStager, "DefaultStager": DefaultStager}
