@@ -12,7 +12,8 @@ import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_dcp.md").read_text(encoding="utf-8")
 MODULES = ("", "format_utils", "hf_storage", "quantized_hf_storage", "state_dict", "stateful")
-NOT_OURS_TO_MAP = {"StatefulT", "CheckpointableTensor"}  # a type variable; what this torch has not got
+LATER = {"CheckpointableTensor", "FsspecReader", "FsspecWriter"}  # not in the torch that the page is written for
+NOT_OURS_TO_MAP = {"StatefulT"} | LATER  # a type variable
 BESIDE = {  # public as well, though no __all__ and no __init__ says so
     "AsyncCheckpointerType.PROCESS", "AsyncCheckpointerType.THREAD", "AsyncSaveResponse", "AsyncStager",
     "BlockingAsyncStager", "DefaultStager", "StagingOptions", "WriteResult", "logger", "logging_handlers",
@@ -46,6 +47,10 @@ def examples() -> dict[str, str]:
 
 def test_every_public_name_has_a_row() -> None:
     assert sorted(({*public_names()} | BESIDE) - set(rows())) == []
+
+
+def test_names_of_later_releases_are_explained() -> None:
+    assert sorted(name for name in LATER if f"`{name}`" not in PAGE) == []
 
 
 def test_no_row_is_of_a_name_that_is_not_there() -> None:
