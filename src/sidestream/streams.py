@@ -44,8 +44,9 @@ class Streams:
 
 
 async def streams_of(devices: Collection[torch.device], deadline: Deadline) -> Streams:
-    """Those that are current here; of a blocking call, in the thread that made it. Raises ``CapturingGraph`` if one records a graph, ``InvalidOption`` for a device
-    that is not on this machine, ``UnsupportedTensor`` for one that has no streams."""
+    """Those that are current here; of a blocking call, in the thread that made it. Raises ``CapturingGraph`` if one
+    records a graph, ``InvalidOption`` for a device that is not on this machine, ``UnsupportedTensor`` for one that
+    has no streams."""
     devices = [device for device in devices if device.type != "cpu"]
     if not devices:
         return Streams()

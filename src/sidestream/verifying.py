@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ._abandoned import noted
 from ._calling import call
+from ._printable import printable_lines
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from .apart import read_part
@@ -420,7 +421,7 @@ def _runs(pieces: list[Piece]) -> list[list[Piece]]:
 
 
 def _damage(error: SidestreamError) -> Damage:
-    message = str(error.args[0])
+    message = printable_lines(str(error.args[0]))
     if isinstance(error, Corrupt):
         return Damage(message, error.file, error.fqn, error.offset)
     return Damage(message)

@@ -143,8 +143,8 @@ def test_advice_in_brackets_is_shown() -> None:
     assert "pip install 'sidestream[cloud]'" in done.stdout
 
 
-async def test_no_line_of_a_log_is_forged(places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A damaged step is passed over with a warning, which names the tensors of it."""
+async def test_no_line_of_a_log_is_forged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged step is passed over with a warning that names a tensor. Notes and reports name it, too."""
     fqn = "line\nERROR forged\x1b[31m"
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2):
@@ -154,6 +154,11 @@ async def test_no_line_of_a_log_is_forged(places: Path, tmp_path: Path, caplog: 
     with caplog.at_level(logging.DEBUG, "sidestream"):
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
             assert await checkpoints.restore({fqn: torch.zeros(500)}, fallback="older") == 1
+        with pytest.raises(sidestream.errors.Corrupt) as caught:
+            await sidestream.load({fqn: torch.zeros(500)}, tmp_path / "step-2")
+    assert r"already: line\nERROR forged\x1b[31m" in caught.value.__notes__[0]
+    report = await sidestream.verify(tmp_path / "step-2")
+    assert r"line\nERROR forged\x1b[31m: its bytes" in report.damaged[0].message
     lines = [record.getMessage() for record in caplog.records]
     assert any(r"line\nERROR forged\x1b[31m" in line for line in lines)
     assert all(line.isprintable() for line in lines)

@@ -311,7 +311,7 @@ def usage() -> dict[str, int]:
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),
         "fds": len(os.listdir("/proc/self/fd")),
         # the pool of the process grows to its size when several hops happen to meet
-        "threads": sum(one.name != "sidestream-io" for one in threading.enumerate()),
+        "threads": sum(one.name not in ("sidestream-io", "sidestream-watch") for one in threading.enumerate()),
     }
 
 
