@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from test_cli import COMMAND, ENVIRONMENT
 
 import sidestream
@@ -190,3 +191,19 @@ def test_messages(raw: str, shown: str) -> None:
         assert str(kind(raw)) == shown
         assert str(kind(shown)) == shown
         assert kind(raw).args == (raw,)
+
+
+def test_an_error_that_nobody_expected_is_escaped_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """With its traceback, and with the exit code of an error."""
+    from sidestream.cli.frame import verb
+
+    @verb
+    def broken() -> int:
+        raise ValueError("\x1b[31mred\nforged")
+
+    with pytest.raises(typer.Exit) as caught:
+        broken()
+    assert caught.value.exit_code == 2
+    *traceback, message = capsys.readouterr().err.splitlines()
+    assert message == r"ValueError: \x1b[31mred\nforged"
+    assert "in broken" in " ".join(traceback)
