@@ -34,6 +34,7 @@ class Stream:
     def __init__(self, name: str) -> None:
         self.name = name
         self.queue: deque[Event | Callable[[], None]] = deque()
+        self.capturing = False
 
     def ready(self) -> bool:
         """Whether its next operation may run now."""
@@ -46,6 +47,13 @@ class FakeDriver:
     def __init__(self, seed: int = 0) -> None:
         self.capture = False
         self.registered: dict[int, int] = {}
+        self.registered_on: dict[int, Hashable] = {}
+        self.unregistered_in: set[str] = set()
+        """Names of the threads that have unregistered memory."""
+        self.may_unregister = threading.Event()
+        self.may_unregister.set()
+        self.refuse: Exception | None = None
+        """Raised by ``unregister``."""
         self.free: int | None = None
         self.gaps = 0
         self.copies: list[int] = []
@@ -129,8 +137,8 @@ class FakeDriver:
     def device_of(self, tensor: torch.Tensor) -> Hashable | None:
         return self._devices.get(storage_key(tensor)) if tensor.layout is torch.strided else None
 
-    def capturing(self) -> bool:
-        return self.capture
+    def capturing(self, stream: Stream) -> bool:
+        return self.capture or stream.capturing
 
     def enter(self, device: Hashable) -> None:
         self._local.device = device
@@ -200,11 +208,17 @@ class FakeDriver:
     def free_bytes(self, device: Hashable) -> int | None:
         return self.free
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, device: Hashable, address: int, nbytes: int) -> None:
         assert nbytes > 0
         self.registered[address] = nbytes
+        self.registered_on[address] = device
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, device: Hashable, address: int) -> None:
+        assert self.registered_on[address] == device
+        self.unregistered_in.add(threading.current_thread().name)
+        assert self.may_unregister.wait(60), "a test keeps the device from answering"
+        if self.refuse is not None:
+            raise self.refuse
         del self.registered[address]
 
     # --- inside ---

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,18 @@ from ._abandoned import hop, put_back, take_abandoned
 from ._turns import awaited, no_more_turns, rest, slice_s
 from .errors import Closed, DeadlineExceeded, ForkedProcess, out_of_memory
 
-__all__ = ["Deadline", "Stop", "Threads", "in_background", "io_threads", "let_go", "look_for_abandoned", "politely"]
+__all__ = [
+    "Deadline",
+    "Stop",
+    "Threads",
+    "TorchThreads",
+    "in_background",
+    "interpreter_ends",
+    "io_threads",
+    "let_go",
+    "look_for_abandoned",
+    "politely",
+]
 
 with suppress(ImportError):
     import_module("anyio._backends._asyncio")  # or the first cancel scope imports it, for 100 ms, on the running loop
@@ -41,6 +53,9 @@ Ts = TypeVarTuple("Ts")
 
 _GRACE_S = 5.0
 """How long past the deadline a thread that was told to stop is waited for before it is left to its system call."""
+
+_LEAVING_S = 4.0
+"""How long the end of the interpreter waits for work that calls torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +87,15 @@ class Stop:
     A thread that sleeps on something else (a condition, a queue) does so under ``waking``.
     """
 
-    __slots__ = ("_event", "_lock", "_wakers")
+    __slots__ = ("__weakref__", "_event", "_lock", "_wakers")
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
+        _stops.add(self)
+        if _ending:
+            self._event.set()
 
     @contextmanager
     def waking(self, waker: Callable[[], None]) -> Iterator[None]:
@@ -255,6 +273,24 @@ def _within(name: str, deadline: Deadline | None, fn: Callable[[*Ts], T], *args:
         _work.name, _work.deadline = before
 
 
+class TorchThreads(Threads):
+    """Threads whose work calls torch: it ends before the interpreter does.
+
+    Up to Python 3.13 a daemon thread that comes back from a call while the interpreter ends is ended by
+    ``pthread_exit``. Its unwinding meets C++ frames of torch that must not throw, and the process aborts (PyTorch
+    #38228). So when the interpreter is about to end, after the last thread that is no daemon, all work is told to stop
+    and waited for, 4 s at most. Work that blocks for longer than that, in a device that does not answer, must do so in
+    a call without C++ frames around it.
+    """
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """As in ``Threads``."""
+        future = super().submit(fn, *args, **kwargs)
+        _calling_torch.add(future)
+        future.add_done_callback(_calling_torch.discard)
+        return future
+
+
 def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
     """Iterate in a worker thread, and really let go of the GIL after each slice of time (``slice_s()``).
 
@@ -338,6 +374,36 @@ def _release_at_exit() -> None:
 
 atexit.register(_release_at_exit)
 
+
+_stops: weakref.WeakSet[Stop] = weakref.WeakSet()
+_calling_torch: set[Future[Any]] = set()
+_ending = False
+
+
+def interpreter_ends() -> bool:
+    """Whether the interpreter is about to end: nothing that calls torch is begun any more."""
+    return _ending
+
+
+@atexit.register
+def _leave_torch() -> None:
+    global _ending
+    _ending = True
+    for stop in _all_stops():
+        stop.set()
+    end = time.monotonic() + _LEAVING_S
+    while (left := list(_calling_torch)) and time.monotonic() < end:
+        wait_for(left, end - time.monotonic())
+
+
+def _all_stops() -> list[Stop]:
+    while True:
+        try:
+            return list(_stops)
+        except RuntimeError:  # another thread has made one meanwhile
+            continue
+
+
 _shared: Threads | None = None
 _shared_lock = threading.Lock()
 
@@ -347,13 +413,15 @@ def io_threads() -> Threads:
     global _shared
     with _shared_lock:
         if _shared is None:
-            _shared = Threads("sidestream-io", min(32, (os.cpu_count() or 1) + 8))
+            _shared = TorchThreads("sidestream-io", min(32, (os.cpu_count() or 1) + 8))
         return _shared
 
 
 def _forget_after_fork() -> None:
-    global _shared, _shared_lock
+    global _shared, _shared_lock, _stops
     _shared, _shared_lock = None, threading.Lock()
+    _stops = weakref.WeakSet()  # those of the parent may be locked, and their threads are not here
+    _calling_torch.clear()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

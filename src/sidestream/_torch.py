@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -17,8 +18,10 @@ __all__ = [
     "TransformedStreams",
     "attributes_of",
     "check_tensor",
+    "cuda_library",
     "dtype_from_name",
     "dtype_name",
+    "empty_kernel",
     "extent_bytes",
     "group_store",
     "has_shards",
@@ -46,6 +49,24 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+def cuda_library() -> ctypes.CDLL | None:
+    """The functions of the CUDA runtime that torch is linked with, which let go of the GIL; None if it is with none."""
+    library = ctypes.CDLL(torch._C.__file__)  # a name is looked up in what a library depends on, too
+    try:
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+        library.cudaHostRegister.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        library.cudaHostUnregister.argtypes = (ctypes.c_void_p,)
+        library.cudaEventSynchronize.argtypes = (ctypes.c_void_p,)
+    except AttributeError:
+        return None
+    return library
+
+
+def empty_kernel() -> None:
+    """Launch a kernel on CUDA's current stream that does nothing and needs no memory."""
+    torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
 
 
 _NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

@@ -165,11 +165,18 @@ class Skipped(SidestreamError, RuntimeError):
 
 
 class CapturingGraph(SidestreamError, RuntimeError):
-    """Staging, or a load to a device, was asked for while the current stream records a graph. Nothing was enqueued."""
+    """Staging, or a load to a device, was asked for while a stream that it needs records a graph. Nothing was enqueued."""
 
 
 class DeviceFailed(SidestreamError, RuntimeError):
-    """An accelerator reported an error while its memory was staged. The sources may change; the copy is lost."""
+    """An accelerator reported an error, of this call or of earlier work. A stage is lost; its sources may change.
+
+    ``phase`` says at which call the error was found, which need not be its cause.
+    """
+
+    def __init__(self, message: str, *, phase: str | None = None):
+        super().__init__(message)
+        self.phase = phase
 
 
 class DeadlineExceeded(SidestreamError, TimeoutError):

@@ -401,7 +401,7 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
     elements = torch.frombuffer(buffer, dtype=dtype_from_name(entry.dtype), offset=into.skip)
     strides = into.strides or torch.empty(into.shape, device="meta").stride()
     source = elements.as_strided(into.shape, strides)[_slices(into.source)]
-    with torch.inference_mode(target.is_inference()), torch.no_grad(), streams.current():
+    with torch.inference_mode(target.is_inference()), torch.no_grad(), streams.current(one.fqn):
         target[_slices(Box(into.target, into.source.sizes))].copy_(source)
 
 

@@ -15,7 +15,8 @@ import torch
 
 from ._calling import call
 from ._threads import Deadline, io_threads
-from .errors import CapturingGraph, InvalidOption
+from .errors import CapturingGraph, DeviceFailed, InvalidOption
+from .staging.device import translated
 from .staging.driver import Driver, driver_for
 
 __all__ = ["Streams", "current_streams", "streams_of"]
@@ -28,9 +29,10 @@ class Streams:
     sides: Sequence[tuple[Driver, Hashable, Any]] = ()
 
     @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make them the current ones of the calling thread, and the last one's device its current device."""
-        with ExitStack() as stack:
+    def current(self, what: str = "") -> Iterator[None]:
+        """Make them the current ones of the calling thread, and the last one's device its current device. An error that
+        a device reports within becomes ``DeviceFailed``, which says ``what`` was being loaded."""
+        with _failing(what, self.sides), ExitStack() as stack:
             for driver, device, stream in self.sides:
                 driver.enter(device)
                 stack.enter_context(driver.using(stream))
@@ -38,9 +40,10 @@ class Streams:
 
     def finish(self) -> None:
         """Wait, in a worker thread, for what they were given so far: then every other stream may use it too."""
-        for driver, device, stream in self.sides:
-            driver.enter(device)
-            driver.synchronize(driver.record(stream))
+        with _failing("", self.sides):
+            for driver, device, stream in self.sides:
+                driver.enter(device)
+                driver.synchronize(driver.record(stream))
 
 
 async def streams_of(devices: Collection[torch.device], deadline: Deadline) -> Streams:
@@ -70,8 +73,21 @@ def _current(devices: Collection[torch.device]) -> Streams:
     sides: list[tuple[Driver, Hashable, Any]] = []
     for device in devices:
         driver = driver_for(device)
-        if driver.capturing():
-            raise CapturingGraph("the current stream records a graph: load before or after the capture")
-        stream = driver.current_stream(device)
+        with _failing("", [device]):
+            stream = driver.current_stream(device)
+            capturing = driver.capturing(stream)
+        if capturing:
+            raise CapturingGraph(f"the current stream of {device} records a graph: load before or after the capture")
         sides.append((driver, stream.device, stream))  # "cuda" is the caller's current device, not a thread's
     return Streams(sides)
+
+
+@contextmanager
+def _failing(what: str, sides: Sequence[object]) -> Iterator[None]:
+    """Errors of devices only: without any of those in ``sides``, and for the memory of a device, torch's own remain."""
+    try:
+        yield
+    except (torch.AcceleratorError, DeviceFailed) as error:
+        if not sides:
+            raise
+        raise translated(error, "while loading to a device", lambda: [what] if what else []) from error

@@ -22,7 +22,7 @@ from ._asking import Found, ask, in_order, key_order
 from ._threads import Deadline, Stop, Threads, in_background, io_threads
 from ._torch import Stateful
 from .catalog import attempt_name
-from .errors import Closed, InvalidOption, SidestreamError, Skipped
+from .errors import Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
 from .format.digest import digest_of
 from .format.records import Node
 from .format.shard import BlockSums, ShardLayout
@@ -159,21 +159,28 @@ class Writing:
 
     async def ended(self) -> tuple[Any, list[BlockSums]]:
         """Wait until all data is on storage: what ``lay_out`` made, and the checksums of each shard's blocks."""
-        with self._stop.waking(self._staging.release):
-            await self._threads.wait(self._done, "writing", stop=self._stop, deadline=self._order.deadline)
+        try:
+            with self._stop.waking(self._staging.release):
+                await self._threads.wait(self._done, "writing", stop=self._stop, deadline=self._order.deadline)
+        except asyncio.CancelledError:
+            self._stop.set()
+            raise
         return self._staging.laid.result(0), self._sums
 
     async def release(self) -> None:
         """Give all memory back; no copy reads a source or writes into memory any more when this returns.
 
-        A device that hangs is not waited for beyond the deadline: its copies keep their memory until they end.
+        A device that hangs is not waited for beyond the deadline, nor for more than 5 s if the save was told to stop:
+        its copies keep their memory until they end.
         """
         self._staging.release()
         copied = asyncio.wrap_future(self._staging.copied)
         copied.add_done_callback(lambda done: done.cancelled() or done.exception())  # told by other means
-        await asyncio.wait([copied], timeout=max(self._order.deadline.remaining_s(), _GRACE_S))
+        patience_s = _GRACE_S if self._stop.is_set() else max(self._order.deadline.remaining_s(), _GRACE_S)
+        await asyncio.wait([copied], timeout=patience_s)
         if self._own is not None:
-            await self._own.aclose()
+            with suppress(DeadlineExceeded):  # a device hangs; the save itself says how it ended
+                await self._own.aclose_by(Deadline.after(0.0 if not copied.done() else _GRACE_S))
 
     def progress(self) -> SaveProgress:
         """From any thread."""

@@ -6,7 +6,8 @@ out one ctypes array over its extent; every tensor and memoryview made from it k
 on the array returns the extent. What anything can still read is therefore never handed out again.
 
 Where there is an accelerator its driver registers each segment once, so that copies run by DMA: torch's own pinned
-allocator rounds sizes up to powers of two and costs several times as much per byte.
+allocator rounds sizes up to powers of two and costs several times as much per byte. A registered segment counts against
+the budget until it has been unregistered and unmapped (``registration``).
 """
 
 from __future__ import annotations
@@ -20,37 +21,31 @@ import queue
 import sys
 import threading
 import weakref
-from bisect import insort
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, Protocol
 
 from .._threads import Deadline, Stop
-from ..errors import ArenaExhausted, Closed
+from ..errors import ArenaExhausted, Closed, DeadlineExceeded
+from .registration import Fate, Pinner, Registration, give_back, register, settle
 
-__all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "Pinner", "SharedMemory"]
+__all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "SharedMemory", "whole_pages"]
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which no module names
 _POPULATED_BYTES = 16 << 20  # meanwhile nobody else in the process can map memory: some 6 ms
 _GROWTH_BYTES = 256 << 20  # touched in one go, before the first copy into it
+_UNREGISTERED_S = 5.0  # how long a lease that is not to wait waits for memory that is just being unregistered
 _numbers = itertools.count(1)
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
 
 Backing = Literal["private", "shared"]
 """``"private"``: a forked child keeps the bytes that it saw, whatever is staged later. ``"shared"``: a memfd, which
 another process can be handed; a forked child sees later stages in it."""
-
-
-class Pinner(Protocol):
-    """Makes host memory reachable for a device's copy engine."""
-
-    def register(self, address: int, nbytes: int) -> None: ...
-
-    def unregister(self, address: int) -> None: ...
 
 
 class SharedMemory(Protocol):
@@ -69,7 +64,8 @@ class SharedMemory(Protocol):
 class ArenaStatistics:
     """Bytes: ``budget_bytes`` may be reserved at most, ``reserved_bytes`` are mapped, ``leased_bytes`` are in use now,
     ``peak_leased_bytes`` were at some time, ``registered_bytes`` of the reserved ones are known to an accelerator.
-    ``waiters`` threads are waiting for memory."""
+    ``waiters`` threads are waiting for memory. ``kept_bytes`` of the reserved ones are no longer used, and stay mapped
+    because their accelerator did not unregister them."""
 
     budget_bytes: int
     reserved_bytes: int
@@ -78,23 +74,24 @@ class ArenaStatistics:
     peak_leased_bytes: int
     leases: int
     waiters: int
+    kept_bytes: int = 0
 
 
 class _Memory(mmap.mmap):
-    """A mapping that takes its registration back before it is unmapped, which is when the last reference has gone.
+    """A mapping whose registration is ended before it is unmapped, once the last reference is gone.
 
-    Not a finalizer on the mapping: ``mmap`` unmaps first and calls those afterwards.
+    Not a weak reference's callback: ``mmap`` unmaps first and calls those afterwards. ``__del__`` comes before, and may
+    hand the mapping on; Python calls it once.
     """
 
     descriptor: int | None = None
     number = 0
     """Of shared memory, among all that this process has ever had."""
-    _pin: tuple[Pinner, int, int] | None = None
+    _registration: Registration | None = None
 
-    def pin(self, pinner: Pinner) -> None:
+    def pin(self, pinner: Pinner, device: Hashable, ended: Callable[[Fate], None]) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        pinner.register(address, len(self))
-        self._pin = (pinner, address, os.getpid())
+        self._registration = register(pinner, device, address, len(self), ended)
         # A page that is registered and shared with a forked child could be given to the child at the parent's next
         # write, while the device goes on with the old one (older kernels): the child gets none of it.
         with suppress(OSError, AttributeError):
@@ -102,15 +99,14 @@ class _Memory(mmap.mmap):
 
     @property
     def pinned(self) -> bool:
-        return self._pin is not None
+        return self._registration is not None
 
     def __del__(self) -> None:
         if self.descriptor is not None:
             os.close(self.descriptor)
-        # At the end of the interpreter the driver may be gone, and a forked child has none.
-        if self._pin is not None and not sys.is_finalizing() and self._pin[2] == os.getpid():
-            pinner, address, _ = self._pin
-            pinner.unregister(address)
+        registration, self._registration = self._registration, None
+        if registration is not None and not sys.is_finalizing():
+            give_back(registration, self)
 
 
 @dataclass(slots=True)
@@ -176,35 +172,46 @@ class Arena:
         self.budget_bytes = budget_bytes
         self._segment_bytes = segment_bytes
         self._backing = backing
-        self._pinner: Pinner | None = None
+        self._pinner: tuple[Pinner, Hashable] | None = None
         self._offers: dict[object, Callable[[], None]] = {}
         self._segments: list[_Segment] = []
         self._turn = threading.Lock()
         # Finalizers run wherever the last reference dies, perhaps in a thread that holds a lock of ours, so they may
         # only touch this queue, whose put() is reentrant.
-        self._returned: queue.SimpleQueue[tuple[_Segment | None, int, int] | None] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[tuple[_Segment | None, int, int] | _Ended | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._reserved = self._leased = self._peak = self._leases = self._waiters = 0
+        self._leaving = self._kept = 0
+        """Reserved bytes of segments that were dropped and are registered, and of those the ones that stay so."""
         self._closed = threading.Event()
 
     def lease(
-        self, nbytes: int, *, deadline: Deadline, stop: Stop, more_bytes: int = 0, spare_offers: bool = False
+        self,
+        nbytes: int,
+        *,
+        deadline: Deadline,
+        stop: Stop,
+        coming: Callable[[], Iterable[int]] = tuple,
+        at_once: bool = False,
+        spare_offers: bool = False,
     ) -> Lease:
         """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
-        ``more_bytes`` will be asked for next, so that memory for them is mapped too, if any has to be. With
+        ``coming()`` are the sizes of the leases that follow: memory for some of them is mapped too, if any has to be,
+        and none is taken that they need. ``at_once``: wait for nothing but memory that is just being unregistered. With
         ``spare_offers`` nothing is taken back that was only offered (``Lease.offer``).
 
         Raises ``ArenaExhausted`` at once if they can never fit the budget, and when ``deadline`` passes; ``Closed``
         when ``stop`` is set or the arena is closed meanwhile.
         """
-        size = max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        size = whole_pages(nbytes)
         if size > self.budget_bytes:
             raise ArenaExhausted(
                 f"{size} bytes of staging memory are needed at once, the budget is {self.budget_bytes}: "
                 "raise budget_bytes= of the stager"
             )
+        request = _Request(size, coming, deadline, stop, at_once, spare_offers)
         with stop.waking(self.wake):
-            segment, start = self._acquire(size, more_bytes, deadline, stop, spare_offers)
+            segment, start = self._acquire(request)
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
         back = (segment, start, start + size)
         weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
@@ -226,28 +233,57 @@ class Arena:
             self.wake()
         return lambda: self._offers.pop(key, None) and None
 
-    def pin(self, pinner: Pinner) -> None:
-        """Register every segment with ``pinner``, those to come included. Blocks; raises what ``pinner`` raises."""
+    def pin(self, pinner: Pinner, device: Hashable) -> None:
+        """Register every segment with ``pinner``, by way of ``device``, those to come included. Blocks; raises what
+        ``pinner`` raises."""
         with self._turn:
             for segment in self._segments:
                 if not segment.memory.pinned:
-                    segment.memory.pin(pinner)
-            self._pinner = pinner  # when it has not failed: the next stage tries again
+                    self._register(segment, pinner, device)
+            self._pinner = (pinner, device)  # when it has not failed: the next stage tries again
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` (or the whole budget, if that is less) are free now."""
         while True:
             self._collect()
-            if self._leased + min(nbytes, self.budget_bytes) <= self.budget_bytes:
+            if self._leased + min(nbytes, self.budget_bytes) <= self.budget_bytes - self._kept:
                 return True
             if not self._take_back():
                 return False
 
-    def trim(self) -> None:
-        """Unmap the segments that nothing uses."""
+    def make_way(self, sizes: Sequence[int]) -> None:
+        """Leases of ``sizes`` will be asked for, in this order, and held together. Where they fit the budget, but
+        neither what is free as it lies nor what can be mapped beside it, idle segments are dropped for them."""
+        wanted = [whole_pages(size) for size in sizes]
         with self._turn:
             self._drain()
+            if self._backing == "shared":
+                self._drop_private()
+            excess = self._staying() + sum(wanted) - self.budget_bytes
+            idle = sum(segment.nbytes for segment in self._segments if segment.idle())
+            if 0 < excess <= idle and not _hold(self._free_sizes(), wanted):
+                self._drop_idle_segments(excess)
+
+    def trim(self, deadline: Deadline) -> None:
+        """Unmap the segments that nothing uses. Blocks, as long as it takes to unregister them. Raises
+        ``DeadlineExceeded``."""
+        if not self._turn.acquire(timeout=deadline.remaining_s()):
+            raise deadline.exceeded("trim(), which comes after a stage that waits for memory,")
+        try:
+            self._drain()
             self._drop_idle_segments(self._reserved)
+        finally:
+            self._turn.release()
+        self.settle(deadline)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait until all memory that nothing uses any more has been unmapped, except what cannot be unregistered.
+        Raises ``DeadlineExceeded``."""
+        if self._leaving and not settle(deadline):
+            raise DeadlineExceeded(
+                f"registered memory was not given back within timeout_s={deadline.timeout_s:g}: the device does not "
+                "answer; the memory stays mapped until it does"
+            )
 
     def wake(self) -> None:
         """Make waiting threads look at their stop flag."""
@@ -255,27 +291,36 @@ class Arena:
 
     def statistics(self) -> ArenaStatistics:
         self._collect()
-        registered = sum(segment.nbytes for segment in list(self._segments) if segment.memory.pinned)
+        registered = sum(segment.nbytes for segment in list(self._segments) if segment.memory.pinned) + self._leaving
         return ArenaStatistics(
-            self.budget_bytes, self._reserved, registered, self._leased, self._peak, self._leases, self._waiters
+            self.budget_bytes,
+            self._reserved,
+            registered,
+            self._leased,
+            self._peak,
+            self._leases,
+            self._waiters,
+            self._kept,
         )
 
     def close(self) -> None:
-        """Forget all segments. Each is unmapped when the last reference into it is gone; no lease is cut off."""
+        """Forget all segments. Each is unmapped when the last reference into it is gone; no lease is cut off. Of those
+        that are still mapped then the registered ones count as reserved."""
         self._closed.set()
         self.wake()
         with self._turn:
             self._drain()
+            for segment in self._segments:
+                self._count_out(segment)
             self._segments.clear()
-            self._reserved = 0
 
-    def _acquire(self, size: int, more: int, deadline: Deadline, stop: Stop, spare: bool) -> tuple[_Segment, int]:
+    def _acquire(self, request: _Request) -> tuple[_Segment, int]:
         self._waiters += 1
         try:
-            if not self._turn.acquire(timeout=deadline.remaining_s()):
-                raise self._exhausted(size, deadline)
+            if not self._turn.acquire(timeout=request.deadline.remaining_s()):
+                raise self._exhausted(request)
             try:
-                return self._wait_for(size, more, deadline, stop, spare)
+                return self._wait_for(request)
             finally:
                 self._turn.release()
         finally:
@@ -283,28 +328,35 @@ class Arena:
 
     # --- everything below runs with the turn held, except _give_back ---
 
-    def _wait_for(self, size: int, more: int, deadline: Deadline, stop: Stop, spare: bool) -> tuple[_Segment, int]:
+    def _wait_for(self, request: _Request) -> tuple[_Segment, int]:
+        size, unregistered = request.size, Deadline.after(_UNREGISTERED_S)
         while True:
             self._drain()
             if self._backing == "shared":
                 self._drop_private()
-            stop.check()
+            request.stop.check()
             if self._closed.is_set():
                 raise Closed("the stager was closed while a stage waited for memory")
-            found = self._take(size) or self._grow(size, more)
+            found = self._take(size) or self._grow(size, request.coming)
             if found is not None:
                 self._leased += size
                 self._leases += 1
                 self._peak = max(self._peak, self._leased)
                 return found
-            if not spare and self._take_back():
+            if size > self.budget_bytes - self._kept:
+                raise self._exhausted(request)
+            unregistering = self._leaving > self._kept and unregistered.remaining_s() > 0
+            if not unregistering and not request.spare_offers and self._take_back():
                 continue
+            patience_s = request.deadline.remaining_s()
+            if request.at_once or unregistering:
+                patience_s = min(patience_s, unregistered.remaining_s() if unregistering else 0.0)
             try:
-                returned = self._returned.get(timeout=deadline.remaining_s())
+                self._put_back(self._returned.get(timeout=patience_s))
             except queue.Empty:
-                raise self._exhausted(size, deadline) from None
-            if returned is not None:
-                self._put_back(*returned)
+                if unregistering and request.deadline.remaining_s() > 0:
+                    continue
+                raise self._exhausted(request) from None
 
     def _take_back(self) -> bool:
         """Take one offer, if there is any."""
@@ -315,11 +367,30 @@ class Arena:
         take_back()
         return True
 
-    def _exhausted(self, size: int, deadline: Deadline) -> ArenaExhausted:
+    def _exhausted(self, request: _Request) -> ArenaExhausted:
+        kept = f" and {self._kept} cannot be unregistered" if self._kept else ""
         return ArenaExhausted(
-            f"no {size} bytes of staging memory became free within {deadline.timeout_s:g} s: {self._leased} of "
-            f"{self.budget_bytes} are leased; release() staged state dicts, or raise budget_bytes="
+            f"no {request.size} bytes of staging memory became free within {request.deadline.timeout_s:g} s: "
+            f"{self._leased} of {self.budget_bytes} are leased{kept}; release() staged state dicts, or raise "
+            "budget_bytes="
         )
+
+    def _register(self, segment: _Segment, pinner: Pinner, device: Hashable) -> None:
+        arena, nbytes = weakref.ref(self), segment.nbytes
+
+        def ended(fate: Fate) -> None:
+            if (one := arena()) is not None:
+                one._returned.put(_Ended(nbytes, fate))
+
+        segment.memory.pin(pinner, device, ended)
+
+    def _staying(self) -> int:
+        """Reserved bytes without those that are about to be unmapped."""
+        return self._reserved - self._leaving + self._kept
+
+    def _free_sizes(self) -> list[int]:
+        usable = [one for one in self._segments if self._backing != "shared" or one.memory.descriptor is not None]
+        return [end - start for segment in usable for start, end in segment.free]
 
     def _take(self, size: int) -> tuple[_Segment, int] | None:
         """Best fit, so that large extents stay whole for large leases."""
@@ -338,11 +409,10 @@ class Arena:
             insort(segment.free, (start + size, end))
         return segment, start
 
-    def _grow(self, size: int, more: int) -> tuple[_Segment, int] | None:
-        expected = max(size, min(size + more, _GROWTH_BYTES))
-        wanted = max(self._segment_bytes, -(-expected // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
-        wanted = min(wanted, max(size, self.budget_bytes - self._reserved))
-        excess = self._reserved + wanted - self.budget_bytes
+    def _grow(self, size: int, coming: Callable[[], Iterable[int]]) -> tuple[_Segment, int] | None:
+        sizes = [size, *map(whole_pages, coming())]
+        wanted = _segment_bytes(sizes, self.budget_bytes - self._staying(), self._segment_bytes)
+        excess = self._staying() + wanted - self.budget_bytes
         if excess > 0 and excess <= sum(segment.nbytes for segment in self._segments if segment.idle()):
             self._drop_idle_segments(excess)
         if self._reserved + wanted > self.budget_bytes:
@@ -352,7 +422,7 @@ class Arena:
         segment = _Segment(_map(wanted, self._backing), wanted)
         _touch(segment.memory, wanted)
         if self._pinner is not None:
-            segment.memory.pin(self._pinner)
+            self._register(segment, *self._pinner)
         segment.free = [(size, wanted)] if wanted > size else []
         self._segments.append(segment)
         self._reserved += wanted
@@ -364,12 +434,19 @@ class Arena:
             if nbytes <= 0:
                 return
             self._segments.remove(segment)
-            self._reserved -= segment.nbytes
+            self._count_out(segment)
             nbytes -= segment.nbytes
 
     def _drop_private(self) -> None:
         for segment in [s for s in self._segments if s.memory.descriptor is None and s.idle()]:
             self._segments.remove(segment)
+            self._count_out(segment)
+
+    def _count_out(self, segment: _Segment) -> None:
+        """It is dropped: what is registered counts until it has been unregistered and unmapped."""
+        if segment.memory.pinned:
+            self._leaving += segment.nbytes
+        else:
             self._reserved -= segment.nbytes
 
     @staticmethod
@@ -393,10 +470,15 @@ class Arena:
                 returned = self._returned.get_nowait()
             except queue.Empty:
                 return
-            if returned is not None:
-                self._put_back(*returned)
+            self._put_back(returned)
 
-    def _put_back(self, segment: _Segment | None, start: int, end: int) -> None:
+    def _put_back(self, returned: tuple[_Segment | None, int, int] | _Ended | None) -> None:
+        if returned is None:
+            return
+        if isinstance(returned, _Ended):
+            self._end(returned)
+            return
+        segment, start, end = returned
         self._leased -= end - start
         self._leases -= 1
         if segment is None:
@@ -409,6 +491,72 @@ class Arena:
             else:
                 merged.append(extent)
         segment.free = merged
+
+    def _end(self, ended: _Ended) -> None:
+        """A segment that was dropped has been unmapped, or stays. Of those that stay some are unmapped later."""
+        if ended.fate == "kept":
+            self._kept += ended.nbytes
+            return
+        if ended.fate == "unmapped late":
+            self._kept -= ended.nbytes
+        self._leaving -= ended.nbytes
+        self._reserved -= ended.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A lease that is asked for, as ``Arena.lease`` takes it."""
+
+    size: int
+    coming: Callable[[], Iterable[int]]
+    deadline: Deadline
+    stop: Stop
+    at_once: bool
+    spare_offers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What became of the registration of a segment that was dropped."""
+
+    nbytes: int
+    fate: Fate
+
+
+def whole_pages(nbytes: int) -> int:
+    """What a lease of ``nbytes`` takes."""
+    return max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+
+
+def _segment_bytes(sizes: Sequence[int], room: int, least: int) -> int:
+    """How large a segment is mapped for the first of ``sizes`` where ``room`` bytes are left of the budget.
+
+    It is made for as many of the leases as are worth touching at once, whole ones, so that none of it is left over; and
+    rounded up to huge pages, as far as the leases behind those leave room for that.
+    """
+    expected, everything = sizes[0], sum(sizes)
+    for size in sizes[1:]:
+        if expected + size > _GROWTH_BYTES:
+            break
+        expected += size
+    wanted = max(least, -(-expected // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
+    room -= room % PAGE_BYTES
+    if everything <= room:
+        return min(wanted, room - (everything - expected))
+    return min(wanted, max(sizes[0], room))
+
+
+def _hold(free: list[int], sizes: Iterable[int]) -> bool:
+    """Whether extents of ``free`` bytes hold leases of ``sizes``, each put where it fits best."""
+    free = sorted(free)
+    for size in sizes:
+        index = bisect_left(free, size)
+        if index == len(free):
+            return False
+        rest = free.pop(index) - size
+        if rest:
+            insort(free, rest)
+    return True
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -20,7 +20,7 @@ from .._torch import Stateful, attributes_of, has_shards, storage_key, with_attr
 from ..errors import InvalidOption, UnsafeObject
 from .composite import Composite, dismantle, settled
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "capture", "named"]
 
 _MAX_DEPTH = 64
 _IMMUTABLE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
@@ -186,3 +186,19 @@ def _contents(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if isinstance(value, Mapping):
         return () if LEAVES.issuperset(map(type, value.values())) else value.items()
     return None if isinstance(value, Stateful) and not isinstance(value, type) else ()
+
+
+def named(root: Mapping[Any, Any], storages: Collection[int]) -> list[str]:
+    """The paths of the tensors in ``root``, a captured state dict, that lie in ``storages``."""
+    found: list[str] = []
+    left: list[tuple[str, Any]] = [("", root)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, (torch.Tensor, Composite)):
+            tensors = [value] if isinstance(value, torch.Tensor) else value.tensors()
+            if any(storage_key(one) in storages for one in tensors):
+                found.append(path)
+        elif isinstance(value, (Mapping, list, tuple)):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            left += [(f"{path}.{key}" if path else str(key), item) for key, item in items]
+    return found[::-1]

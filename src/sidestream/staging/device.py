@@ -9,18 +9,19 @@ so. Sources are referred to until then. The reasons, and who found them out, sta
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from .._printable import indented
-from .._threads import Stop, Threads, politely
+from .._threads import Stop, Threads, TorchThreads, politely
 from .._torch import extent_bytes, lazy_bits, neg_view, storage_key
-from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, SidestreamError
+from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, InvalidOption, SidestreamError
 from .arena import Lease
+from .capture import named
 from .driver import Driver
 from .host import HostEngine, check_extent, move, raw_start, rows_with
 from .image import Copy
@@ -35,6 +36,7 @@ _CHUNK_BYTES = (32 << 20, 512 << 20)
 _SCRATCH_BYTES = 256 << 20
 _GAP_BYTES = 24 << 20
 _EVERY = 64
+_NAMED = 3  # keys in a message
 # What torch.cat is known to take on every device; the others go as raw bytes.
 _GATHERED_AS_THEY_ARE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32}
@@ -90,14 +92,24 @@ class _Side:
 class DeviceStage:
     """The device parts of one stage, from the call until nothing reads a source any more."""
 
-    def __init__(self, sides: dict[Hashable, _Side], tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self, sides: dict[Hashable, _Side], tensors: list[torch.Tensor], root: Mapping[Any, Any] | None
+    ) -> None:
         self.sides = sides
         self._tensors: list[torch.Tensor] | None = tensors  # or the allocator would hand out their memory
+        self._root = root
 
     @property
-    def scratch_bytes(self) -> int:
-        """Host memory that small tensors pass through."""
-        return sum(side.scratch_bytes for side in self.sides.values())
+    def scratch(self) -> list[int]:
+        """Bytes of host memory that small tensors pass through, for each device that has some."""
+        return [side.scratch_bytes for side in self.sides.values() if side.scratch]
+
+    def names(self, storages: Collection[int] | None = None) -> list[str]:
+        """What the state dict calls ``storages``; None: all those on devices."""
+        root, tensors = self._root, self._tensors
+        if root is None or tensors is None:
+            return []
+        return named(root, set(map(storage_key, tensors)) if storages is None else storages)
 
     @property
     def lazily(self) -> bool:
@@ -111,7 +123,7 @@ class DeviceStage:
 
     def drop(self) -> None:
         """No copy is in flight and none will be: let go of all device memory."""
-        self._tensors = None
+        self._tensors = self._root = None
         for side in self.sides.values():
             side.scratch, side.clones, side.small = [], {}, None
         self.sides = {}
@@ -121,6 +133,7 @@ class DeviceStage:
 class Part:
     """What one device contributes to one image: done when ``end`` has passed and ``scatter`` is in place."""
 
+    stage: DeviceStage
     side: _Side
     end: Any
     scatter: tuple[Copy, ...]
@@ -146,12 +159,14 @@ class DeviceEngine:
         self._waiters: dict[Hashable, Threads] = {}
         self._lock = threading.Lock()
 
-    def check_not_capturing(self) -> None:
-        if self.driver.capturing():
-            raise CapturingGraph(
-                "a graph is being captured on this stream, and staging cannot be part of one: "
-                "stage() and fence() before or after the capture"
-            )
+    def check_not_capturing(self, streams: Iterable[Any]) -> None:
+        """Raise ``CapturingGraph`` if one of ``streams`` records a graph."""
+        for stream in streams:
+            if self.driver.capturing(stream):
+                raise CapturingGraph(
+                    f"a graph is being captured on {stream}, and staging cannot be part of one: "
+                    "stage() and fence() before or after the capture"
+                )
 
     # --- the caller's thread ---
 
@@ -163,13 +178,32 @@ class DeviceEngine:
         volatile: Collection[int],
         lazily_bytes: float,
         wait_streams: Sequence[Any],
+        root: Mapping[Any, Any] | None = None,
     ) -> DeviceStage:
         """Fix what ``tensors`` hold at this point of the caller's current streams. Launches, and does not wait.
 
         ``volatile`` are keys of storages that forward changes: like small ones they are copied on the device now.
-        Raises ``ArenaExhausted`` if the device has no memory for that.
+        ``root`` has the names of the tensors, for messages. Raises ``ArenaExhausted`` if the device has no memory for
+        that, ``CapturingGraph`` before anything is enqueued, ``DeviceFailed``.
         """
-        self.check_not_capturing()
+        stage = DeviceStage({}, tensors, root)
+        try:
+            with failing("at the call", stage.names):
+                self._begin(stage, tensors, mode, volatile, lazily_bytes, wait_streams)
+        except BaseException:
+            stage.drop()
+            raise
+        return stage
+
+    def _begin(
+        self,
+        stage: DeviceStage,
+        tensors: list[torch.Tensor],
+        mode: StageMode,
+        volatile: Collection[int],
+        lazily_bytes: float,
+        wait_streams: Sequence[Any],
+    ) -> None:
         groups: dict[Hashable, dict[int, torch.Tensor]] = {}
         for tensor in tensors:
             if tensor.untyped_storage().nbytes():
@@ -177,13 +211,16 @@ class DeviceEngine:
                 key = storage_key(tensor)
                 if key not in group or not _covers(group[key]):
                     group[key] = tensor
-        sides = {}
+        currents = {device: self.driver.current_stream(device) for device in groups}
+        try:
+            self.check_not_capturing([*currents.values(), *wait_streams])
+        except (AttributeError, TypeError) as error:
+            raise InvalidOption(f"wait_streams={wait_streams!r} are to be streams of the device: {error}") from error
         for device, views in groups.items():
-            current = self.driver.current_stream(device)
+            current = currents[device]
             for stream in wait_streams:
                 self.driver.wait(current, self.driver.record(stream))
-            sides[device] = self._hold(device, current, views, mode, volatile, lazily_bytes)
-        return DeviceStage(sides, tensors)
+            stage.sides[device] = self._hold(device, current, views, mode, volatile, lazily_bytes)
 
     def _hold(
         self,
@@ -248,18 +285,33 @@ class DeviceEngine:
 
         What is read lazily must have been issued: an event that was never recorded holds nobody back.
         """
-        self.check_not_capturing()
-        for device, side in list(stage.sides.items()):
-            event = side.last if side.lazily else side.ready
-            if event is not None:
-                self.driver.wait(self.driver.current_stream(device), event)
+        with failing("at the fence", stage.names):
+            for device, side in list(stage.sides.items()):
+                event = side.last if side.lazily else side.ready
+                if event is not None:
+                    self.driver.wait(self.driver.current_stream(device), event)
+
+    def check_fence(self, stage: DeviceStage) -> None:
+        """Raise ``CapturingGraph`` if a stream that ``fence`` would hold back records a graph."""
+        with failing("at the fence", stage.names):
+            self.check_not_capturing([self.driver.current_stream(device) for device in list(stage.sides)])
 
     # --- the stager's thread ---
 
-    def enter(self, stage: DeviceStage) -> None:
-        """Before the first call that may reach the driver: a thread begins on device 0, and in the way of captures."""
-        for device in list(stage.sides)[:1]:
+    def enter(self, stage: DeviceStage) -> Hashable:
+        """Before the first call that may reach the driver: a thread begins on device 0, and in the way of captures.
+        Returns the device that the thread is on then."""
+        device = next(iter(stage.sides))
+        with failing(f"before copies from {device}", stage.names):
             self.driver.enter(device)
+        return device
+
+    def enter_that_of(self, tensor: torch.Tensor) -> Hashable:
+        """As ``enter``, of the device of ``tensor``."""
+        device = self.driver.device_of(tensor)
+        with failing(f"on {device}"):
+            self.driver.enter(device)
+        return device
 
     def lease_scratch(self, stage: DeviceStage, lease: Callable[[int], Lease]) -> None:
         """Take host memory for the small tensors, before any other memory of this stage is taken."""
@@ -278,16 +330,20 @@ class DeviceEngine:
         parts: list[Part] = []
         try:
             for device, mine in by_device.items():
-                self.driver.enter(device)
-                parts.append(self._issue_side(stage.sides[device], mine, lease, pace, stop))
-        except BaseException as error:
+                with failing(f"enqueueing copies from {device}", stage.names):
+                    self.driver.enter(device)
+                    parts.append(self._issue_side(stage, device, mine, lease, pace, stop))
+        except BaseException:
             for side in stage.sides.values():
                 with suppress(Exception):  # the error that is on its way says more
                     self.driver.synchronize(self.driver.record(side.stream))
-            raise _translated(error) from error
+            raise
         return parts
 
-    def _issue_side(self, side: _Side, copies: list[Copy], lease: Lease, pace: Pace, stop: Stop) -> Part:
+    def _issue_side(
+        self, stage: DeviceStage, device: Hashable, copies: list[Copy], lease: Lease, pace: Pace, stop: Stop
+    ) -> Part:
+        side = stage.sides[device]
         chunk_bytes = self._chunk_bytes or _chunk_bytes(sum(copy.nbytes for copy in copies))
         scatter = []
         with self.driver.using(side.stream):
@@ -303,9 +359,10 @@ class DeviceEngine:
                 if storage_key(copy.source) in side.slots:
                     scatter.append(copy)
                 else:
-                    self._copy(side, self._source(side, copy), lease, copy.offset, chunk_bytes, pace, stop)
+                    with failing(f"enqueueing a copy from {device}", partial(_names_of, stage, copy)):
+                        self._copy(side, self._source(side, copy), lease, copy.offset, chunk_bytes, pace, stop)
         side.last = self.driver.record(side.stream)
-        return Part(side, side.last, tuple(scatter), lease)
+        return Part(stage, side, side.last, tuple(scatter), lease)
 
     def _copy(
         self, side: _Side, raw: torch.Tensor, lease: Lease, offset: int, chunk_bytes: int, pace: Pace, stop: Stop
@@ -347,22 +404,24 @@ class DeviceEngine:
         events = [(side.device, side.ready) for side in stage.sides.values()]
         if events:
             # A thread of its own: the other one may be waiting for the copies to the host of an earlier stage.
-            self._waiter(("snapshots", events[0][0])).submit(self._readied, events, done)
+            self._waiter(("snapshots", events[0][0])).submit(self._readied, stage, events, done)
 
     def _waiter(self, name: Hashable) -> Threads:
         with self._lock:
             if name not in self._waiters:
-                self._waiters[name] = Threads(f"sidestream-{name}", 1)
+                self._waiters[name] = TorchThreads(f"sidestream-{name}", 1)
             return self._waiters[name]
 
-    def _readied(self, events: list[tuple[Hashable, Any]], done: Callable[[BaseException | None], None]) -> None:
+    def _readied(
+        self, stage: DeviceStage, events: list[tuple[Hashable, Any]], done: Callable[[BaseException | None], None]
+    ) -> None:
         error: BaseException | None = None
         try:
             for device, event in events:
                 self.driver.enter(device)
                 self.driver.synchronize(event)
         except BaseException as failure:
-            error = _translated(failure)
+            error = translated(failure, "waiting for the copies on the device", stage.names)
         done(error)
 
     def land(self, part: Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
@@ -374,7 +433,7 @@ class DeviceEngine:
             for copy in politely(part.scatter, _EVERY):
                 self._scatter(part, copy, stop)
         except BaseException as failure:
-            error = _translated(failure)
+            error = translated(failure, f"waiting for copies from {part.side.device}", part.stage.names)
         done(error)
 
     def _scatter(self, part: Part, copy: Copy, stop: Stop) -> None:
@@ -398,10 +457,36 @@ class DeviceEngine:
                 threads.close()
 
 
-def _translated(error: BaseException) -> BaseException:
-    if isinstance(error, SidestreamError) or not isinstance(error, Exception):
+@contextmanager
+def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
+    """What the device raises within becomes ``DeviceFailed``, which says during which ``phase``, and at which keys."""
+    try:
+        yield
+    except Exception as error:
+        found = translated(error, phase, names)
+        if found is error:
+            raise
+        raise found from error
+
+
+def translated(error: BaseException, phase: str, names: Callable[[], Sequence[str]]) -> BaseException:
+    """``error`` as the library raises it: ``DeviceFailed``, unless it is an error of ours or no error of a device."""
+    ours = isinstance(error, SidestreamError) and not (isinstance(error, DeviceFailed) and error.phase is None)
+    if ours or not isinstance(error, Exception):
         return error
-    return DeviceFailed(f"staging from a device: {type(error).__name__}: {indented(error)}")
+    found = names()
+    keys = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
+    text = str(error).partition("\n")[0]  # torch goes on with advice for debugging
+    kind = "" if isinstance(error, DeviceFailed) else f"{type(error).__name__}: "
+    return DeviceFailed(
+        f"{keys + ': ' if keys else ''}staging failed {phase}: {kind}{text}; earlier work of the device may be the "
+        "cause; if every call fails from now on, restart the process",
+        phase=phase,
+    )
+
+
+def _names_of(stage: DeviceStage, copy: Copy) -> list[str]:
+    return stage.names({storage_key(copy.source)})
 
 
 def _chunk_bytes(total: int) -> int:

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
+from .._torch import empty_kernel
 from ..errors import ArenaExhausted, UnsupportedTensor
+from .runtime import CudaRuntime
 
 __all__ = ["CudaDriver", "Driver", "TorchDriver", "driver_for"]
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
@@ -28,8 +29,8 @@ class Driver(Protocol):
     def device_of(self, tensor: torch.Tensor) -> Hashable | None:
         """Where ``tensor`` lives; None for host memory."""
 
-    def capturing(self) -> bool:
-        """Whether the calling thread's current stream is recording a graph."""
+    def capturing(self, stream: Any) -> bool:
+        """Whether ``stream`` is recording a graph."""
 
     def enter(self, device: Hashable) -> None:
         """Called by a thread of ours before its first call on ``device``. Idempotent and cheap."""
@@ -70,9 +71,11 @@ class Driver(Protocol):
     def free_bytes(self, device: Hashable) -> int | None:
         """Device memory that is free now; None if unknown."""
 
-    def register(self, address: int, nbytes: int) -> None: ...
+    def register(self, device: Hashable, address: int, nbytes: int) -> None:
+        """As ``Pinner.register``."""
 
-    def unregister(self, address: int) -> None: ...
+    def unregister(self, device: Hashable, address: int) -> None:
+        """As ``Pinner.unregister``."""
 
 
 class TorchDriver:
@@ -85,7 +88,7 @@ class TorchDriver:
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
         return None if tensor.is_cpu else tensor.device
 
-    def capturing(self) -> bool:
+    def capturing(self, stream: Any) -> bool:
         return False
 
     def enter(self, device: Any) -> None:
@@ -133,24 +136,29 @@ class TorchDriver:
     def free_bytes(self, device: Any) -> int | None:
         return None
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, device: Hashable, address: int, nbytes: int) -> None:
         """Not known for this accelerator."""
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, device: Hashable, address: int) -> None:
         """See ``register``."""
 
 
 class CudaDriver(TorchDriver):
-    """CUDA, with blocking events, registered host memory, and a tiny kernel as gap: the copy engine keeps serving the
-    stream that has a copy ready, so back-to-back chunks would hold up every ``loss.item()`` (torchrec #4303, #4689)."""
+    """CUDA, with blocking events, registered host memory, and an empty kernel as gap: the copy engine keeps serving the
+    stream that has a copy ready, so back-to-back chunks would hold up every ``loss.item()`` (torchrec #4303, #4689).
+
+    What may block for long is called without torch (``runtime``).
+    """
 
     def __init__(self) -> None:
         super().__init__("cuda")
         self._entered = threading.local()
-        self._ticks: dict[Any, torch.Tensor] = {}
+        self._runtime = CudaRuntime()
 
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    def capturing(self, stream: Any) -> bool:
+        # With the current device set first: to ask about a stream may create a context on the current device.
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            return torch.cuda.is_current_stream_capturing()
 
     def enter(self, device: Any) -> None:
         torch.cuda.set_device(device)
@@ -173,36 +181,39 @@ class CudaDriver(TorchDriver):
         event.record(stream)
         return event
 
+    def synchronize(self, event: Any) -> None:
+        self._runtime.synchronize(event)
+
     def gap(self, device: Any) -> None:
-        tick = self._ticks.get(device)
-        if tick is None:
-            tick = self._ticks[device] = torch.zeros(1, dtype=torch.int32, device=device)
-        tick.add_(1)
+        # A kernel of a tensor would need memory of the side stream's own, which a full device does not have.
+        empty_kernel()
 
     def free_bytes(self, device: Any) -> int | None:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free) + cached
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, device: Any, address: int, nbytes: int) -> None:
         # In a thread of its own: a failure stays behind as the thread's last error, for its next kernel to trip over.
-        results: list[int] = []
-        thread = threading.Thread(target=self._register, args=(address, nbytes, torch.cuda.current_device(), results))
+        failed: list[Exception] = []
+        thread = threading.Thread(
+            target=self._register, args=(device, address, nbytes, failed), name="sidestream-register", daemon=True
+        )
         thread.start()
         thread.join()
-        result = results[0] if results else -1
-        if result != 0:
-            raise ArenaExhausted(
-                f"CUDA registered no {nbytes} bytes of host memory (cudaError {result}): "
-                "lower budget_bytes=, or raise the memory limit of the container"
-            )
+        if failed:
+            raise failed[0]
 
-    def _register(self, address: int, nbytes: int, device: int, results: list[int]) -> None:
+    def _register(self, device: Any, address: int, nbytes: int, failed: list[Exception]) -> None:
+        try:
+            self.enter(device)
+            self._runtime.register(address, nbytes)
+        except Exception as error:  # the edge of the thread
+            failed.append(error)
+
+    def unregister(self, device: Any, address: int) -> None:
         self.enter(device)
-        results.append(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)))  # type: ignore[no-untyped-call]
-
-    def unregister(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        self._runtime.unregister(address)
 
 
 @contextmanager

@@ -48,6 +48,9 @@ def hold_back(stagings: Sequence[Staging[Any]], engine: DeviceEngine | None, dea
     a stage still waits for memory when ``deadline`` passes, ``DeadlineExceeded`` if it is late for another reason.
     """
     for staging in stagings:
+        if staging.device is not None and engine is not None:
+            engine.check_fence(staging.device)
+    for staging in stagings:
         staging.pace.hurry()
     for staging in stagings:
         if staging.reads_later:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from .._threads import Stop, Threads, politely
+from .._threads import Stop, TorchThreads, politely
 from .._torch import extent_bytes, lazy_bits
 from ..errors import UnsupportedTensor
 from .image import Copy
@@ -40,7 +40,7 @@ class HostEngine:
 
     def __init__(self, threads: int | None = None) -> None:
         count = threads or max(1, min(4, (os.cpu_count() or 1) // 2))
-        self._helpers = Threads("sidestream-copy", count - 1) if count > 1 else None
+        self._helpers = TorchThreads("sidestream-copy", count - 1) if count > 1 else None
         self._helper_count = count - 1
 
     def fill(

@@ -41,13 +41,13 @@ class Ledger:
         with self._changed:
             return [one for one in self._futures if not one.heard]
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until no stage is in flight, or the time is over.
+    def wait(self, timeout_s: float) -> bool:
+        """Block until no stage is in flight, or the time is over; then it returns False.
 
         Without holding the futures of those in flight: their results have memory that another of them may wait for.
         """
         with self._changed:
-            self._changed.wait_for(self._settled, timeout_s)
+            return self._changed.wait_for(self._settled, timeout_s)
 
     async def settled(self) -> None:
         """As ``wait``, for code on a loop, without a limit."""

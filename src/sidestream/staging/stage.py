@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from .._threads import Deadline, Stop
-from ..errors import Closed, SidestreamError, Skipped, without_frames
+from ..errors import Closed, DeadlineExceeded, SidestreamError, Skipped, without_frames
 from .capture import Captured
 from .device import DeviceStage
 from .fill import Filler
@@ -148,13 +148,28 @@ class Staging(Generic[P]):
         self._captured = None
         self._resolve(self.free, error)
         self._resolve(self.copied, error)
-        then, self.then = self.then, _nothing  # it refers to this stage and to its result: no cycle is to keep those
-        then()
+        self._go_on()
 
     def freed(self, error: BaseException | None) -> None:
         """The sources may change already, though not everything is in host memory."""
         if error is None:
             self._resolve(self.free, None)
+
+    def forsake(self, error: SidestreamError) -> None:
+        """Whoever awaits it hears ``error`` now, though a device has not ended its copies: their memory and the sources
+        are referred to until it has."""
+        self._resolve(
+            self.free,
+            DeadlineExceeded(f"{error}: it may still read the sources, which must not change before it has answered"),
+        )
+        self._resolve(self.copied, error)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """``copied`` is resolved. It refers to this stage and to its result: no cycle is to keep those."""
+        with self._lock:
+            then, self.then = self.then, _nothing
+        then()
 
     def _resolve(self, future: StagingFuture[None], error: BaseException | None) -> None:
         with self._lock:

@@ -8,11 +8,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import torch
 
 from .._tasks import finish, running_loop
-from .._threads import Deadline, Stop, Threads
+from .._threads import Deadline, Stop, Threads, TorchThreads
 from .._turns import give_turns
 from ..errors import (
     ArenaExhausted,
@@ -34,9 +34,9 @@ from ..errors import (
     Skipped,
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
-from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease, SharedMemory
+from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease, SharedMemory, whole_pages
 from .capture import Captured, capture
-from .device import DeviceEngine, StageMode
+from .device import DeviceEngine, StageMode, failing
 from .driver import driver_for
 from .fence import Forecast, guard, hold_back
 from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, Piece, check_sources, pieces_of
@@ -51,6 +51,8 @@ from .tree import StagedState, StagePlan, plan_stage
 
 __all__ = ["AsyncStager"]
 
+_GRACE_S = 5.0
+_STOPPED_S = 1.0
 P = TypeVar("P", bound=Laid)
 _Image: TypeAlias = tuple[ImageLayout, StagedImage]
 _IS_CPU = attrgetter("is_cpu")
@@ -109,7 +111,7 @@ class AsyncStager:
         self._arena = Arena(_half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
         self._plans = PlanCache()
         self._forecast = Forecast()
-        self._threads = Threads("sidestream-stage", 1)
+        self._threads = TorchThreads("sidestream-stage", 1)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._ledger = Ledger()
@@ -189,8 +191,9 @@ class AsyncStager:
         return warmed
 
     def trim(self) -> None:
-        """Unmap the memory that nothing uses; the next stage maps some again."""
-        self._arena.trim()
+        """Unmap the memory that nothing uses; the next stage maps some again. Blocks: memory that a device knows is
+        unregistered first, in a thread of the library. Raises ``DeadlineExceeded`` if that takes ``timeout_s``."""
+        self._arena.trim(Deadline.after(self._timeout_s))
 
     # --- what sidestream.save calls ---
 
@@ -275,51 +278,78 @@ class AsyncStager:
 
     def close(self) -> None:
         """Take no more stages, let those in flight end, and give the memory back when the last reference is gone.
-        Blocks; what is not copied within ``timeout_s`` fails with ``Closed``. Raises the first error of a stage that
-        nobody has awaited. In a forked child it does nothing."""
+
+        Blocks. A stage that has not ended within ``timeout_s`` is stopped: its future raises ``Closed``, and this
+        raises ``DeadlineExceeded``. Memory that a device may still write to stays mapped until it has answered. Raises
+        the first error of a stage that nobody has awaited. In a forked child it does nothing."""
         if os.getpid() != self._pid:
             return
         self._closed = True
-        self._ledger.wait(self._timeout_s)
+        deadline = Deadline.after(self._timeout_s)
+        ended = self._ledger.wait(self._timeout_s)
         stages = self._ledger.unheard()
-        self._shut_down()
+        self._shut_down(deadline)
+        if not ended:
+            raise self._not_ended()
         raise_all(stages)
 
     # --- closing ---
 
     async def aclose(self) -> None:
-        """As ``close()``, without blocking the loop. Raises ``DeadlineExceeded`` if a stage does not end within
-        ``timeout_s``. Cancelling it stops the stages in flight: their futures raise ``Closed``."""
+        """As ``close()``, without blocking the loop. Cancelling it stops the stages in flight: their futures raise
+        ``Closed``."""
+        await self.aclose_by(Deadline.after(self._timeout_s))
+
+    async def aclose_by(self, deadline: Deadline) -> None:
+        """``aclose()`` by another deadline than that of the stager."""
         if os.getpid() != self._pid:
             return
         running_loop("AsyncStager.aclose")
         self._closed = True
+        grace = Deadline.after(_GRACE_S)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(deadline.remaining_s()):
                 await self._ledger.settled()
+            grace = deadline
         except TimeoutError as error:
-            raise DeadlineExceeded(f"stages in flight did not end within timeout_s={self._timeout_s:g}") from error
+            raise self._not_ended() from error
         finally:
             stages = self._ledger.unheard()
-            await finish(self._shut_down_off_loop)
+            await finish(partial(self._shut_down_off_loop, grace))
         raise_all(stages)
 
-    async def _shut_down_off_loop(self) -> None:
+    def _not_ended(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"stages in flight did not end within timeout_s={self._timeout_s:g} and were given up: their futures raise "
+            "Closed; memory that a device may still write to stays mapped until it has answered"
+        )
+
+    async def _shut_down_off_loop(self, deadline: Deadline) -> None:
         """Unmapping gigabytes takes its time; the pool for storage may be full of threads that hang."""
         threads = Threads("sidestream-close", 1)
-        done = threads.submit(self._shut_down)
+        done = threads.submit(self._shut_down, deadline)
         threads.close()  # now, as an interrupt may keep this from going on
         await threads.wait(done, "shut_down")
 
-    def _shut_down(self) -> None:
-        for staging in self._in_flight():
-            staging.stop.set()
+    def _shut_down(self, deadline: Deadline) -> None:
+        self._stop_stages()
         if self._device is not None:
             with suppress(Closed):  # the engine's threads are needed until the last stage has been issued
                 self._threads.submit(self._device.close)
         self._threads.close()
         self._host.close()
         self._arena.close()
+        self._arena.settle(Deadline(max(deadline.at, Deadline.after(_GRACE_S).at), deadline.timeout_s))
+
+    def _stop_stages(self) -> None:
+        """Those that wait for memory, or are being copied by threads, end when they are told to; a device may not."""
+        stagings = self._in_flight()
+        for staging in stagings:
+            staging.stop.set()
+        if stagings:
+            self._ledger.wait(_STOPPED_S)
+        for staging in self._in_flight():
+            staging.forsake(Closed("the stager was closed before the device had ended the copies of this stage"))
 
     def __enter__(self) -> NoReturn:
         raise AsyncOnly(
@@ -361,6 +391,7 @@ class AsyncStager:
                 volatile=captured.volatile,
                 lazily_bytes=self._forecast.lazily_bytes(),
                 wait_streams=wait_streams,
+                root=captured.root,
             )
             captured.held.update(stage.held)
         host = len(on_device) < len(captured.tensors)
@@ -419,18 +450,15 @@ class AsyncStager:
         plan = lay_out(staging.take())
         staging.lay(plan)
         if staging.device is not None and self._device is not None:
-            self._device.enter(staging.device)
-            self._arena.pin(self._device.driver)
-        self._check_room(staging, [layout.nbytes for layout in plan.images])
-        if staging.device is not None and self._device is not None:
-            self._device.lease_scratch(staging.device, partial(self._lease, staging))
-        rest = sum(layout.nbytes for layout in plan.images)
+            device = self._device.enter(staging.device)
+            with failing("registering host memory", staging.device.names):
+                self._arena.pin(self._device.driver, device)
+        self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
         while left:
             batch: list[_Image] = []
             try:
-                pieces = self._begin(staging, left, batch, rest)
-                rest -= sum(layout.nbytes for layout, _ in batch)
+                pieces = self._begin(staging, left, batch)
                 if pieces:
                     self._fill_elsewhere(staging, batch, pieces)
                 for layout, image in list(batch):
@@ -443,7 +471,25 @@ class AsyncStager:
                     image.finish()
                 raise
 
-    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image], rest: int) -> list[list[Piece]]:
+    def _lease_scratch(self, staging: Staging[Any], images: Sequence[int]) -> None:
+        """Before any image, so that all of it fits: what goes through the scratch has to be there until the end."""
+        scratch = [] if staging.device is None else staging.device.scratch
+        self._check_room(images, scratch)
+        together = sum(map(whole_pages, (*scratch, *images))) <= self.budget_bytes
+        # What does not fit as a whole passes through image by image, beside the scratch.
+        behind = images if together else [max(images, default=0)]
+        self._arena.make_way([*scratch, *behind])
+        if staging.device is None or self._device is None:
+            return
+        sizes = deque([*scratch, *behind])
+
+        def lease(nbytes: int) -> Lease:
+            sizes.popleft()
+            return self._lease(staging, nbytes, lambda: sizes)
+
+        self._device.lease_scratch(staging.device, lease)
+
+    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[Piece]]:
         """Move what is filled next from ``left`` to ``batch``, with memory: one image, or where somebody else fills
         them, as many as make it worth the asking and find memory without waiting. Returns with what, for each of those.
         """
@@ -451,9 +497,8 @@ class AsyncStager:
         room = BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
         while left and (not batch or (pieces and room >= left[0][0].nbytes)):
             layout, image = left[0]
-            rest -= layout.nbytes
             try:
-                lease = self._lease(staging, layout.nbytes, rest, at_once=bool(batch))
+                lease = self._lease(staging, layout.nbytes, partial(_behind, left), at_once=bool(batch))
             except ArenaExhausted:
                 if not batch:
                     raise
@@ -479,17 +524,18 @@ class AsyncStager:
             del batch[0]
             image.finish()
 
-    def _check_room(self, staging: Staging[Any], images: Sequence[int]) -> None:
+    def _check_room(self, images: Sequence[int], scratch: Sequence[int]) -> None:
         """Refuse what never fits, and what ``when_full`` says."""
-        scratch = staging.device.scratch_bytes if staging.device is not None else 0
-        largest = max(images, default=0) + scratch
+        through = sum(map(whole_pages, scratch))
+        largest = through + (whole_pages(max(images)) if images else 0)
         if largest > self.budget_bytes:
             raise ArenaExhausted(
                 f"{largest} bytes of staging memory are needed at once, the budget is {self.budget_bytes}: "
                 "raise budget_bytes= of the stager"
             )
-        if self._when_full in ("skip", "fail") and not self._arena.has_room(sum(images) + scratch):
-            raise self._full(sum(images) + scratch)
+        everything = through + sum(map(whole_pages, images))
+        if self._when_full in ("skip", "fail") and not self._arena.has_room(everything):
+            raise self._full(everything)
 
     def _full(self, nbytes: int) -> SidestreamError:
         if self._when_full == "skip":
@@ -499,16 +545,23 @@ class AsyncStager:
             "choose another when_full="
         )
 
-    def _lease(self, staging: Staging[Any], nbytes: int, more_bytes: int = 0, *, at_once: bool = False) -> Lease:
+    def _lease(
+        self, staging: Staging[Any], nbytes: int, coming: Callable[[], Iterable[int]], *, at_once: bool = False
+    ) -> Lease:
         # What is free may be in pieces: policies that do not wait do not wait for the first image either.
         refuse = self._when_full in ("skip", "fail") and not staging.committed
-        at_once = at_once or refuse
-        deadline = Deadline.after(0.0) if at_once else staging.deadline
+        device = staging.device
         staging.waiting = True
         try:
-            lease = self._arena.lease(
-                nbytes, deadline=deadline, stop=staging.stop, more_bytes=more_bytes, spare_offers=at_once and not refuse
-            )
+            with nullcontext() if device is None else failing("registering host memory", device.names):
+                lease = self._arena.lease(
+                    nbytes,
+                    deadline=staging.deadline,
+                    stop=staging.stop,
+                    coming=coming,
+                    at_once=at_once or refuse,
+                    spare_offers=at_once and not refuse,
+                )
         except ArenaExhausted as error:
             if refuse:
                 raise self._full(nbytes) from error
@@ -546,8 +599,9 @@ class AsyncStager:
         try:
             for tensor in on_device:
                 assert self._device is not None
-                self._device.driver.enter(self._device.driver.device_of(tensor))
-                self._arena.pin(self._device.driver)
+                device = self._device.enter_that_of(tensor)
+                with failing("registering host memory"):
+                    self._arena.pin(self._device.driver, device)
             if nbytes:
                 self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
         except BaseException as error:
@@ -567,6 +621,11 @@ class AsyncStager:
         self._check_process()
         if self._closed:
             raise Closed("this stager is closed; make a new one")
+
+
+def _behind(left: deque[_Image]) -> Iterable[int]:
+    """The sizes of the images that are leased after the first one of ``left``."""
+    return (layout.nbytes for layout, _ in islice(left, 1, None))
 
 
 def _ignore(_: int) -> None:
