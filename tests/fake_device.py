@@ -54,11 +54,16 @@ class FakeDriver:
         self.may_unregister.set()
         self.refuse: Exception | None = None
         """Raised by ``unregister``."""
+        self.refuse_to_register: Exception | None = None
         self.free: int | None = None
         self.gaps = 0
         self.copies: list[int] = []
         self.fail: Exception | None = None
         """Raised by the device at the next copy."""
+        self.fail_copy: Exception | None = None
+        """Raised when a copy is enqueued."""
+        self.broken: Exception | None = None
+        """Raised by every call, as by a device that has met an error."""
         self.held: set[str] = set()
         """Names of streams that get nowhere."""
         self._devices: dict[int, Hashable] = {}
@@ -138,9 +143,11 @@ class FakeDriver:
         return self._devices.get(storage_key(tensor)) if tensor.layout is torch.strided else None
 
     def capturing(self, stream: Stream) -> bool:
+        self._check()
         return self.capture or stream.capturing
 
     def enter(self, device: Hashable) -> None:
+        self._check()
         self._local.device = device
 
     def current_stream(self, device: Hashable) -> Stream:
@@ -164,15 +171,18 @@ class FakeDriver:
         return self._using(stream)
 
     def record(self, stream: Stream) -> Event:
+        self._check()
         event = Event()
         self._enqueue(stream, event.passed.set)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
+        self._check()
         self._enqueue(stream, event)
 
     def synchronize(self, event: Event) -> None:
         assert event.passed.wait(60), "nobody drives the device"
+        self._check()
         if self.fail is not None:
             raise self.fail
 
@@ -197,6 +207,9 @@ class FakeDriver:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """By address, as a real device: the operation keeps neither memory alive."""
+        self._check()
+        if self.fail_copy is not None:
+            raise self.fail_copy
         assert target.nbytes == source.nbytes
         self.copies.append(source.nbytes)
         arguments = (target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -209,6 +222,9 @@ class FakeDriver:
         return self.free
 
     def register(self, device: Hashable, address: int, nbytes: int) -> None:
+        self._check()
+        if self.refuse_to_register is not None:
+            raise self.refuse_to_register
         assert nbytes > 0
         self.registered[address] = nbytes
         self.registered_on[address] = device
@@ -222,6 +238,10 @@ class FakeDriver:
         del self.registered[address]
 
     # --- inside ---
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise self.broken
 
     def _stream_of(self, tensor: torch.Tensor) -> Stream:
         device = self._devices.get(storage_key(tensor))

@@ -21,9 +21,11 @@ from leases import all_returned
 from states import assert_same
 
 import sidestream
+from sidestream._threads import Deadline
 from sidestream.errors import ArenaExhausted, CapturingGraph, Closed, DeadlineExceeded
 from sidestream.staging import AsyncStager, DeviceEngine, StageMode
 from sidestream.staging.device import held_back
+from sidestream.staging.registration import settle
 
 SEEDS = range(40)
 
@@ -302,6 +304,7 @@ async def test_segments_are_registered_once_and_unregistered_before_they_are_unm
     assert (kept == 1.0).all()
     del kept
     gc.collect()
+    assert settle(Deadline.after(60))  # a thread of the library does it
     assert not driver.registered
 
 

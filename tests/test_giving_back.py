@@ -1,0 +1,287 @@
+"""How registered host memory is given back: by one thread, on the device that knows it, whoever drops it last."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDriver
+from leases import all_returned
+
+from sidestream._threads import Deadline
+from sidestream.errors import ArenaExhausted, DeadlineExceeded, DeviceFailed
+from sidestream.staging import AsyncStager, DeviceEngine
+from sidestream.staging.registration import settle
+
+MIB = 1 << 20
+THREAD = {"sidestream-unregister"}
+
+
+def on_fake(driver: FakeDriver, **options: Any) -> AsyncStager:
+    options.setdefault("budget_bytes", 64 * MIB)
+    return AsyncStager(engine=DeviceEngine(driver), **options)
+
+
+def put(driver: FakeDriver, nbytes: int, device: int = 1) -> torch.Tensor:
+    return driver.put(torch.zeros(nbytes, dtype=torch.uint8), device)
+
+
+async def staged(driver: FakeDriver, stager: AsyncStager, nbytes: int = MIB) -> Any:
+    return await driver.drive(stager.stage({"t": put(driver, nbytes)}))
+
+
+async def staged_and_released(driver: FakeDriver, stager: AsyncStager, nbytes: int = MIB) -> None:
+    (await staged(driver, stager, nbytes)).release()
+    await all_returned(stager)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """None but those that the test asks for."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def cycle_around(value: Any) -> None:
+    """Leave ``value`` to the next garbage collection."""
+    ring: list[Any] = [value]
+    ring.append(ring)
+
+
+@contextmanager
+def standing_still(driver: FakeDriver) -> Iterator[None]:
+    """The driver does not come back from unregistering memory."""
+    driver.may_unregister.clear()
+    try:
+        yield
+    finally:
+        driver.may_unregister.set()
+
+
+class Collecting(threading.Thread):
+    """Its ``start()`` collects garbage while it holds the lock that every other start of a thread needs."""
+
+    armed = False
+
+    def __hash__(self) -> int:
+        if self.armed:
+            self.armed = False
+            gc.collect()
+        return id(self)
+
+
+# --- who drops it ---
+
+
+@pytest.mark.parametrize("last", ["trim", "close", "aclose", "a tensor", "another thread"])
+async def test_memory_is_unregistered_by_its_thread_on_its_device(last: str) -> None:
+    driver = FakeDriver()
+    stager = on_fake(driver)
+    copies = await staged(driver, stager)
+    kept = copies["t"]
+    copies.release()
+    del copies
+    if last in ("trim", "close", "aclose"):
+        del kept
+        await all_returned(stager)
+    match last:
+        case "trim":
+            stager.trim()
+        case "close":
+            await asyncio.to_thread(stager.close)
+        case _:
+            await stager.aclose()
+    if last == "another thread":
+        holder = [kept]
+        del kept
+        thread = threading.Thread(target=holder.clear)
+        thread.start()
+        thread.join()
+    elif last == "a tensor":
+        assert driver.registered, "a tensor still lies in it"
+        del kept
+    if last not in ("trim", "close", "aclose"):  # those have waited for it
+        assert settle(Deadline.after(60))
+    assert not driver.registered
+    assert driver.unregistered_in == THREAD
+    assert stager.statistics().reserved_bytes == stager.statistics().registered_bytes == 0
+    await stager.aclose()
+
+
+async def test_the_last_reference_dies_in_a_garbage_collection_within_the_start_of_a_thread() -> None:
+    driver = FakeDriver()
+    stager = on_fake(driver)
+    with no_collections():
+        copies = await staged(driver, stager)
+        kept = copies["t"]
+        copies.release()
+        del copies
+        await stager.aclose()
+        thread = Collecting(target=lambda: None, daemon=True)
+        cycle_around(kept)
+        del kept
+        assert driver.registered
+        thread.armed = True
+        starting = threading.Thread(target=thread.start, daemon=True)  # where it hangs, the test does not
+        starting.start()
+        starting.join(60)
+        assert not starting.is_alive(), "a finalizer waits for a lock that its own thread holds"
+    assert not thread.armed
+    assert settle(Deadline.after(60))
+    assert not driver.registered
+    assert driver.unregistered_in == THREAD
+
+
+async def test_the_loop_does_not_wait_for_memory_whose_last_reference_dies_on_it() -> None:
+    driver = FakeDriver()
+    stager = on_fake(driver)
+    with no_collections():
+        copies = await staged(driver, stager)
+        kept = copies["t"]
+        copies.release()
+        del copies
+        await stager.aclose()
+        cycle_around(kept)
+        del kept
+        with standing_still(driver):
+            gc.collect()  # returns at once
+            assert driver.registered
+            assert stager.statistics().registered_bytes == stager.statistics().reserved_bytes > MIB
+    assert settle(Deadline.after(60))
+    assert not driver.registered
+
+
+# --- what counts on it ---
+
+
+async def test_the_budget_counts_memory_until_it_has_been_unregistered() -> None:
+    driver = FakeDriver()
+    async with on_fake(driver, budget_bytes=16 * MIB) as stager:
+        await staged_and_released(driver, stager, 10 * MIB)
+        with standing_still(driver):
+            second = stager.stage({"t": put(driver, 15 * MIB)})
+            while stager.statistics().waiters == 0 or stager.statistics().registered_bytes == 0:
+                await asyncio.sleep(0.001)
+            for _ in range(20):
+                assert 0 < stager.statistics().reserved_bytes <= 16 * MIB
+                await asyncio.sleep(0.001)
+            assert sum(driver.registered.values()) == stager.statistics().registered_bytes
+        (await driver.drive(second)).release()
+        del second
+        assert sum(driver.registered.values()) == stager.statistics().registered_bytes <= 16 * MIB
+
+
+@pytest.mark.parametrize("when_full", ["fail", "skip"])
+async def test_policies_that_do_not_wait_wait_for_memory_that_is_on_its_way(when_full: Any) -> None:
+    driver = FakeDriver()
+    async with on_fake(driver, budget_bytes=16 * MIB, when_full=when_full) as stager:
+        await staged_and_released(driver, stager, 10 * MIB)
+        await staged_and_released(driver, stager, 15 * MIB)
+
+
+async def test_what_cannot_be_unregistered_stays_mapped_and_is_shown() -> None:
+    driver = FakeDriver()
+    driver.refuse = DeviceFailed("operation not permitted when stream is capturing")
+    async with on_fake(driver, budget_bytes=16 * MIB, timeout_s=60) as stager:
+        await staged_and_released(driver, stager, 10 * MIB)
+        ((address, nbytes),) = driver.registered.items()
+        stager.trim()
+        statistics = stager.statistics()
+        assert statistics.kept_bytes == statistics.reserved_bytes == statistics.registered_bytes == nbytes
+        assert mapped(address, nbytes)
+        with pytest.raises(ArenaExhausted, match=f"{nbytes} cannot be unregistered"):  # at once: it may never be
+            await driver.drive(stager.stage({"t": put(driver, 10 * MIB)}))
+        await staged_and_released(driver, stager, 2 * MIB)
+        driver.refuse = None
+        stager.trim()  # tries it again
+        assert not driver.registered
+        assert not mapped(address, nbytes)
+        assert stager.statistics().kept_bytes == stager.statistics().reserved_bytes == 0
+        await staged_and_released(driver, stager, 10 * MIB)
+
+
+def mapped(address: int, nbytes: int) -> bool:
+    """Whether all of it is mapped in this process."""
+    at = address
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            start, end = (int(one, 16) for one in line.split()[0].split("-"))
+            if start <= at < end:
+                at = end
+    return at >= address + nbytes
+
+
+async def trimmed(stager: AsyncStager) -> None:
+    stager.trim()
+
+
+async def closed(stager: AsyncStager) -> None:
+    await asyncio.to_thread(stager.close)
+
+
+@pytest.mark.parametrize("call", [trimmed, closed, AsyncStager.aclose], ids=["trim", "close", "aclose"])
+async def test_a_device_that_does_not_answer_is_not_waited_for_beyond_the_deadline(call: Callable[..., Any]) -> None:
+    driver = FakeDriver()
+    stager = on_fake(driver, timeout_s=0.5)
+    await staged_and_released(driver, stager)
+    with standing_still(driver):
+        with pytest.raises(DeadlineExceeded, match="was not given back"):
+            await call(stager)
+        assert driver.registered
+        assert stager.statistics().registered_bytes > MIB
+    assert settle(Deadline.after(60))
+    assert not driver.registered
+    assert stager.statistics().registered_bytes == 0
+    await stager.aclose()
+
+
+# --- fork ---
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+async def test_a_forked_child_neither_unregisters_nor_unmaps() -> None:
+    """The child has no part of that memory. What it maps itself may have come to lie at the same address."""
+    driver = FakeDriver()
+    stager = on_fake(driver)
+    copies = await staged(driver, stager)
+    ((address, nbytes),) = driver.registered.items()
+    child = os.fork()
+    if child == 0:
+        os._exit(in_the_child(driver, stager, copies, address, nbytes))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert driver.registered
+    copies.release()
+    del copies
+    await stager.aclose()
+    assert not driver.registered
+
+
+def in_the_child(driver: FakeDriver, stager: AsyncStager, copies: Any, address: int, nbytes: int) -> int:
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype, libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long),
+    )
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+    free = not mapped(address, nbytes)
+    if not free or libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != address:
+        return 2
+    stager._arena._segments.clear()
+    copies.release()
+    copies.clear()
+    gc.collect()
+    return 0 if mapped(address, nbytes) and not driver.unregistered_in else 1
