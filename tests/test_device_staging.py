@@ -11,6 +11,7 @@ import ctypes
 import gc
 import threading
 import weakref
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from states import assert_same
 
 import sidestream
 from sidestream._threads import Deadline
-from sidestream.errors import ArenaExhausted, CapturingGraph, Closed, DeadlineExceeded
+from sidestream.errors import ArenaExhausted, CapturingGraph, Closed, DeadlineExceeded, DeviceFailed, InvalidOption
 from sidestream.staging import AsyncStager, DeviceEngine, StageMode
 from sidestream.staging.device import held_back
 from sidestream.staging.registration import settle
@@ -345,6 +346,112 @@ async def test_what_the_device_raises_reaches_future_fence_and_synchronize() -> 
     await all_returned(stager)
 
 
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+def broken(driver: FakeDriver) -> None:
+    """As torch raises what a device reports: the words of the device, then advice."""
+    driver.broken = torch.AcceleratorError(f"{ILLEGAL}\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")
+
+
+async def test_every_call_says_that_the_device_has_failed_at_what_and_in_its_words(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    driver = FakeDriver()
+    state = {"model": {"w": put(driver, 1.0)}, "s": put(driver, 1.0, 2)}
+    stager = on_fake(driver)
+    in_flight, synchronized = stager.stage(state), stager.synchronize_staging()
+    await asyncio.to_thread(stager.fence)  # it has been issued
+    broken(driver)
+    seen: list[DeviceFailed] = []
+
+    async def fails(call: Callable[[], Awaitable[Any]]) -> None:
+        with pytest.raises(DeviceFailed, match=ILLEGAL) as caught:
+            await call()
+        assert "DEBUG" not in str(caught.value)
+        seen.append(caught.value)
+
+    async def staged() -> None:
+        stager.stage(state)
+
+    await fails(lambda: asyncio.to_thread(stager.fence))
+    driver.run()
+    await fails(lambda: in_flight)
+    await fails(lambda: synchronized)
+    await fails(staged)
+    await fails(lambda: sidestream.save(state, tmp_path / "a", stager=stager))
+    assert all("model.w" in str(error) for error in seen), [str(error) for error in seen]
+    assert [error.phase for error in seen] == ["at the fence", "waiting for copies from 0"] * 1 + [
+        "waiting for copies from 0",
+        "at the call",
+        "at the call",
+    ]
+    driver.broken = None
+    await driver.drive(stager.aclose())
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["lazy", "snapshot"])
+async def test_the_key_whose_copy_fails_is_named(mode: StageMode) -> None:
+    driver = FakeDriver()
+    state = {"model": {"a": put(driver, 1.0), "b": [put(driver, 1.0)]}}
+    async with on_fake(driver, mode=mode) as stager:
+        driver.fail_copy = torch.AcceleratorError(ILLEGAL)
+        future = stager.stage(state)
+        with pytest.raises(DeviceFailed, match=r"^model\.a: staging failed enqueueing a copy from 0: ") as caught:
+            await driver.drive(future)
+        assert isinstance(caught.value.__cause__, torch.AcceleratorError)
+        driver.fail_copy = None
+        (await driver.drive(stager.stage(state))).release()  # it works again
+
+
+@pytest.mark.parametrize(
+    "failure", [DeviceFailed("cudaHostRegister: (cudaError 712)"), ArenaExhausted("(cudaError 2)")]
+)
+async def test_memory_that_is_not_registered(failure: Exception, capfd: pytest.CaptureFixture[str]) -> None:
+    driver = FakeDriver()
+    state = {"w": put(driver, 1.0)}
+    async with on_fake(driver) as stager:
+        driver.refuse_to_register = failure
+        with pytest.raises(type(failure), match=r"cudaError \d+") as caught:
+            await driver.drive(stager.stage(state))
+        assert ("budget_bytes" in str(caught.value)) is False
+        assert isinstance(failure, ArenaExhausted) or "w: staging failed registering host memory" in str(caught.value)
+        driver.refuse_to_register = None
+        assert stager.statistics().reserved_bytes == 0
+        (await driver.drive(stager.stage(state))).release()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_a_capture_on_any_device_or_stream_that_is_needed() -> None:
+    driver = FakeDriver()
+    state = {"first": put(driver, 1.0), "second": put(driver, 1.0, device=1)}
+    user = driver.stream()
+    async with on_fake(driver) as stager:
+        for stream in (driver.current_stream(0), driver.current_stream(1), user):
+            stream.capturing = True
+            with pytest.raises(CapturingGraph, match="before or after the capture"):
+                stager.stage(state, wait_streams=[user])
+            assert driver.idle()
+            stream.capturing = False
+        future = stager.stage(state, wait_streams=[user])
+        driver.current_stream(1).capturing = True
+        before = len(driver.current_stream(0).queue)
+        with pytest.raises(CapturingGraph):
+            await asyncio.to_thread(stager.fence)
+        assert len(driver.current_stream(0).queue) == before
+        driver.current_stream(1).capturing = False
+        (await driver.drive(future)).release()
+
+
+async def test_streams_that_are_none() -> None:
+    driver = FakeDriver()
+    async with on_fake(driver) as stager:
+        with pytest.raises(InvalidOption, match="wait_streams"):
+            stager.stage({"t": put(driver, 1.0)}, wait_streams=[None])
+        assert driver.idle()
+
+
 async def test_nothing_is_enqueued_while_a_graph_is_captured() -> None:
     driver = FakeDriver()
     source = put(driver, 1.0)
@@ -414,6 +521,52 @@ async def test_a_stuck_device_and_a_deadline() -> None:
         with pytest.raises(DeadlineExceeded):
             await sidestream.save({"t": put(driver, 1.0)}, "never", stager=stager, timeout_s=0.1)
         await driver.drive(future)
+
+
+async def closed(stager: AsyncStager) -> None:
+    await asyncio.to_thread(stager.close)
+
+
+@pytest.mark.parametrize("close", [closed, AsyncStager.aclose], ids=["close", "aclose"])
+async def test_closing_says_what_becomes_of_a_stage_whose_device_hangs(close: Callable[..., Any]) -> None:
+    driver = FakeDriver()
+    stager = on_fake(driver, timeout_s=0.2)
+    future = stager.stage({"t": put(driver, 1.0)})
+    synchronized = stager.synchronize_staging()
+    with pytest.raises(DeadlineExceeded, match=r"did not end within timeout_s=0\.2 and were given up"):
+        await close(stager)
+    with pytest.raises(Closed, match="before the device had ended the copies"):
+        await future
+    with pytest.raises(DeadlineExceeded, match="may still read the sources"):
+        await synchronized
+    assert driver.registered
+    assert stager.statistics().leased_bytes > 0  # the copies may still come
+    driver.run()
+    await all_returned(stager)
+    assert settle(Deadline.after(60))
+    assert not driver.registered
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a stager", "none"])
+async def test_a_cancelled_save_does_not_wait_for_a_device_until_its_deadline(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sidestream.writing._GRACE_S", 0.2)
+    driver = FakeDriver()
+    source = put(driver, 1.0)
+    stager = on_fake(driver)
+    if own:  # one that the save makes for itself
+        monkeypatch.setattr("sidestream.writing.AsyncStager", lambda **options: on_fake(driver, timeout_s=600.0))
+    saving = asyncio.create_task(sidestream.save({"t": source}, tmp_path / "c", stager=None if own else stager))
+    while not any(stream.queue for stream in driver._streams):
+        await asyncio.sleep(0.001)
+    saving.cancel()
+    async with asyncio.timeout(60):  # of the 600 s that a save has
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+    assert not (tmp_path / "c").exists()
+    driver.run()
+    await driver.drive(stager.aclose())
 
 
 # --- many at once ---
