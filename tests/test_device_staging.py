@@ -381,8 +381,10 @@ async def test_every_call_says_that_the_device_has_failed_at_what_and_in_its_wor
     await fails(staged)
     await fails(lambda: sidestream.save(state, tmp_path / "a", stager=stager))
     assert all("model.w" in str(error) for error in seen), [str(error) for error in seen]
-    assert [error.phase for error in seen] == ["at the fence", "waiting for copies from 0"] * 1 + [
-        "waiting for copies from 0",
+    assert [error.phase for error in seen] == [
+        "at the fence",
+        "while waiting for copies from 0",
+        "while waiting for copies from 0",
         "at the call",
         "at the call",
     ]
@@ -398,7 +400,8 @@ async def test_the_key_whose_copy_fails_is_named(mode: StageMode) -> None:
     async with on_fake(driver, mode=mode) as stager:
         driver.fail_copy = torch.AcceleratorError(ILLEGAL)
         future = stager.stage(state)
-        with pytest.raises(DeviceFailed, match=r"^model\.a: staging failed enqueueing a copy from 0: ") as caught:
+        words = r"^model\.a: the device failed while enqueueing a copy from 0: "
+        with pytest.raises(DeviceFailed, match=words) as caught:
             await driver.drive(future)
         assert isinstance(caught.value.__cause__, torch.AcceleratorError)
         driver.fail_copy = None
@@ -415,8 +418,8 @@ async def test_memory_that_is_not_registered(failure: Exception, capfd: pytest.C
         driver.refuse_to_register = failure
         with pytest.raises(type(failure), match=r"cudaError \d+") as caught:
             await driver.drive(stager.stage(state))
-        assert ("budget_bytes" in str(caught.value)) is False
-        assert isinstance(failure, ArenaExhausted) or "w: staging failed registering host memory" in str(caught.value)
+        if isinstance(failure, DeviceFailed):
+            assert "w: the device failed while registering host memory" in str(caught.value)
         driver.refuse_to_register = None
         assert stager.statistics().reserved_bytes == 0
         (await driver.drive(stager.stage(state))).release()

@@ -165,7 +165,7 @@ class Skipped(SidestreamError, RuntimeError):
 
 
 class CapturingGraph(SidestreamError, RuntimeError):
-    """Staging, or a load to a device, was asked for while a stream that it needs records a graph. Nothing was enqueued."""
+    """Staging, or a load to a device, needs a stream that records a graph. Nothing was enqueued."""
 
 
 class DeviceFailed(SidestreamError, RuntimeError):

@@ -28,11 +28,15 @@ class Streams:
 
     sides: Sequence[tuple[Driver, Hashable, Any]] = ()
 
+    @property
+    def devices(self) -> list[Hashable]:
+        return [device for _, device, _ in self.sides]
+
     @contextmanager
     def current(self, what: str = "") -> Iterator[None]:
         """Make them the current ones of the calling thread, and the last one's device its current device. An error that
         a device reports within becomes ``DeviceFailed``, which says ``what`` was being loaded."""
-        with _failing(what, self.sides), ExitStack() as stack:
+        with _failing(what, self.devices), ExitStack() as stack:
             for driver, device, stream in self.sides:
                 driver.enter(device)
                 stack.enter_context(driver.using(stream))
@@ -40,7 +44,7 @@ class Streams:
 
     def finish(self) -> None:
         """Wait, in a worker thread, for what they were given so far: then every other stream may use it too."""
-        with _failing("", self.sides):
+        with _failing("", self.devices):
             for driver, device, stream in self.sides:
                 driver.enter(device)
                 driver.synchronize(driver.record(stream))
@@ -83,11 +87,12 @@ def _current(devices: Collection[torch.device]) -> Streams:
 
 
 @contextmanager
-def _failing(what: str, sides: Sequence[object]) -> Iterator[None]:
-    """Errors of devices only: without any of those in ``sides``, and for the memory of a device, torch's own remain."""
+def _failing(what: str, devices: Sequence[Hashable]) -> Iterator[None]:
+    """An error that one of ``devices`` reports becomes ``DeviceFailed``. Want of a device's memory is none."""
     try:
         yield
     except (torch.AcceleratorError, DeviceFailed) as error:
-        if not sides:
+        if not devices:
             raise
-        raise translated(error, "while loading to a device", lambda: [what] if what else []) from error
+        phase = f"while loading to {', '.join(map(str, devices))}"
+        raise translated(error, phase, lambda: [what] if what else []) from error

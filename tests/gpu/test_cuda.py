@@ -6,7 +6,10 @@ No plugin of pytest is needed: each test runs its own loop. Nothing here measure
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 import sidestream
 import sidestream.blocking
+from sidestream._threads import Deadline
 from sidestream.errors import CapturingGraph
 from sidestream.staging import AsyncStager, StageMode
+from sidestream.staging.registration import settle
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning"),
@@ -398,15 +403,24 @@ def captured(source: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
 
 
 def test_a_graph_is_captured_beside_a_waiting_stager() -> None:
+    """The default stream stays idle: from torch 2.13 on a capture waits for it on the host before it begins."""
+
     async def run() -> None:
         source, ones = large(1.0), torch.ones(1000, device=CUDA)
+        user = torch.cuda.Stream()
+
+        def fence() -> None:
+            with torch.cuda.stream(user):
+                stager.fence()
+
         async with AsyncStager(budget_bytes=BUDGET_BYTES) as stager:
             (await stager.stage({"t": source})).release()
             captured(ones)  # what is loaded late is loaded
             torch.cuda.synchronize()
-            busy(2000)
-            future = stager.stage({"t": source})
-            await asyncio.to_thread(stager.fence)  # enqueued: from here on the device's thread only waits
+            with torch.cuda.stream(user):
+                busy(2000)
+                future = stager.stage({"t": source})
+            await asyncio.to_thread(fence)  # enqueued: from here on the device's thread only waits
             graph, result = captured(ones)
             assert not future.done(), "nobody was waiting during the capture: this proves nothing"
             graph.replay()
@@ -485,6 +499,114 @@ def test_a_forked_child_does_not_come_between_the_device_and_the_memory() -> Non
     asyncio.run(run())
 
 
+def test_a_stream_that_records_a_graph_is_not_waited_for() -> None:
+    source, ones = large(1.0), torch.ones(1000, device=CUDA)
+    graph, recording, user = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    async def run() -> None:
+        async with AsyncStager(budget_bytes=BUDGET_BYTES) as stager:
+            with torch.cuda.stream(recording):
+                graph.capture_begin(capture_error_mode="thread_local")
+                result = ones * 2
+                with torch.cuda.stream(user), pytest.raises(CapturingGraph, match="before or after the capture"):
+                    stager.stage({"t": source}, wait_streams=[recording])
+                graph.capture_end()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert bool((result == 2).all())
+            assert bool(((await stager.stage({"t": source}, wait_streams=[recording]))["t"] == 1).all())
+
+    asyncio.run(run())
+
+
+def test_a_graph_that_is_recorded_on_a_device_that_is_not_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    with torch.cuda.device(1):
+        source = torch.ones(LARGE, device=CUDA)
+        graph, recording = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+
+    async def run() -> None:
+        async with AsyncStager(budget_bytes=BUDGET_BYTES) as stager:
+            with torch.cuda.device(1), torch.cuda.stream(recording):
+                graph.capture_begin(capture_error_mode="thread_local")
+                result = source * 2
+                with torch.cuda.device(0), pytest.raises(CapturingGraph, match="before or after the capture"):
+                    stager.stage({"t": source})
+                graph.capture_end()
+                graph.replay()
+            torch.cuda.synchronize(1)
+            assert bool((result == 2).all())
+            assert bool(((await stager.stage({"t": source}))["t"] == 1).all())
+
+    asyncio.run(run())
+
+
+ENDS = """
+import asyncio, os, sys
+import torch
+from sidestream.staging import AsyncStager
+
+how = sys.argv[1]
+source, host = torch.ones(1 << 20, device="cuda"), torch.ones(1 << 11, 1 << 11)
+stager = AsyncStager(budget_bytes=1 << 28)
+stager.stage({"t": source, "h": host.t()}).result(60).release()
+
+
+def begin():
+    torch.cuda._sleep(3 * 10**8)  # 150 ms: the copies end while the interpreter does
+    return stager.stage({"t": source, "h": host.t()})
+
+
+async def main():
+    begin()
+
+
+if how == "a loop that ended":
+    asyncio.run(main())
+else:
+    future = begin()
+if how == "sys.exit":
+    sys.exit(3)
+if how == "an exception":
+    raise ValueError
+if how == "os._exit":
+    os._exit(5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [("the end", 0), ("a loop that ended", 0), ("sys.exit", 3), ("an exception", 1), ("os._exit", 5)],
+)
+def test_a_process_ends_with_its_own_status_while_a_stage_is_in_flight(how: str, status: int) -> None:
+    for _ in range(2):
+        command = [sys.executable, "-c", ENDS, how]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == status, ended.stderr
+        assert "terminate" not in ended.stderr
+
+
+def test_the_last_reference_dies_in_a_thread_that_has_no_device() -> None:
+    async def run() -> None:
+        async with AsyncStager(budget_bytes=BUDGET_BYTES) as stager:
+            copies = await stager.stage({"t": large(1.0)})
+        kept = [copies["t"]]
+        copies.release()
+        del copies
+        thread = threading.Thread(target=kept.clear)
+        thread.start()
+        thread.join()
+        assert settle(Deadline.after(60))
+        assert stager.statistics().registered_bytes == stager.statistics().reserved_bytes == 0
+        copies = await AsyncStager(budget_bytes=BUDGET_BYTES).stage({"t": large(2.0)})  # perhaps at the same address
+        assert bool((copies["t"] == 2).all())
+
+    asyncio.run(run())
+
+
 def test_from_any_thread() -> None:
     found: list[torch.Tensor] = []
 
@@ -511,10 +633,10 @@ def test_from_any_thread() -> None:
 
 def test_device_memory_comes_back() -> None:
     async def run(mode: StageMode) -> None:
+        gc.collect()
+        before = torch.cuda.memory_allocated()
         async with AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode) as stager:
-            (await stager.stage({"t": large(1.0), "s": torch.ones(3, device=CUDA)})).release()
-            before = torch.cuda.memory_allocated()
-            for _ in range(3):
+            for _ in range(4):
                 (await stager.stage({"t": large(1.0), "s": torch.ones(3, device=CUDA)})).release()
             async with asyncio.timeout(30):  # the device's thread may not have left the call that resolved the future
                 while torch.cuda.memory_allocated() != before:

@@ -309,7 +309,7 @@ class DeviceEngine:
     def enter_that_of(self, tensor: torch.Tensor) -> Hashable:
         """As ``enter``, of the device of ``tensor``."""
         device = self.driver.device_of(tensor)
-        with failing(f"on {device}"):
+        with failing(f"before copies from {device}"):
             self.driver.enter(device)
         return device
 
@@ -330,7 +330,7 @@ class DeviceEngine:
         parts: list[Part] = []
         try:
             for device, mine in by_device.items():
-                with failing(f"enqueueing copies from {device}", stage.names):
+                with failing(f"while enqueueing copies from {device}", stage.names):
                     self.driver.enter(device)
                     parts.append(self._issue_side(stage, device, mine, lease, pace, stop))
         except BaseException:
@@ -359,7 +359,7 @@ class DeviceEngine:
                 if storage_key(copy.source) in side.slots:
                     scatter.append(copy)
                 else:
-                    with failing(f"enqueueing a copy from {device}", partial(_names_of, stage, copy)):
+                    with failing(f"while enqueueing a copy from {device}", partial(_names_of, stage, copy)):
                         self._copy(side, self._source(side, copy), lease, copy.offset, chunk_bytes, pace, stop)
         side.last = self.driver.record(side.stream)
         return Part(stage, side, side.last, tuple(scatter), lease)
@@ -421,7 +421,7 @@ class DeviceEngine:
                 self.driver.enter(device)
                 self.driver.synchronize(event)
         except BaseException as failure:
-            error = translated(failure, "waiting for the copies on the device", stage.names)
+            error = translated(failure, "while waiting for the copies on it", stage.names)
         done(error)
 
     def land(self, part: Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
@@ -433,7 +433,7 @@ class DeviceEngine:
             for copy in politely(part.scatter, _EVERY):
                 self._scatter(part, copy, stop)
         except BaseException as failure:
-            error = translated(failure, f"waiting for copies from {part.side.device}", part.stage.names)
+            error = translated(failure, f"while waiting for copies from {part.side.device}", part.stage.names)
         done(error)
 
     def _scatter(self, part: Part, copy: Copy, stop: Stop) -> None:
@@ -479,7 +479,7 @@ def translated(error: BaseException, phase: str, names: Callable[[], Sequence[st
     text = str(error).partition("\n")[0]  # torch goes on with advice for debugging
     kind = "" if isinstance(error, DeviceFailed) else f"{type(error).__name__}: "
     return DeviceFailed(
-        f"{keys + ': ' if keys else ''}staging failed {phase}: {kind}{text}; earlier work of the device may be the "
+        f"{keys + ': ' if keys else ''}the device failed {phase}: {kind}{text}; earlier work of the device may be the "
         "cause; if every call fails from now on, restart the process",
         phase=phase,
     )

@@ -451,7 +451,7 @@ class AsyncStager:
         staging.lay(plan)
         if staging.device is not None and self._device is not None:
             device = self._device.enter(staging.device)
-            with failing("registering host memory", staging.device.names):
+            with failing("while registering host memory", staging.device.names):
                 self._arena.pin(self._device.driver, device)
         self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
@@ -553,7 +553,7 @@ class AsyncStager:
         device = staging.device
         staging.waiting = True
         try:
-            with nullcontext() if device is None else failing("registering host memory", device.names):
+            with nullcontext() if device is None else failing("while registering host memory", device.names):
                 lease = self._arena.lease(
                     nbytes,
                     deadline=staging.deadline,
@@ -600,7 +600,7 @@ class AsyncStager:
             for tensor in on_device:
                 assert self._device is not None
                 device = self._device.enter_that_of(tensor)
-                with failing("registering host memory"):
+                with failing("while registering host memory"):
                     self._arena.pin(self._device.driver, device)
             if nbytes:
                 self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
