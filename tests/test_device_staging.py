@@ -309,6 +309,14 @@ async def test_segments_are_registered_once_and_unregistered_before_they_are_unm
     assert not driver.registered
 
 
+async def test_tensors_without_bytes_on_a_device() -> None:
+    driver = FakeDriver()
+    async with on_fake(driver) as stager:
+        staged = await driver.drive(stager.stage({"t": driver.put(torch.empty(0, 3), 1)}))
+        assert staged["t"].shape == (0, 3)
+        assert not driver.registered
+
+
 async def test_scratch_counts_against_the_budget_and_comes_back() -> None:
     driver = FakeDriver()
     async with on_fake(driver, budget_bytes=16384) as stager:

@@ -298,10 +298,12 @@ class DeviceEngine:
 
     # --- the stager's thread ---
 
-    def enter(self, stage: DeviceStage) -> Hashable:
+    def enter(self, stage: DeviceStage) -> Hashable | None:
         """Before the first call that may reach the driver: a thread begins on device 0, and in the way of captures.
-        Returns the device that the thread is on then."""
-        device = next(iter(stage.sides))
+        Returns the device that the thread is on then; None if nothing has bytes on one."""
+        device = next(iter(stage.sides), None)
+        if device is None:
+            return None
         with failing(f"before copies from {device}", stage.names):
             self.driver.enter(device)
         return device

@@ -451,8 +451,9 @@ class AsyncStager:
         staging.lay(plan)
         if staging.device is not None and self._device is not None:
             device = self._device.enter(staging.device)
-            with failing("while registering host memory", staging.device.names):
-                self._arena.pin(self._device.driver, device)
+            if device is not None:
+                with failing("while registering host memory", staging.device.names):
+                    self._arena.pin(self._device.driver, device)
         self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
         while left:
