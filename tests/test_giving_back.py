@@ -140,6 +140,7 @@ async def test_the_last_reference_dies_in_a_garbage_collection_within_the_start_
         starting.join(60)
         assert not starting.is_alive(), "a finalizer waits for a lock that its own thread holds"
     assert not thread.armed
+    assert [one.name for one in threading.enumerate()].count("sidestream-unregister") == 1, "a finalizer started one"
     assert settle(Deadline.after(60))
     assert not driver.registered
     assert driver.unregistered_in == THREAD
