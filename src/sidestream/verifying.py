@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -243,6 +243,7 @@ class Verification:
             name = part_metadata_name(marker.rank)
             with self._noting(name):
                 part = await read_part(location.store, location.name, sizes, marker, self.deadline)
+                part = replace(part, save_id=marker.save_id)  # storage_meta has this one, the manifest its own
                 raw = await read_file(
                     location.store,
                     f"{location.name}/{name}",
