@@ -96,6 +96,7 @@ class PendingSave:
         self._staged: asyncio.Future[None] = loop.create_future()
         self._started = False
         self._settled = False
+        self._cut_off = False
         self._leaving: Future[Any] | None = None
         self._watch = watch(_Unfinished(self))
         self._task = supervise(self._run(), f"sidestream save {work.url}")
@@ -175,7 +176,8 @@ class PendingSave:
             self._settle()
         except Exception as error:
             self._fail(error)
-        except BaseException as error:  # Ctrl-C and exit go on to the loop
+        except BaseException as error:  # Ctrl-C and exit go on to the loop; they may have cut off the cleaning
+            self._cut_off = True
             self._fail(error)
             raise
         else:
@@ -190,9 +192,9 @@ class PendingSave:
 
     def _settle(self, _: object = None) -> None:
         """Cancelled, by ``cancel()`` or with the loop, perhaps before the first step."""
+        if self._cut_off or not (self._started or self._result.done()):
+            self._clean_up_elsewhere()
         if not self._result.done():
-            if not self._started:
-                self._never_began()
             if self._cancelling:
                 self._result.cancel()
             else:
@@ -201,8 +203,9 @@ class PendingSave:
                 self._staged.set_result(None)
         self._end()
 
-    def _never_began(self) -> None:
-        """The loop may be about to close, and waits for a moment only."""
+    def _clean_up_elsewhere(self) -> None:
+        """In a thread, as the work has not begun or was cut off. The loop may be about to close, and waits for a moment
+        only."""
         self._work.abandon()
         self._leaving = in_background(partial(self._work.leave, stuck=False), "sidestream-abandoned")
         self._leaving.add_done_callback(self._say_what_stayed)

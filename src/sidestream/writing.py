@@ -218,8 +218,8 @@ class Writing:
     # --- the thread ---
 
     def _write(self, launched: Future[None]) -> None:
-        launched.result()
         order = self._order
+        launched.result(order.deadline.remaining_s())  # an interrupt may have cut off whoever launches
         write = order.location.store.write
         if order.saver is not None:
             order.saver.start()  # while the plan is made

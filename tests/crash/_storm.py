@@ -7,7 +7,6 @@ import gc
 import json
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from _look import attempts_in
 from _seeded import blank_state, make_state, same
+from _stepping import busy_threads
 
 import sidestream
 
@@ -40,12 +40,6 @@ async def both(run: Path, number: int, state: dict[str, Any]) -> None:
     async with sidestream.Checkpointer(run, durability="flush") as checkpoints:
         await (await checkpoints.save(make_state(number), step=number))
         await checkpoints.restore(state, number)
-
-
-def ours() -> list[str]:
-    kept = ("sidestream-io", "sidestream-storage", "sidestream-saver", "sidestream-exit")
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("sidestream") and name not in kept]
 
 
 def interrupt(_: int, frame: FrameType | None) -> None:
@@ -86,10 +80,10 @@ def main() -> None:
     told["last"] += 1
     once(way, run, told["last"])
     end = time.monotonic() + PATIENCE_S
-    while (attempts_in(run) or ours()) and time.monotonic() < end:
+    while (attempts_in(run) or busy_threads()) and time.monotonic() < end:
         gc.collect()  # tasks that were cut off within an interrupt refer to themselves
         time.sleep(0.01)
-    told["left"] = attempts_in(run) + ours()
+    told["left"] = attempts_in(run) + busy_threads()
     print(json.dumps(told), flush=True)
 
 

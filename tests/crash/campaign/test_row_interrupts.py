@@ -15,8 +15,8 @@ import pytest
 from _judge import Oracle
 from _rows import HERE, SOURCE, Row, Size, spread
 
-SHORT, LONG = 600, 20_000
-WAYS = ("blocking", "blocking, by a process", "asyncio.run")
+SHORT, LONG = 400, 20_000
+WAYS = ("blocking", "blocking, by a process")
 PATIENCE_S = 120.0
 
 
