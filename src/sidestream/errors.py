@@ -278,8 +278,8 @@ class Corrupt(SidestreamError, ValueError):
 class Incomplete(SidestreamError, LookupError):
     """Ranks have saved here apart from each other, and the parts make no whole (yet).
 
-    ``save_id`` is that of most parts, ``missing`` has the ranks whose parts are not there, ``others`` the ranks with
-    parts of another save, and its id."""
+    ``save_id`` is that of most parts, ``missing`` has the ranks whose parts are not there (the first 65,536 of them),
+    ``others`` the ranks with parts of another save, and its id."""
 
     def __init__(
         self,
