@@ -230,28 +230,30 @@ async def read_file(
     """
     if nbytes > most_bytes:
         raise Corrupt(f"{name} has {nbytes} bytes, more than the {most_bytes} that are read", file=name)
-    with allocating(f"reading {name}"):
-        raw = bytearray(nbytes)  # the system gives its pages one by one, when they are read into
-    whole, empty = memoryview(raw), _EmptyPages(name)
+    content = _Content(name)
     for start in range(0, nbytes, _PIECE_BYTES):
-        piece = whole[start : start + _PIECE_BYTES]
-        await store.read(name, [ReadRange(start, piece, partial(empty.look, piece))], deadline=deadline)
-    return raw
+        with allocating(f"reading {name}"):
+            piece = bytearray(min(_PIECE_BYTES, nbytes - start))
+        read = ReadRange(start, memoryview(piece), partial(content.take, piece))
+        await store.read(name, [read], deadline=deadline)
+    return content.raw
 
 
-class _EmptyPages:
-    """Counts the pages of a file that hold nothing but zeros."""
+class _Content:
+    """What has been read of a file, which grows with that and not with what the file claims to have."""
 
     def __init__(self, name: str) -> None:
+        self.raw = bytearray()
         self._name = name
         self._pages = self._empty = 0
 
-    def look(self, piece: memoryview) -> None:
+    def take(self, piece: bytearray) -> None:
         """In a thread of the store, as the bytes arrive."""
         for start in politely(range(0, len(piece), _PAGE_BYTES)):
             self._pages += 1
-            self._empty += piece[start : start + _PAGE_BYTES].tobytes() == _EMPTY_PAGE
+            self._empty += piece[start : start + _PAGE_BYTES] == _EMPTY_PAGE
         if self._empty > max(_MOST_EMPTY_PAGES, self._pages // 2):
             raise Corrupt(
                 f"{self._name} consists of zeros for the most part: it is sparse, or damaged", file=self._name
             )
+        self.raw += piece
