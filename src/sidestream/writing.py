@@ -207,8 +207,8 @@ class Writing:
         patience_s = self._order.deadline.remaining_s() + _GRACE_S
         wait([self._done, self._staging.copied], patience_s)
         if self._own is not None:
-            with suppress(SidestreamError):  # told by other means
-                self._own.close()
+            with suppress(SidestreamError):  # a device may hang; the log names what was left
+                self._own.close_by(Deadline.after(_GRACE_S))
 
     def _withdraw(self) -> None:
         """In a thread: its caller was interrupted when it had been launched, so that nobody will wait for it."""

@@ -282,11 +282,14 @@ class AsyncStager:
         Blocks. A stage that has not ended within ``timeout_s`` is stopped: its future raises ``Closed``, and this
         raises ``DeadlineExceeded``. Memory that a device may still write to stays mapped until it has answered. Raises
         the first error of a stage that nobody has awaited. In a forked child it does nothing."""
+        self.close_by(Deadline.after(self._timeout_s))
+
+    def close_by(self, deadline: Deadline) -> None:
+        """``close()`` by another deadline than that of the stager."""
         if os.getpid() != self._pid:
             return
         self._closed = True
-        deadline = Deadline.after(self._timeout_s)
-        ended = self._ledger.wait(self._timeout_s)
+        ended = self._ledger.wait(deadline.remaining_s())
         stages = self._ledger.unheard()
         self._shut_down(deadline)
         if not ended:
@@ -349,7 +352,8 @@ class AsyncStager:
         if stagings:
             self._ledger.wait(_STOPPED_S)
         for staging in self._in_flight():
-            staging.forsake(Closed("the stager was closed before the device had ended the copies of this stage"))
+            if staging.device is not None:
+                staging.forsake(Closed("the stager was closed before the device had ended the copies of this stage"))
 
     def __enter__(self) -> NoReturn:
         raise AsyncOnly(
