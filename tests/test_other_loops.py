@@ -101,8 +101,6 @@ def test_a_stage_is_not_awaited_in_trio() -> None:
             with pytest.raises(WrongLoop, match="runs in trio"):
                 await staged
             with pytest.raises(WrongLoop, match="runs in trio"):
-                await stager.synchronize_staging()
-            with pytest.raises(WrongLoop, match="runs in trio"):
                 await stager.aclose()
             with pytest.raises(WrongLoop, match="runs in trio"):
                 await stager.__aenter__()
