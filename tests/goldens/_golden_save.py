@@ -123,6 +123,7 @@ async def save(table: Table) -> None:
     folder = table.folder
     for name, make in states().items():
         await table.tries(f"state: {name}", lambda make=make: sidestream.save(make(), folder / "deep" / "c"))
+        await asyncio.to_thread(shutil.rmtree, folder / "deep" / "c", ignore_errors=True)  # the next state is saved too
     for name, options in OPTIONS.items():
         await table.tries(f"option: {name}", lambda o=options: sidestream.save(SMALL, folder / "c", **o))
     for url in URLS:

@@ -156,8 +156,8 @@ def _named_as_options(*keywords: str) -> Iterator[None]:
     try:
         yield
     except SidestreamError as error:
-        spelled = re.compile(rf"\b({'|'.join(keywords)})=")
-        error.args = tuple(spelled.sub(r"--\1 ", one) if isinstance(one, str) else one for one in error.args)
+        keyword = re.compile(rf"\b({'|'.join(keywords)})=")
+        error.args = tuple(keyword.sub(r"--\1 ", one).rstrip() if isinstance(one, str) else one for one in error.args)
         raise
 
 

@@ -125,10 +125,7 @@ async def convert(
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
     if values:
         listed = ", ".join(values[:5])
-        raise InvalidOption(
-            f"safetensors hold tensors alone, and {listed} are values: leave them out with select= "
-            "(--select on the command line)"
-        )
+        raise InvalidOption(f"safetensors hold tensors alone, and {listed} are values: leave them out with select=")
     files = await io_threads().run(
         _plan, selection, chosen, where.name if single else None, budget_bytes, shard_bytes, deadline=deadline
     )
