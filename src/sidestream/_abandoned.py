@@ -1,9 +1,9 @@
-"""Operations whose event loop has ended under them.
+"""Operations whose event loop ended before they did.
 
 ``asyncio.run`` cancels every task and waits for it. A loop that is closed in another way, that is dropped, or whose
-thread ends, leaves tasks that never take another step: nobody would remove what they have written, stop their threads
-or resolve their outcome. So everything that needs its loop is registered here while it is in flight, by loop. Whoever
-looks (``take_abandoned``) gets the loops that have ended, and ends their operations from a thread.
+thread ends, leaves tasks that never take another step: nothing would remove the files they have written, stop their
+threads or resolve their futures. So every operation that needs its loop is registered here, by loop, while it is in
+flight. ``take_abandoned`` returns the loops that have ended; its caller ends their operations from a thread.
 """
 
 from __future__ import annotations
@@ -40,38 +40,39 @@ _log = logging.getLogger("sidestream")
 Keeping = Literal["supervised", "accompanying"]
 
 _GRACE_S = 5.0
-"""How long past its deadline a thread is waited for, as in ``Threads``."""
+"""How long a wait for a thread continues past the thread's deadline, as in ``Threads``."""
 
 
 class Remains(Protocol):
-    """What an operation leaves where its loop never runs again."""
+    """The resources that an operation leaves behind when its loop never runs again."""
 
     @property
     def what(self) -> str:
-        """For the log: what was going on, with the URL."""
+        """A description of the operation for the log, with the URL."""
 
     @property
     def expires_at(self) -> float:
-        """When its time is over, if its loop runs (``time.monotonic`` seconds)."""
+        """The deadline of the operation if its loop runs (``time.monotonic`` seconds)."""
 
     def abandon(self) -> None:
-        """Tell the threads to stop. Does not block, and may be called in any thread and more than once."""
+        """Signal the threads to stop. Does not block; may be called in any thread and more than once."""
 
     def leave(self, *, stuck: bool) -> str | None:
-        """In a thread: wait until no thread touches anything any more, then release it. Returns what was done, for the
-        log; None where that is of no interest. ``stuck``: a thread of the loop still sits in a system call."""
+        """Wait until no thread uses the resources, then release them. Called in a thread. Returns a description of what
+        was done for the log, or None if there is nothing to log. ``stuck``: a thread of the loop is still in a system
+        call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """An operation that leaves nothing but threads, which its hops stop."""
+    """An operation that leaves only threads; its hops stop them."""
 
     what: str
     done: str
     expires_at: float
 
     def abandon(self) -> None:
-        """There is nothing else to stop."""
+        """Do nothing: there is nothing else to stop."""
 
     def leave(self, *, stuck: bool) -> str:
         return self.done
@@ -89,13 +90,13 @@ class Watched:
 
     @property
     def remains(self) -> Remains:
-        """Of one that has not ended."""
+        """The resources of an operation that has not ended."""
         assert self._remains is not None
         return self._remains
 
     def end(self) -> None:
-        """The operation has ended by itself. Does nothing outside of its loop: there, a coroutine that is being
-        destroyed comes by, and its operation has not ended."""
+        """Remove the entry because the operation has ended by itself. Does nothing outside of its loop: there, the
+        caller is a coroutine that is being destroyed, and its operation has not ended."""
         home = self._home
         if home is not None and asyncio._get_running_loop() is home.loop():
             home.watches.discard(self)
@@ -104,10 +105,10 @@ class Watched:
 
 
 class Abandoned:
-    """Everything of ours that is in flight on one loop.
+    """All operations of sidestream that are in flight on one loop.
 
     The loop is referred to strongly only while something is in flight that needs it: an idle loop that is dropped is
-    collected, and what was to be released with it is found by that.
+    collected, and its collection shows that its resources have to be released.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -121,7 +122,7 @@ class Abandoned:
     # --- on the loop ---
 
     def tidy(self) -> None:
-        """Hold the loop as long as something needs it, and be forgotten when nothing does."""
+        """Keep the loop alive while an operation needs it; remove this object from the registry when none does."""
         if self.tasks or self.hops or any(one.holds_loop for one in self.watches):
             self._held = self.loop()
         else:
@@ -133,7 +134,7 @@ class Abandoned:
     # --- anywhere ---
 
     def reason(self, *, at_exit: bool) -> str | None:
-        """Why the loop will not run again; None while it may."""
+        """The reason why the loop will not run again, or None while it may."""
         loop = self.loop()
         if loop is None:
             return "its event loop was dropped"
@@ -147,12 +148,12 @@ class Abandoned:
             return "the process ends, and its event loop was not closed"
         expiring = [one.remains.expires_at for one in self.watches if one.holds_loop]
         if expiring and time.monotonic() > max(expiring) + _GRACE_S:
-            return "its event loop was not run any more, and its deadline has passed"
+            return "its event loop has stopped running, and its deadline has passed"
         return None
 
     def release(self, reason: str, patience_s: float | None = None) -> None:
-        """In a thread without a loop: end everything that was in flight. ``patience_s`` bounds how long threads are
-        waited for; by default until their deadlines."""
+        """End all operations that were in flight. Called in a thread without a loop. ``patience_s`` bounds the wait for
+        threads; the default is their deadlines."""
         hops, watches = list(self.hops.values()), list(self.watches)
         for _, stop, _ in hops:
             stop()
@@ -198,8 +199,8 @@ def _here() -> Abandoned:
 
 
 def watch(remains: Remains, *, holds_loop: bool = True) -> Watched:
-    """Until ``end()``, an operation on the running loop that may leave something. With ``holds_loop=False`` the loop is
-    not kept alive by it, and ``remains`` must not refer to the loop."""
+    """Register an operation of the running loop until ``end()``. With ``holds_loop=False`` the entry does not keep the
+    loop alive, and ``remains`` must not refer to the loop."""
     home = _here()
     made = Watched(home, remains, holds_loop)
     home.watches.add(made)
@@ -209,7 +210,8 @@ def watch(remains: Remains, *, holds_loop: bool = True) -> Watched:
 
 @contextmanager
 def noted(what: str, done: str, expires_at: float) -> Iterator[None]:
-    """Within, on a loop: ``what`` is in flight; where the loop ends, the log says that, and ``done``."""
+    """Register the operation ``what`` for the time of the ``with`` block. If the loop ends meanwhile, the log names the
+    operation and says ``done``."""
     watched = watch(Noted(what, done, expires_at))
     try:
         yield
@@ -219,8 +221,8 @@ def noted(what: str, done: str, expires_at: float) -> Iterator[None]:
 
 @contextmanager
 def hop(future: Future[Any], stop: Callable[[], None], until: float) -> Iterator[None]:
-    """Within, a task of the running loop waits for ``future``, which a thread does: where the loop ends, ``stop`` is
-    called, and the thread waited for."""
+    """Register that a task of the running loop waits for a thread, which resolves ``future``. If the loop ends
+    meanwhile, ``stop`` is called and the thread is waited for."""
     home, key = _here(), object()
     home.hops[key] = (future, stop, until)
     home.tidy()
@@ -233,7 +235,8 @@ def hop(future: Future[Any], stop: Callable[[], None], until: float) -> Iterator
 
 
 def keep(task: asyncio.Task[Any], keeping: Keeping) -> None:
-    """Refer to ``task``, of the running loop, until it has ended; where the loop ends, close its coroutine."""
+    """Keep a reference to ``task`` of the running loop until it has ended. If the loop ends first, close its
+    coroutine."""
     home = _here()
     home.tasks[task] = keeping
     home.tidy()
@@ -254,7 +257,7 @@ def _forget_task(task: asyncio.Task[Any]) -> None:
 
 
 def take_abandoned(*, at_exit: bool = False) -> list[tuple[Abandoned, str]]:
-    """The loops that have ended with something in flight, and why they are taken for that. Each is handed out once."""
+    """Return the loops that have ended with operations in flight, each with the reason. Each loop is returned once."""
     if not _all:
         return []
     found: list[tuple[Abandoned, str]] = []
@@ -273,14 +276,14 @@ def take_abandoned(*, at_exit: bool = False) -> list[tuple[Abandoned, str]]:
 
 
 def put_back(home: Abandoned) -> None:
-    """Nobody could end it now; it is handed out again."""
+    """Return ``one`` to the registry, because its operations could not be ended now."""
     with _lock:
         _all.add(home)
 
 
 @contextmanager
 def _logged(doing: str, what: str) -> Iterator[None]:
-    """What goes wrong with one operation is no reason to leave the others."""
+    """Log an error of one operation, so that the others are still ended."""
     try:
         yield
     except Exception as error:
@@ -293,14 +296,14 @@ def _close(task: asyncio.Task[Any]) -> None:
     """Destroy the coroutine of a task that never takes another step, so that nothing in its frames is kept alive."""
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # what became of it has been logged
     coroutine: Any = task.get_coro()
-    # A cancel scope in it complains that no loop runs, and so does whatever it awaits in its ``finally``.
+    # A cancel scope in it raises because no loop runs, and so does each await in its ``finally``.
     with suppress(Exception, asyncio.CancelledError):
         coroutine.close()
 
 
 def _forget_after_fork() -> None:
     global _all, _homes, _lock
-    _of_the_parent.append((_all, _homes))  # in the child none of it is ever run, or destroyed
+    _of_the_parent.append((_all, _homes))  # in the child none of these operations is run or destroyed
     _all, _homes, _lock = set(), weakref.WeakKeyDictionary(), threading.Lock()
 
 

@@ -1,9 +1,9 @@
 """``state_dict()`` and ``load_state_dict()`` of the caller's objects: in one order on all ranks, and watched.
 
 Both may be collectives (FSDP). Ranks that call them in the order of their own dicts are in different collectives at the
-same time, and wait for each other for ever. So objects are asked level by level (first those in the state, then those
-in what they answer) and within a level by their path, with keys compared as the strings that names are made of. A rank
-that lacks an object skips it; the order of the others is the same.
+same time, and wait for each other for ever. So objects are called level by level (first the objects in the state, then
+the objects in their state dicts) and within a level in the order of their paths, with keys compared as the strings that
+make up names. A rank that lacks an object skips it; the order of the others is the same.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["LEAVES", "Found", "Look", "ask", "asked_in_order", "find_objects", "
 _log = logging.getLogger("sidestream")
 
 LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, bytes, complex, type(None)})
-_SLICE = 1024  # contents that are looked at in one go: up to a few microseconds each
+_SLICE = 1024  # values examined between two yields: up to a few microseconds each
 _PATIENCE_S = 5.0
 
 Look: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]] | None]
-"""What is in a container, by key (of a list: by index), nothing in anything else. None for an object that is to be
-asked. What is returned stays valid if the container is changed."""
+"""Returns the contents of a container by key (of a list: by index), nothing for a leaf, and None for an object whose
+``state_dict()`` is to be called. The result stays valid if the container is changed."""
 
 
 class Found(NamedTuple):
-    """An object and its place: the keys that lead there, as they are compared, and its name."""
+    """An object and its place: its path as sort keys, and its name."""
 
     order: tuple[str, ...]
     name: str
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
 
 def key_order(key: object, *, index: bool = False) -> str:
-    """What ``key`` is sorted by. ``index``: it is a position in a list."""
+    """The sort key of ``key``. ``index``: ``key`` is a position in a list."""
     return f"{key:020d}" if index else str(key)
 
 
@@ -53,10 +53,10 @@ def in_order(found: Iterable[Found]) -> list[Found]:
 
 
 def find_objects(start: Found, look: Look) -> Iterator[Found | None]:
-    """Every object in ``start.instance``, itself included, in no order; None whenever others should get a turn.
+    """Yield every object in ``start.instance``, itself included, unordered; yield None whenever other tasks should run.
 
-    Nothing but ``look`` is called. What stands in several places is found in the first of them, and what contains
-    itself is walked through once.
+    Nothing but ``look`` is called. An object in several places is found in the first of them, and a container that
+    contains itself is walked once.
     """
     stack = [start]
     seen: dict[int, Found] = {}
@@ -83,7 +83,7 @@ def find_objects(start: Found, look: Look) -> Iterator[Found | None]:
 def asked_in_order(state: Any, look: Look, known: dict[int, tuple[Any, Any]]) -> Iterator[bool]:
     """Call ``state_dict()`` of every object in ``state``, once: ``known`` has each by its id, with its answer.
 
-    Yields True after each level, and False whenever others should get a turn.
+    Yields True after each level, and False whenever other tasks should run.
     """
     level = [Found((), "", state)]
     while level:
@@ -106,7 +106,7 @@ def asked_in_order(state: Any, look: Look, known: dict[int, tuple[Any, Any]]) ->
 
 
 def ask(one: Found) -> Any:
-    """Its ``state_dict()``."""
+    """Call and return its ``state_dict()``."""
     with watched(one.name, one.instance, "state_dict"):
         return call(one.instance.state_dict)
 
@@ -124,8 +124,8 @@ class _Call:
 
 
 class _Watch:
-    """The calls into objects that are under way, and a thread that looks at them: it lives while there are any, and
-    for a few seconds more."""
+    """The calls into objects that are in progress, and a thread that monitors them. The thread runs while there are
+    such calls and for a few seconds more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -140,7 +140,7 @@ class _Watch:
         if start:
             try:
                 threading.Thread(target=self._run, name="sidestream-watch", daemon=True).start()
-            except RuntimeError:  # the system grants no more threads, or the interpreter ends
+            except RuntimeError:  # the system cannot start another thread, or the interpreter ends
                 self._watched = False
         return one
 
@@ -198,8 +198,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextmanager
 def watched(name: str, instance: Any, method: str) -> Iterator[None]:
-    """Around a call of ``method`` of the object at ``name``: what has not returned after 5 s is logged, by a thread,
-    since such a call blocks the loop."""
+    """Monitor a call of ``method`` of the object at ``name``: a thread logs a call that has not returned after 5 s. A
+    thread does it because such a call blocks the loop."""
     watch = _watch
     one = watch.begin(name, instance, method)
     try:

@@ -1,8 +1,8 @@
-"""Where code of the caller runs: in the thread that made a blocking call, while it waits for it.
+"""Running the caller's code in the thread that made a blocking call, while that thread waits for the call.
 
 ``sidestream.blocking`` does its work on a loop in a thread of its own. The current CUDA device and stream, autograd's
-modes, the default device and context variables belong to a thread, so an object of the caller that is asked there sees
-none of its own. The calling thread waits anyway: it runs what is the caller's.
+modes, the default device and context variables belong to a thread, so an object of the caller whose method is called
+there would not see those of its own thread. The calling thread only waits, so it runs the caller's code.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class Interrupted(Exception):
 
 
 class _Left(Exception):
-    """The calling thread does not wait any more."""
+    """The calling thread has stopped waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a thread has current: the device of its accelerator, torch's default device, autograd's modes and context
-    variables. Streams are not among them: work on another thread's stream would not be ordered with the rest here."""
+    """The state of a thread: the device of its accelerator, torch's default device, autograd's modes and context
+    variables. Streams are not included, because work on another thread's stream would not be ordered with the other
+    work of this thread."""
 
     context: contextvars.Context
     accelerator: str | None
@@ -50,7 +51,7 @@ class Surroundings:
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Those of this thread. Initializes no accelerator."""
+        """The state of this thread. Does not initialize an accelerator."""
         accelerator, index = _current_device()
         return cls(
             contextvars.copy_context(),
@@ -62,7 +63,7 @@ class Surroundings:
         )
 
     def run(self, code: Callable[[], T]) -> T:
-        """Run ``code`` in this thread as if it were that one. Threads may do so at the same time."""
+        """Run ``code`` in this thread with this state. Several threads may do so at the same time."""
         return self.context.copy().run(self._run, code)
 
     def _run(self, code: Callable[[], T]) -> T:
@@ -88,7 +89,7 @@ def _current_device() -> tuple[str | None, int | None]:
 
 
 class _Piece:
-    """Code for the calling thread, and where its result arrives."""
+    """Code for the calling thread, and the future of its result."""
 
     def __init__(self, code: Callable[[], Any]) -> None:
         self._code = code
@@ -113,10 +114,11 @@ class _Piece:
 
 
 class Caller:
-    """A thread that waits for a blocking call. ``wait`` and then ``leave`` are called in it, everything else in any.
+    """A thread that waits for a blocking call. Call ``wait`` and then ``leave`` in that thread; the other methods may
+    be called in any thread.
 
-    A signal may interrupt the waiting between any two instructions. So nothing here takes a lock, and a piece of code
-    stays in the queue until it has been run.
+    A signal may interrupt the wait between any two instructions. So no method takes a lock, and a piece of code stays
+    in the queue until it has been run.
     """
 
     def __init__(self) -> None:
@@ -127,11 +129,12 @@ class Caller:
         self._ended = False
 
     def adopt(self) -> None:
-        """From now on the code of the caller that this task and its children come to is run by this thread."""
+        """Let this thread run the caller's code that this task and its children call from now on."""
         _caller.set(self)
 
     def run(self, code: Callable[[], T]) -> T:
-        """Blocks until the calling thread has run ``code``; runs it here, as if it were there, if that has gone on."""
+        """Block until the calling thread has run ``code``. If that thread has stopped waiting, run ``code`` here with
+        its state."""
         piece = _Piece(code)
         self._pieces.append(piece)
         self._bell.put(None)
@@ -154,14 +157,14 @@ class Caller:
         return True
 
     def end(self) -> None:
-        """The call has ended: ``wait`` returns."""
+        """Make ``wait`` return, because the call has ended."""
         self._ended = True
         self._bell.put(None)
 
     def wait(self, interrupt: Callable[[], None]) -> None:
-        """Run what comes until ``end``. What a signal raises meanwhile (``KeyboardInterrupt``) calls ``interrupt``, and
-        is raised at the end, so that what cleans up may still ask objects of the caller; a second one is raised at
-        once."""
+        """Run queued code until ``end``. An exception that a signal raises meanwhile (``KeyboardInterrupt``) calls
+        ``interrupt`` and is raised at the end, so that the cleanup can still call objects of the caller. A second one
+        is raised at once."""
         try:
             self._serve()
         except BaseException:
@@ -183,7 +186,7 @@ class Caller:
             self._bell.get()
 
     def leave(self) -> None:
-        """It waits no more, if it ever did."""
+        """Record that the calling thread has stopped waiting, or never waited."""
         self._waits = False
         while self._pieces:
             self._pieces.popleft().give_up()
@@ -202,8 +205,8 @@ _caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("sidestr
 
 
 def call(code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """``code(*args, **kwargs)``, which is the caller's or runs such code: in the thread that waits for this call if
-    there is one, otherwise here. Blocks meanwhile, as it would here."""
+    """Call ``code(*args, **kwargs)``, which is the caller's code or runs it: in the thread that waits for this blocking
+    call if there is one, otherwise in this thread. Blocks until it has returned."""
     caller = _caller.get()
     if caller is None:
         return code(*args, **kwargs)
@@ -211,7 +214,7 @@ def call(code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def by_caller(code: Callable[P, T]) -> Callable[P, T]:
-    """A decorator: calls go through ``call``."""
+    """Decorate a function so that ``call`` runs it."""
 
     @wraps(code)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -221,7 +224,7 @@ def by_caller(code: Callable[P, T]) -> Callable[P, T]:
 
 
 def surroundings() -> Surroundings:
-    """Of the thread that waits for this call if there is one, otherwise of this one."""
+    """The state of the thread that waits for this blocking call if there is one, otherwise of this thread."""
     caller = _caller.get()
     return Surroundings.here() if caller is None else caller.surroundings
 

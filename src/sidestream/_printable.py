@@ -1,7 +1,7 @@
-"""Text that is safe to print or to log, whatever names a checkpoint gives to its tensors, files and ranks.
+"""Escaping text from checkpoints so that it is safe to print or to log.
 
-A name can hold escape sequences of a terminal, line breaks that would forge a line of a log, characters that reverse
-the direction of text, and lone surrogates, which no encoding takes.
+The name of a tensor, a file or a rank can hold escape sequences of a terminal, line breaks that would forge a line of a
+log, characters that reverse the direction of text, and lone surrogates, which no encoding accepts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ _LINE_BREAK = re.compile(r"\n")
 
 
 def printable(text: str) -> str:
-    r"""``text`` on one line: each character that is not printable stands as its escape, as in ``\x1b`` or ``\u202e``.
+    r"""Return ``text`` on one line: each character that is not printable is replaced by its escape, as in ``\x1b`` or
+    ``\u202e``.
 
-    Printable is what ``str.isprintable`` says: letters, digits, marks, symbols and the space, of any script. A
-    backslash stays as it is, so that the result does not change when it passes through here again.
+    A character is printable if ``str.isprintable`` says so: letters, digits, marks, symbols and the space, of any
+    script. A backslash is left unchanged, so that escaping the result again does not change it.
     """
     if text.isprintable():
         return text
@@ -26,10 +27,10 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """As ``printable``, for a message: a line break stays where the next line is indented, by two spaces or a tab.
+    """Return ``text`` as ``printable`` does, but keep a line break if the next line is indented by two spaces or a tab.
 
-    The lists in messages are indented. So no line after the first begins in the first column, where a name could
-    pretend to be another line of a log.
+    The lists in messages are indented, so they are kept. No line after the first begins in the first column, where a
+    name could forge another line of a log.
     """
     if text.isprintable():
         return text
@@ -38,7 +39,8 @@ def printable_lines(text: str) -> str:
 
 
 def indented(text: object) -> str:
-    """The message of an exception of foreign code, as a part of one of ours: its own line breaks stay."""
+    """Return the message of an exception of foreign code, indented as a part of another message: its line breaks are
+    kept."""
     return _UNINDENTED.sub("\n  ", str(text))
 
 

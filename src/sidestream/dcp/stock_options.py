@@ -1,4 +1,4 @@
-"""The keywords of DCP's own storage classes: what each stands for here, or what to use instead of it."""
+"""The keywords of DCP's own storage classes: the meaning of each in sidestream, or what to use instead."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class StockReaderOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """``ignored``: keywords without a meaning here, and why. ``refused``: those that ask for something else, and what
-    does it. ``translated`` have a meaning."""
+    """``ignored``: keywords that have no effect, each with the reason. ``refused``: keywords that request something
+    else, each with the alternative. ``translated``: keywords that have a meaning here."""
 
     owner: str
     translated: frozenset[str]
@@ -61,13 +61,14 @@ class _Words:
     refused: Mapping[str, str]
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Raises ``InvalidOption``, naming the keyword; warns once of all that are ignored."""
+        """Raise ``InvalidOption`` with the name of a keyword that is refused; warn once about all keywords that are
+        ignored."""
         for name in given:
             if name in self.refused:
-                raise InvalidOption(f"{self.owner} has no {name}=: {self.refused[name]}")
+                raise InvalidOption(f"{self.owner} does not support {name}=: {self.refused[name]}")
             if name not in self.translated and name not in self.ignored:
                 raise InvalidOption(
-                    f"{self.owner} has no option {name}=; an option of the file system goes into "
+                    f"{self.owner} has no option {name}=; pass an option of the file system in "
                     f"storage_options={{{name!r}: ...}}"
                 )
         ignored = [f"{name}= ({why})" for name, why in self.ignored.items() if name in given]
@@ -82,41 +83,41 @@ _WRITER = _Words(
     frozenset({"path", "sync_files", "_extensions", "serialization_format"}),
     {
         "single_file_per_rank": "the size of the state decides how many files a rank writes",
-        "thread_count": "four threads write, whatever it says",
+        "thread_count": "four threads write, independent of this value",
         "per_thread_copy_ahead": "tensors are staged ahead within a budget of 256 MiB",
-        "cache_staged_state_dict": "sidestream.AsyncStager, given as async_stager=, keeps its memory",
+        "cache_staged_state_dict": "sidestream.AsyncStager, passed as async_stager=, reuses its memory",
     },
     dict.fromkeys(
         ("fqn_to_index_mapping", "save_distributed", "enable_consolidation", "thread_count_consolidation"), _SAFETENSORS
     ),
 )
 
-_DEQUANTIZE = "sidestream reads quantized tensors and their scales as they are; multiply them afterwards"
+_DEQUANTIZE = "sidestream reads quantized tensors and their scales unchanged; multiply them after the load"
 
 _READER = _Words(
     "StorageReader",
     frozenset({"path", "_extension_registry"}),
-    {"thread_count": "ranges are read in parallel, whatever it says"},
+    {"thread_count": "ranges are read in parallel, independent of this value"},
     {"target_dtype": _DEQUANTIZE, "block_size": _DEQUANTIZE},
 )
 
 
 def check_stock_writer(given: Mapping[str, Any]) -> None:
-    """Raises ``InvalidOption`` for a keyword that cannot be taken."""
+    """Raise ``InvalidOption`` for a keyword that is not supported."""
     _WRITER.check(given)
     serialization = getattr(given.get("serialization_format"), "name", "TORCH_SAVE")
     if serialization != "TORCH_SAVE":
-        raise InvalidOption(f"StorageWriter has no serialization_format {serialization}: {_SAFETENSORS}")
+        raise InvalidOption(f"StorageWriter does not support serialization_format={serialization}: {_SAFETENSORS}")
 
 
 def check_stock_reader(given: Mapping[str, Any]) -> None:
-    """Raises ``InvalidOption`` for a keyword that cannot be taken."""
+    """Raise ``InvalidOption`` for a keyword that is not supported."""
     _READER.check(given)
     known: Mapping[str, object] = getattr(given.get("_extension_registry"), "extensions", {})
     unread = sorted(name for name in known if not _is_read([f"{name}/1"]))
     if unread:
         warnings.warn(
-            f"StorageReader reads what went through stream.zstd, and not {', '.join(unread)} of the registry",
+            f"StorageReader can undo stream.zstd, but not {', '.join(unread)} of the registry",
             stacklevel=3,
         )
 
@@ -125,28 +126,29 @@ def one_url(owner: str, url: str | os.PathLike[str] | None, given: Mapping[str, 
     """``url``, which DCP calls ``path``. Raises ``InvalidOption`` unless exactly one of them is given."""
     path: str | os.PathLike[str] | None = given.get("path")
     if (url is None) == (path is None):
-        problem = "url= and path= are two names of one thing: give one" if path else "give it a url"
+        problem = "url= and path= are the same option: pass only one" if path else "pass url="
         raise InvalidOption(f"{owner}: {problem}")
     return path if url is None else url  # type: ignore[return-value]
 
 
 def durability_of(durability: Durability | None, given: Mapping[str, Any]) -> Durability:
-    """``sync_files`` is DCP's word for it. Raises ``InvalidOption`` where the two contradict each other."""
+    """The durability that ``durability`` or DCP's ``sync_files`` requests. Raises ``InvalidOption`` if they
+    contradict."""
     if "sync_files" not in given:
         return durability or "fsync"
     meant: Durability = "fsync" if given["sync_files"] else "flush"
     if durability not in (None, meant):
-        raise InvalidOption(f"sync_files={given['sync_files']!r} contradicts durability={durability!r}: give one")
+        raise InvalidOption(f"sync_files={given['sync_files']!r} contradicts durability={durability!r}: pass only one")
     return meant
 
 
 def check_extensions(extensions: Sequence[Any]) -> None:
-    """Raises ``InvalidOption`` for an extension that no reader of ours undoes."""
+    """Raise ``InvalidOption`` for an extension that sidestream's readers cannot undo."""
     descriptors = [str(one.get_descriptor()) for one in extensions]
     if descriptors and not _is_read(descriptors):
         raise InvalidOption(
-            f"extensions={descriptors}: sidestream's readers undo one stream.zstd/1 and nothing else; write it with "
-            "FileSystemWriter of torch.distributed.checkpoint"
+            f"extensions={descriptors}: sidestream's readers can undo only a single stream.zstd/1; write with "
+            "FileSystemWriter of torch.distributed.checkpoint instead"
         )
 
 

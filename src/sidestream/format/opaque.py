@@ -13,12 +13,12 @@ __all__ = ["with_opaque_entries"]
 
 
 def with_opaque_entries(manifest: Manifest) -> Manifest:
-    """A foreign manifest in which tensors whose items are smaller than their elements are ``OpaqueEntry``. In a worker
-    thread.
+    """Return a foreign manifest in which each tensor whose item is too small for its elements is an ``OpaqueEntry``.
+    Called in a worker thread.
 
     Stock DCP writes such an item for a tensor subclass (of torchao, for instance): ``.metadata`` has the dtype that the
-    subclass shows, the item the tensors that it wraps. A damaged ``.metadata`` may look the same. The item itself tells
-    the two apart when the tensor is asked for.
+    subclass shows, and the item holds the tensors that it wraps. A damaged ``.metadata`` may look the same. The item
+    distinguishes the two cases when the tensor is read.
     """
     return replace(manifest, entries={fqn: _sorted_out(entry) for fqn, entry in politely(manifest.entries.items())})
 
@@ -30,7 +30,8 @@ def _sorted_out(entry: Entry) -> Entry:
 
 
 def _too_small(dtype: str, chunk: Chunk) -> bool:
-    """Whether the elements do not fit. A compressed item, and one that was located, is for ``validate`` to judge."""
+    """Whether the item is too small for the elements. ``validate`` checks compressed items and items that were
+    located."""
     if chunk.payload_offset is not None or chunk.transform or any(size < 0 for size in chunk.sizes):
         return False
     return math.prod(chunk.sizes) * itemsize(dtype) > chunk.item_bytes

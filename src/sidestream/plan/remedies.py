@@ -1,4 +1,4 @@
-"""What to save in the place of an object that is not plain data."""
+"""Advice on what to save instead of an object that is not plain data."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 def remedy_for(value: object) -> str:
-    """For the end of an error message."""
+    """Return the advice for ``value``, to end an error message with."""
     if not isinstance(value, type):
         for fits, remedy in _REMEDIES:
             if fits(value):
-                return f"{remedy}, and make the object again from that after a load"
+                return f"{remedy}, and construct the object from it after a load"
     return (
         "turn it into numbers, strings, tensors and containers of those, or give it state_dict() and load_state_dict()"
     )

@@ -1,4 +1,4 @@
-"""Ranks that do not come to a call of all ranks: who waits for them says so, long before it gives up."""
+"""Reporting ranks that have not made a call of all ranks, long before the ranks that wait for them give up."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["NOTICE_S", "Coming", "give_notice", "remedy"]
 _log = logging.getLogger("sidestream")
 
 NOTICE_S = 5.0
-"""How long ranks wait for others in silence."""
+"""How long a rank waits for other ranks before it logs a warning."""
 _SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """What a rank tells when it has begun an operation. ``waited_s``: until it found rank 0."""
+    """The message that a rank sends when it has begun an operation. ``waited_s``: the time until it found rank 0."""
 
     kind: str
     rank_wait_s: float
@@ -42,16 +42,16 @@ class Coming:
 
 
 def remedy(kind: str) -> str:
-    """How a process does by itself what it did together with the others."""
+    """Advice for a process that made a call of all ranks on its own."""
     return f'make this call on every rank, or pass process_group="alone" to {kind} in this process only'
 
 
 def give_notice(operation: Operation, missing: Sequence[int]) -> None:
-    """Log that this rank waits for the ranks in ``missing``. In the owner's thread."""
+    """Log that this rank waits for the ranks in ``missing``. Called in the thread of the owner."""
     waited_s = time.monotonic() - operation.began_at
     at_most = min(("rank_wait_s", operation.rank_wait_s), ("timeout_s", operation.deadline.timeout_s), key=_seconds)
     _log.warning(
-        "rank %d has waited %.0f s for %s, which did not come to this %s: %s. It waits for %s=%g at most",
+        "rank %d has waited %.0f s for %s, which did not make this call of %s: %s. It waits for at most %s=%g",
         operation.rank,
         waited_s,
         _spell(missing),
@@ -67,7 +67,7 @@ def _seconds(option: tuple[str, float]) -> float:
 
 
 def _spell(ranks: Sequence[int]) -> str:
-    """``ranks 1-3 and 7``; they are sorted."""
+    """Return ``ranks 1-3 and 7`` for sorted ranks."""
     runs = list(_runs(ranks))
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN]]
     if len(runs) > _SHOWN:

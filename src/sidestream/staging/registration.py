@@ -1,10 +1,10 @@
 """Registrations of host memory with an accelerator, and the thread that ends them.
 
-The last reference to a mapping dies in any thread: in a finalizer, in a garbage collection, on the event loop. To
-unregister there would end the captures of other threads, create a context on that thread's current device, block it,
-and leave an error behind in it. A finalizer therefore only puts the mapping into a queue, which keeps it mapped. One
-thread of the process takes it from there: it unregisters the memory and unmaps it. A mapping that cannot be
-unregistered stays, because the device may go on using its pages.
+The last reference to a mapping dies in any thread: in a finalizer, in a garbage collection, on the event loop.
+Unregistering the memory there would end the captures of other threads, create a context on that thread's current
+device, block the thread, and leave an error in it. A finalizer therefore only puts the mapping into a queue, which
+keeps it mapped. One thread of the process takes it from the queue, unregisters the memory and unmaps it. A mapping that
+cannot be unregistered is kept, because the device may still use its pages.
 
 The thread is started before the first registration. A finalizer must not start one: it may run inside
 ``Thread.start()``, which holds locks that another start would wait for.
@@ -26,22 +26,23 @@ from ..errors import ArenaExhausted
 __all__ = ["Fate", "Pinner", "Registration", "give_back", "register", "settle"]
 
 Fate: TypeAlias = Literal["unmapped", "kept", "unmapped late"]
-"""What became of a mapping that was given back; the last of these comes after ``"kept"`` only."""
+"""The outcome for a mapping whose registration was ended; ``"unmapped late"`` can only follow ``"kept"``."""
 
 
 class Pinner(Protocol):
-    """Registers host memory with a device, so that its copy engine reaches it."""
+    """Registers host memory with a device, so that the copy engine of the device can access it."""
 
     def register(self, device: Hashable, address: int, nbytes: int) -> None:
-        """Raises ``ArenaExhausted`` where there is too little memory for it, ``DeviceFailed``."""
+        """Register memory. Raises ``ArenaExhausted`` if there is too little memory for it, ``DeviceFailed``."""
 
     def unregister(self, device: Hashable, address: int) -> None:
-        """Called in a thread that does nothing else. Raises ``DeviceFailed`` if the memory remains registered."""
+        """End a registration. Called in a dedicated thread. Raises ``DeviceFailed`` if the memory remains
+        registered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """``address`` is registered by ``pinner`` on ``device``. ``ended`` is called by the thread that ends it."""
+    """A registration of ``address`` by ``pinner`` on ``device``. The thread that ends it calls ``ended``."""
 
     pinner: Pinner
     device: Hashable
@@ -53,14 +54,16 @@ class Registration:
 def register(
     pinner: Pinner, device: Hashable, address: int, nbytes: int, ended: Callable[[Fate], None]
 ) -> Registration:
-    """Register memory. Blocks. Raises what ``pinner`` raises, ``ArenaExhausted`` if the system grants no thread."""
+    """Register memory. Blocks. Raises what ``pinner`` raises, and ``ArenaExhausted`` if the system cannot start a
+    thread."""
     _unregistering.start()
     pinner.register(device, address, nbytes)
     return Registration(pinner, device, address, ended, os.getpid())
 
 
 def give_back(registration: Registration, mapping: object) -> None:
-    """End ``registration``, then drop ``mapping``. For finalizers: takes no lock, starts no thread, does not block."""
+    """End ``registration``, then drop ``mapping``. Safe in finalizers: takes no lock, starts no thread, never
+    blocks."""
     if registration.pid != os.getpid():
         _never_drop(mapping)
     else:
@@ -68,7 +71,7 @@ def give_back(registration: Registration, mapping: object) -> None:
 
 
 def settle(deadline: Deadline) -> bool:
-    """Wait until everything that was given back so far has been unregistered, or kept. False if it takes too long."""
+    """Wait until every mapping in the queue has been unregistered or kept. Returns False if that takes too long."""
     return _unregistering.settle(deadline)
 
 
@@ -90,7 +93,7 @@ class _Unregistering:
             try:
                 thread.start()
             except RuntimeError as error:
-                raise ArenaExhausted(f"the system granted no thread that can unregister memory: {error}") from error
+                raise ArenaExhausted(f"the system could not start a thread to unregister memory: {error}") from error
             self._thread = thread
 
     def settle(self, deadline: Deadline) -> bool:
@@ -113,7 +116,7 @@ class _Unregistering:
             return item
         registration, mapping = item
         if _unregistered(registration):
-            del item, mapping  # unmapped here, before anybody counts on the memory
+            del item, mapping  # unmapped here, before settle() returns
             registration.ended("unmapped")
         else:
             self._kept.append((registration, mapping))
@@ -121,7 +124,7 @@ class _Unregistering:
         return None
 
     def _retry(self) -> None:
-        """Try again to unregister what was refused: a capture that was in the way may have ended."""
+        """Try again to unregister kept memory: a capture that prevented it may have ended."""
         kept, self._kept = self._kept, []
         while kept:
             registration, mapping = kept.pop()
@@ -134,7 +137,7 @@ class _Unregistering:
 
 def _unregistered(registration: Registration) -> bool:
     if interpreter_ends():
-        return False  # the driver may be gone already; the process takes the memory with it
+        return False  # the driver may be unloaded already; the memory ends with the process
     try:
         registration.pinner.unregister(registration.device, registration.address)
     except Exception:  # the edge of the thread: statistics() counts what is kept
@@ -152,8 +155,8 @@ def _after_fork() -> None:
 
 
 def _never_drop(value: object) -> None:
-    """Something else may be mapped at the addresses of registered memory, of which a forked child has no part: to unmap
-    them would take that away. So the object keeps a reference for ever, past the end of the interpreter."""
+    """Keep a reference to the object for ever, past the end of the interpreter. A forked child does not inherit
+    registered memory; something else may be mapped at its addresses, which unmapping would remove."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
