@@ -87,7 +87,7 @@ async def test_strict_of_torch(tmp_path: Path) -> None:
     await sidestream.save({"a": torch.ones(2), "more": torch.ones(2)}, tmp_path / "c")
     target = {"a": torch.zeros(2), "b": torch.zeros(2)}
     for strict in (False, True):
-        with pytest.raises(errors.InvalidOption, match=r'strict=False is strict={"partial", "ignore_unexpected"} here'):
+        with pytest.raises(errors.InvalidOption, match=r'strict=False pass strict={"partial", "ignore_unexpected"}'):
             await sidestream.load(target, tmp_path / "c", strict=strict)  # type: ignore[arg-type]
     await sidestream.load(target, tmp_path / "c", strict={"partial", "ignore_unexpected"})
     assert torch.equal(target["a"], torch.ones(2))
@@ -195,7 +195,7 @@ async def test_an_object_is_told_what_to_save_in_its_place(kind: str, tmp_path: 
         with pytest.raises(errors.UnsafeObject) as refused:
             await sidestream.save(state, tmp_path / "c")
         assert str(refused.value).startswith("args: ")
-        assert f"save {remedy}, and make the object again" in str(refused.value)
+        assert f"save {remedy}, and construct the object" in str(refused.value)
     await sidestream.save({"args": instead(value)}, tmp_path / "c")
 
 
@@ -248,7 +248,7 @@ async def test_a_conversion_onto_a_file_that_exists(tmp_path: Path) -> None:
     await sidestream.save({"w": torch.ones(2)}, tmp_path / "c")
     (tmp_path / "m.pt").write_bytes(b"mine")
     for convert in (sidestream.convert, sidestream.copy):
-        with pytest.raises(errors.Conflict, match=r"m\.pt exists already, and is a file: choose another name"):
+        with pytest.raises(errors.Conflict, match=r"m\.pt already exists and is a file: choose another name"):
             await convert(tmp_path / "c", tmp_path / "m.pt")
     with pytest.raises(errors.Conflict, match=r"c is not empty: save to a new directory"):
         await sidestream.save({"w": torch.ones(2)}, tmp_path / "c")

@@ -544,9 +544,9 @@ async def test_closing_says_what_becomes_of_a_stage_whose_device_hangs(close: Ca
     stager = on_fake(driver, timeout_s=0.2)
     future = stager.stage({"t": put(driver, 1.0)})
     synchronized = stager.synchronize_staging()
-    with pytest.raises(DeadlineExceeded, match=r"did not end within timeout_s=0\.2 and were given up"):
+    with pytest.raises(DeadlineExceeded, match=r"did not end within timeout_s=0\.2 and were abandoned"):
         await close(stager)
-    with pytest.raises(Closed, match="before the device had ended the copies"):
+    with pytest.raises(Closed, match="before the device completed the copies"):
         await future
     with pytest.raises(DeadlineExceeded, match="may still read the sources"):
         await synchronized

@@ -67,7 +67,7 @@ FILES: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: zip_of("m/archive_format", "m/models/model.json"),
         r"exported program .*torch\.export",
     ),
-    "npz": ("m.pt", lambda: zip_of("a.npy", "b.npy"), "holds arrays of numpy"),
+    "npz": ("m.pt", lambda: zip_of("a.npy", "b.npy"), "holds NumPy arrays"),
     "other zip": ("m.bin", lambda: zip_of("word/document.xml"), r"a zip that torch\.save did not write"),
     "text": ("notes.pt", lambda: b"learning rate: 0.1\n", "a text file"),
     "long text": ("notes.pt", lambda: "grün ".encode() * 200, "a text file"),
@@ -105,7 +105,7 @@ async def test_what_a_file_is_and_what_to_do(kind: str, tmp_path: Path) -> None:
 async def test_one_file_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     await sidestream.save({"w": torch.ones(3), "step": 1}, tmp_path / "c")
     path = next((tmp_path / "c").glob(f"{name}*"))
-    with pytest.raises(errors.UnsupportedCheckpoint, match="one file of a checkpoint: give the directory"):
+    with pytest.raises(errors.UnsupportedCheckpoint, match="one file of a checkpoint: use the path of the directory"):
         await sidestream.open_checkpoint(path)
 
 

@@ -239,7 +239,7 @@ async def test_a_device_that_does_not_answer_is_not_waited_for_beyond_the_deadli
     stager = on_fake(driver, timeout_s=0.5)
     await staged_and_released(driver, stager)
     with standing_still(driver):
-        with pytest.raises(DeadlineExceeded, match="was not given back"):
+        with pytest.raises(DeadlineExceeded, match="was not released"):
             await call(stager)
         assert driver.registered
         assert stager.statistics().registered_bytes > MIB

@@ -29,7 +29,7 @@ def running_loop(what: str) -> asyncio.AbstractEventLoop:
 
 
 def refuse_on_a_loop(what: str) -> None:
-    """Raises ``WrongLoop`` where ``what``, which blocks its thread, would block an event loop."""
+    """Raise ``WrongLoop`` if ``what``, which blocks its thread, would block an event loop."""
     if runs_in_trio():
         raise WrongLoop(
             f"{what} would block the event loop of trio: call it in a thread, with trio.to_thread.run_sync()"
@@ -88,8 +88,8 @@ async def finish(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     anyio's shield alone does not do: ``Task.cancel()`` and ``asyncio.timeout`` go through it. ``work`` must be safe to
     run again: a closing loop cancels every task there is, the one that runs ``work`` included, once.
 
-    Does nothing where no loop runs: there, a coroutine is being closed whose loop has ended, and what it left has been
-    released (``_abandoned``).
+    Does nothing where no loop runs: there, the caller is a coroutine that is being closed because its loop has ended,
+    and ``_abandoned`` has released its resources.
     """
     if asyncio._get_running_loop() is None:
         return

@@ -55,7 +55,7 @@ _GRACE_S = 5.0
 """How long past the deadline a thread that was told to stop is waited for before it is left to its system call."""
 
 _LEAVING_S = 4.0
-"""How long the end of the interpreter waits for work that calls torch."""
+"""How long the interpreter waits at its end for work that calls torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Threads(Executor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            look_for_abandoned()  # the loop that waited for this may have ended
+            look_for_abandoned()  # the loop that waited for this thread may have ended
 
         with self._lock:
             if self._closed:
@@ -174,7 +174,7 @@ class Threads(Executor):
         try:
             threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True).start()
             self._count += 1
-        except RuntimeError:  # the system grants no more threads
+        except RuntimeError:  # the system cannot start another thread
             if self._count == 0:
                 future.cancel()
                 raise
@@ -250,7 +250,7 @@ class Threads(Executor):
 
 
 class _Work(threading.local):
-    """What the current thread does for ``Threads.run``, and until when."""
+    """The work that the current thread does for ``Threads.run``, and its deadline."""
 
     name = ""
     deadline: Deadline | None = None
@@ -260,7 +260,7 @@ _work = _Work()
 
 
 def _within(name: str, deadline: Deadline | None, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """In a thread: ``fn``, with a deadline that ``politely`` knows; memory that it does not get is a typed error."""
+    """Call ``fn`` in a thread, with the deadline that ``politely`` checks. A failed allocation raises a typed error."""
     before = _work.name, _work.deadline
     _work.name, _work.deadline = name, deadline
     try:
@@ -274,17 +274,17 @@ def _within(name: str, deadline: Deadline | None, fn: Callable[[*Ts], T], *args:
 
 
 class TorchThreads(Threads):
-    """Threads whose work calls torch: it ends before the interpreter does.
+    """Threads whose work calls torch and is stopped before the interpreter ends.
 
     Up to Python 3.13 a daemon thread that comes back from a call while the interpreter ends is ended by
     ``pthread_exit``. Its unwinding meets C++ frames of torch that must not throw, and the process aborts (PyTorch
-    #38228). So when the interpreter is about to end, after the last thread that is no daemon, all work is told to stop
-    and waited for, 4 s at most. Work that blocks for longer than that, in a device that does not answer, must do so in
-    a call without C++ frames around it.
+    # 38228). So when the interpreter is about to end, after the last non-daemon thread, all work is signalled to stop
+    # and waited for, for at most 4 s. Work that may block for longer, on a device that does not respond, must block in
+    # a call without C++ frames around it.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As in ``Threads``."""
+        """Submit work, as in ``Threads``."""
         future = super().submit(fn, *args, **kwargs)
         _calling_torch.add(future)
         future.add_done_callback(_calling_torch.discard)
@@ -346,7 +346,7 @@ def _consume(future: asyncio.Future[T]) -> None:
 
 
 def in_background(work: Callable[[], object], name: str) -> Future[object]:
-    """Run ``work`` in a thread of its own, which ends with it."""
+    """Run ``work`` in a new thread that ends when ``work`` returns."""
     threads = Threads(name, 1)
     try:
         return threads.submit(work)
@@ -355,11 +355,12 @@ def in_background(work: Callable[[], object], name: str) -> Future[object]:
 
 
 def look_for_abandoned() -> None:
-    """End, in the background, what was in flight on event loops that have ended. Costs nothing where there are none."""
+    """End, in the background, the operations that were in flight on event loops that have ended. Costs nothing if there
+    are none."""
     for home, reason in take_abandoned():
         try:
             in_background(partial(home.release, reason), "sidestream-abandoned")
-        except RuntimeError:  # the system grants no more threads
+        except RuntimeError:  # the system cannot start another thread
             put_back(home)
 
 
@@ -367,7 +368,8 @@ _AT_EXIT_S = 5.0
 
 
 def _release_at_exit() -> None:
-    """In the main thread: no thread can be started any more. Those that there are still run."""
+    """Release everything at the end of the interpreter. Runs in the main thread, when no thread can be started any more
+    and existing threads still run."""
     for home, reason in take_abandoned(at_exit=True):
         home.release(reason, _AT_EXIT_S)
 
@@ -381,7 +383,7 @@ _ending = False
 
 
 def interpreter_ends() -> bool:
-    """Whether the interpreter is about to end: nothing that calls torch is begun any more."""
+    """Whether the interpreter is about to end: work that calls torch must not be started any more."""
     return _ending
 
 
@@ -400,7 +402,7 @@ def _all_stops() -> list[Stop]:
     while True:
         try:
             return list(_stops)
-        except RuntimeError:  # another thread has made one meanwhile
+        except RuntimeError:  # another thread has created one meanwhile
             continue
 
 

@@ -52,8 +52,9 @@ class Stateful(Protocol):
 
 
 def cuda_library() -> ctypes.CDLL | None:
-    """The functions of the CUDA runtime that torch is linked with, which let go of the GIL; None if it is with none."""
-    library = ctypes.CDLL(torch._C.__file__)  # a name is looked up in what a library depends on, too
+    """Return the functions of the CUDA runtime that torch is linked with, which release the GIL; None if there is no
+    such runtime."""
+    library = ctypes.CDLL(torch._C.__file__)  # a name is also looked up in the libraries that this one depends on
     try:
         library.cudaGetErrorString.restype = ctypes.c_char_p
         library.cudaHostRegister.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
@@ -65,7 +66,7 @@ def cuda_library() -> ctypes.CDLL | None:
 
 
 def empty_kernel() -> None:
-    """Launch a kernel on CUDA's current stream that does nothing and needs no memory."""
+    """Launch a kernel that does nothing and needs no memory on CUDA's current stream."""
     torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
 
 
@@ -115,14 +116,14 @@ def check_tensor(tensor: torch.Tensor, fqn: str, verb: str = "save", *, held: bo
     else:
         problem = _plain_problem(tensor, held)
     if problem is not None and tensor.is_meta and verb != "save":
-        problem = 'a meta tensor: it has no bytes; module.to_empty(device="cpu") gives it some'
+        problem = 'a meta tensor, which has no bytes: allocate them with module.to_empty(device="cpu")'
     if problem is not None:
         raise UnsupportedTensor(f"{fqn}: cannot {verb} {problem}")
 
 
 attributes_of: Callable[[torch.Tensor], Any] = object.__getstate__
-"""The attributes that somebody has set on a plain tensor, as a new dict, or None. In C, 0.05 us where there are none;
-``vars()`` would leave every tensor with a dict."""
+"""Return the attributes that were set on a plain tensor as a new dict, or None. Implemented in C: 0.05 us if there are
+none. ``vars()`` would create a dict on every tensor."""
 
 
 def with_attributes(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> torch.Tensor:

@@ -51,7 +51,7 @@ async def is_whole(store: Store, directory: str, names: Mapping[str, int], deadl
     ranks = await io_threads().run(ranks_among, names, deadline=deadline)
     first = {part_metadata_name(rank): 0 for rank in ranks[:1]}
     for one in (await read_part_markers(store, directory, first, deadline)).values():
-        if one is not None and one.world_size != len(ranks):  # the others would tell nothing new
+        if one is not None and one.world_size != len(ranks):  # the other parts would add no information
             missing = await io_threads().run(missing_ranks, frozenset(ranks), one.world_size, deadline=deadline)
             raise Incomplete(
                 f"the save {one.save_id!r} of {one.world_size} ranks, each by itself, is not whole: there are parts of "
@@ -92,8 +92,8 @@ async def read_apart(
 
 
 def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica], dict[str, int]]:
-    """Also what is left to compare, byte by byte, and the files of all parts. Raises ``Corrupt`` where the parts say
-    that they differ."""
+    """Merge the parts. Also returns the items that remain to be compared byte by byte, and the files of all parts.
+    Raises ``Corrupt`` if the checksums of the parts differ."""
     manifest, replicas = merge_ranks(parts)
     files = {file: nbytes for part in politely(parts) for file, nbytes in part.files.items()}
     left = []
@@ -139,7 +139,8 @@ async def read_part(
 
 
 def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
-    """In a worker thread. Raises ``Corrupt`` for a file that is not there, or not as long as it was saved."""
+    """Raise ``Corrupt`` for a file that is missing or does not have the size that was saved. Called in a worker
+    thread."""
     for file, nbytes in politely(saved.items()):
         if found.get(file) != nbytes:
-            raise Corrupt(f"{file} has {found.get(file, 0)} bytes, {nbytes} were saved", file=file)
+            raise Corrupt(f"{file} has {found.get(file, 0)} bytes, but {nbytes} were saved", file=file)

@@ -4,11 +4,11 @@ Each function blocks its caller until the work is done; the work runs on the loo
 first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoop``, because they would block it. Saves
 that are in flight when the program ends are finished before the process does.
 
-Code of the caller runs in the calling thread while that waits: ``state_dict()`` and ``load_state_dict()`` of objects,
-stagers, ``progress`` callbacks, and the launch of the copies of a save. So it has that thread's current device and
-stream, autograd modes, context variables and locks; it may not call ``sidestream.blocking`` itself. Planners are asked
-in threads, with the device, the modes and the variables of the calling thread. What is left to do when a call has
-returned, such as a save that waits for a slot, is done as planners are asked.
+The caller's code runs in the calling thread while that thread waits: ``state_dict()`` and ``load_state_dict()`` of
+objects, stagers, ``progress`` callbacks, and the launch of the copies of a save. So it has that thread's current device
+and stream, autograd modes, context variables and locks. It must not call ``sidestream.blocking`` itself. Planners are
+called in other threads, with the device, the modes and the variables of the calling thread. Work that remains when a
+call has returned, such as a save that waits for a slot, runs in the same way as planners.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """As ``_run``, within others' blocking calls: whoever makes those on a loop has decided to block it."""
     if is_serving():
         raise WrongLoop(
-            "sidestream.blocking was called by an object or a callback that another call of sidestream.blocking waits "
-            "for: do this before that call, or after it"
+            "sidestream.blocking was called by an object or a callback that runs within another call of "
+            "sidestream.blocking: make this call before or after the other one"
         )
     call = _Call(work)
     try:
@@ -119,7 +119,8 @@ def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class _Call(Generic[T]):
-    """One call: its work runs on the portal's loop, and the thread that made it runs code of the caller meanwhile."""
+    """A blocking call: its work runs on the portal's loop, and meanwhile the thread that made the call runs the
+    caller's code."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self.caller = Caller()
@@ -133,14 +134,14 @@ class _Call(Generic[T]):
         return self._result.result(0)
 
     def _interrupt(self) -> None:
-        """Does not wait for the loop, which may wait for this thread."""
+        """Cancel the work. Does not wait for the loop, because the loop may wait for this thread."""
         self._interrupted = True
         if self._cancel is not None:
             self._cancel()
 
     async def run(self) -> None:
-        """The portal cancels by a scope, which those do not hear of who wait for a thread behind a shield: a task
-        does."""
+        """Run the work in a task of its own. The portal cancels through a cancel scope, which does not reach code that
+        waits for a thread behind a shield; cancelling a task does."""
         self.caller.adopt()
         task = asyncio.ensure_future(self._work())
         self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)

@@ -55,7 +55,7 @@ __all__ = [
     "target_of_attempt",
 ]
 
-_NUMBER = "0|[1-9][0-9]{0,17}"  # as Python writes it: another spelling would be a second directory of one step
+_NUMBER = "0|[1-9][0-9]{0,17}"  # as Python formats it: another spelling would be a second directory for the same step
 _GENERATION = "[2-9]|[1-9][0-9]{1,8}"
 _STEP = re.compile(rf"step-({_NUMBER})(?:\.g({_GENERATION}))?")
 _TARGET = re.compile(rf"\.?(step-(?:{_NUMBER})(?:\.g(?:{_GENERATION}))?)(?:[./].*)?")
@@ -147,7 +147,7 @@ async def list_steps(store: Store, deadline: Deadline) -> list[Step]:
             elif not steps:
                 hollow.append(found.name)
         if await still_listed(store, hollow, deadline):
-            return list(steps.values())[::-1]  # looked at newest first
+            return list(steps.values())[::-1]  # examined newest first
 
 
 async def still_listed(store: Store, names: Collection[str], deadline: Deadline) -> bool:
@@ -168,9 +168,8 @@ async def list_generations(store: Store, known: Mapping[str, Step], deadline: De
 
 
 async def named_steps(store: Store, deadline: Deadline, step: int | None = None) -> list[Step]:
-    """Every directory that is named like a step, or like that one; newest step and highest generation first.
-
-    Raises ``InvalidOption`` where there is none because the root is a checkpoint and not a run."""
+    """Return every directory that is named like a step, or like ``step``; newest step and highest generation first.
+    Raises ``InvalidOption`` if there is none because the root is a checkpoint and not a run."""
     names = await store.directories(deadline=deadline)
     found = await io_threads().run(_steps_among, names, deadline=deadline)
     if not found:
@@ -179,14 +178,14 @@ async def named_steps(store: Store, deadline: Deadline, step: int | None = None)
 
 
 def _steps_among(names: Iterable[str]) -> list[Step]:
-    """In a worker thread: newest step and highest generation first."""
+    """Return the steps, newest step and highest generation first. Called in a worker thread."""
     matches = ((_STEP.fullmatch(name), name) for name in politely(names))
     found = (Step(int(match[1]), int(match[2] or 1), name) for match, name in matches if match is not None)
     return sorted(found, key=lambda each: each.order, reverse=True)
 
 
 async def check_run(store: Store, deadline: Deadline) -> None:
-    """Raise ``InvalidOption`` if the root of ``store`` is a checkpoint: a run has its checkpoints in directories."""
+    """Raise ``InvalidOption`` if the root of ``store`` is a checkpoint: the checkpoints of a run are in directories."""
     try:
         names = await store.sizes(".", deadline=deadline)
     except FileNotFoundError:
@@ -195,8 +194,8 @@ async def check_run(store: Store, deadline: Deadline) -> None:
         return
     run = store.url.rstrip("/").rpartition("/")[0]
     raise InvalidOption(
-        f"{store.url} is a checkpoint, and not a run, whose checkpoints lie in directories of their own: its run is "
-        f"{run}; to read this checkpoint use sidestream.load or open_checkpoint"
+        f"{store.url} is a checkpoint, not a run. A run is the directory that contains its checkpoints, here {run}: "
+        "use that url, or read this checkpoint with sidestream.load or open_checkpoint"
     )
 
 
@@ -218,7 +217,7 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
             names = await store.sizes(found.name, deadline=deadline)
         except FileNotFoundError:  # removed since it was listed
             return None
-        few = len(names) <= _FEW_NAMES  # which take less time than a thread takes to begin
+        few = len(names) <= _FEW_NAMES  # checked faster than a thread starts
         ours = _manifest_among(names) if few else await io_threads().run(_manifest_among, names, deadline=deadline)
         if ours is not None and (store.appears_whole or not missing):
             return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
@@ -236,7 +235,7 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
 
 
 def _manifest_among(names: Iterable[str]) -> str | None:
-    """The first file that only a save of ours makes."""
+    """The first name of a file that only sidestream writes."""
     return next((name for name in politely(names) if name.startswith("manifest-")), None)
 
 
@@ -334,13 +333,13 @@ async def read_root(
     return manifest
 
 
-_INTERRUPTED = "A save that was interrupted leaves none"
+_INTERRUPTED = "An interrupted save leaves no such file"
 _MOST_LOOKED_AT = 8
 
 
 async def _instead(store: Store, name: str, url: str, files: Mapping[str, int], deadline: Deadline) -> str:
-    """What stands where a checkpoint was looked for and is none: a run, directories with checkpoints, files. Empty
-    where that is not known. ``files`` are those in the directory."""
+    """Describe what is at a place that has no checkpoint: a run, directories with checkpoints, or files. Empty if that
+    is unknown. ``files`` are the files in the directory."""
     with suppress(StorageError, FileNotFoundError):
         names = await store.directories(name, deadline=deadline)
         steps = await _newest_committed(store, name, names, deadline)
@@ -352,13 +351,13 @@ async def _instead(store: Store, name: str, url: str, files: Mapping[str, int], 
         visible = await io_threads().run(_first_visible, names, deadline=deadline)
         found = [one for one in visible if await _holds_checkpoint(store, f"{name}/{one}", deadline)]
         if found:
-            return f"There are checkpoints in {', '.join(f'{url}/{one}' for one in found)}"
+            return f"Use one of the checkpoints in {', '.join(f'{url}/{one}' for one in found)}"
         single = await io_threads().run(_first_files, files, deadline=deadline)
         if single:
-            return f"It holds files that are checkpoints of their own: {', '.join(single)}; give one"
+            return f"It has files that are checkpoints by themselves: {', '.join(single)}; use the path of one"
         if _STEP.fullmatch(name) is not None:
             steps = await _newest_committed(store, ".", await store.directories(deadline=deadline), deadline)
-            return f"Its run has {_steps(steps)}" if steps else ""
+            return f"The run of this step has {_steps(steps)}" if steps else ""
     return ""
 
 
@@ -386,7 +385,7 @@ def _steps(steps: Sequence[Step]) -> str:
 
 
 async def _holds_checkpoint(store: Store, directory: str, deadline: Deadline) -> bool:
-    """Whether a directory is a checkpoint, or a run that has some."""
+    """Whether a directory is a checkpoint, or a run that has checkpoints."""
     with suppress(FileNotFoundError):
         files = await store.sizes(directory, deadline=deadline)
         if METADATA_NAME in files or is_foreign(files):

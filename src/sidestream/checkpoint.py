@@ -39,8 +39,8 @@ Memory: TypeAlias = Literal["host", "mapped"] | torch.device
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A saved tensor: dtype, global shape, bytes. Of one that this version cannot read: the dtype and shape that it
-    shows, and the bytes of its items."""
+    """A saved tensor: dtype, global shape, bytes. For a tensor that this version cannot read: the dtype and shape in
+    ``.metadata``, and the bytes of its items."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -146,8 +146,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
 
         Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. Raises ``MissingKeys``,
-        ``InvalidOption`` for a slice with a step or for no device of this machine, ``UnsupportedCheckpoint`` for a
-        tensor of a kind that this version does not read, ``Corrupt``. A cancel leaves nothing behind.
+        ``InvalidOption`` for a slice with a step or a device that this machine does not have, ``UnsupportedCheckpoint``
+        for a tensor of a kind that this version does not read, ``Corrupt``. A cancel leaves nothing behind.
         """
         await self._refuse({fqn: one} if isinstance(one := self._entry(fqn), OpaqueEntry) else {})
         info = self.info(fqn)
@@ -193,8 +193,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
 
         A checkpoint of stock DCP says neither where it had empty containers nor which keys were integers.
         ``progress(done, total)`` is called on the loop with bytes. Raises ``Corrupt``, ``InvalidOption``,
-        ``MissingKeys`` for a pattern that matches nothing, ``UnsupportedCheckpoint`` where a tensor of a kind that this
-        version does not read is asked for. A cancel leaves nothing behind.
+        ``MissingKeys`` for a pattern that matches nothing, ``UnsupportedCheckpoint`` if a tensor of a kind that this
+        version does not read is requested. A cancel leaves nothing behind.
         """
         device = None if memory == "host" else _memory(memory)
         deadline = Deadline.after(self._timeout_s)
@@ -230,13 +230,13 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         return entries if select is None else {fqn: entries[fqn] for fqn in selected(entries, select, self.url)}
 
     async def _refuse(self, opaque: Mapping[str, OpaqueEntry]) -> None:
-        """Raise for the first of these, if there are some, and say how many there are."""
+        """Raise an error for the first of these tensors, if there are any, with their number."""
         if not opaque:
             return
         deadline = Deadline.after(self._timeout_s)
         with self._all_there():
             error = await why_opaque(self._location.store, self._location.name, *next(iter(opaque.items())), deadline)
-        others = f"; {len(opaque)} such tensors were asked for, leave them out with select=" if len(opaque) > 1 else ""
+        others = f"; {len(opaque)} such tensors were requested: leave them out with select=" if len(opaque) > 1 else ""
         error.args = (f"{self.url}: {error.args[0]}{others}",)
         raise error
 
@@ -295,7 +295,7 @@ def _memory(memory: object) -> torch.device | None:
 
 
 def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) -> list[Wanted]:
-    """One read for each piece of mapped memory, to compare it."""
+    """Return one read for each piece of mapped memory, to verify it."""
     wanted: dict[int, Wanted] = {}
     for fqn, tensor in politely(mapped.items()):
         if id(tensor) not in wanted:

@@ -86,14 +86,14 @@ from .writing import Stager
 __all__ = ["Checkpointer"]
 
 _REMEMBERED = 256
-"""Of how many steps it is remembered here which generation was the last to be begun."""
+"""For how many steps the last generation that was started is remembered."""
 
 Latest = Literal["latest"]
 
 
 @dataclass(slots=True)
 class _Holding:
-    """What an open ``Checkpointer`` holds, for where its loop ends. Nothing in here refers to that loop."""
+    """The resources of an open ``Checkpointer``, registered in case its loop ends. Nothing here refers to that loop."""
 
     url: str
     stager: AsyncStager | None
@@ -101,7 +101,7 @@ class _Holding:
     expires_at: float = math.inf
 
     def let_go(self) -> None:
-        """Of the saver process."""
+        """Release the saver process."""
         saver, self.saver = self.saver, None
         if saver is not None:
             saver.let_go()
@@ -111,12 +111,12 @@ class _Holding:
         return f"the Checkpointer of {self.url} was not closed"
 
     def abandon(self) -> None:
-        """Its saves have entries of their own."""
+        """Do nothing: saves are registered separately."""
 
     def leave(self, *, stuck: bool) -> str:
         self.let_go()
         if self.stager is not None:
-            with suppress(SidestreamError):  # told by other means
+            with suppress(SidestreamError):  # reported elsewhere
                 self.stager.close()
         return "its staging memory and its saver process were released"
 
@@ -132,11 +132,11 @@ class Checkpointer:
     with staged memory of its own, which is used again and again; ``overlap`` says what becomes of one more. ``stager``
     replaces the stager that it would own. ``saver="process"`` keeps one process that writes, from the first save or
     ``prewarm()`` until it is closed. ``durability``, ``digest``, ``verify``, ``timeout_s``, ``rank_wait_s``,
-    ``storage_options``, ``filesystem``, ``store_policy`` and ``process_group`` are as for ``save`` and ``load``. Over
-    several ranks all of them call ``save`` and ``restore``, in one order, and rank 0 chooses, leases and deletes. A
-    lease ends ``lease_s`` after its holder has died; a save has one when it takes longer than a quarter of that. What a
-    writer left that was killed is deleted when its lease has ended; where it had none, ``abandoned_after_s`` after it
-    was last written to.
+    ``storage_options``, ``filesystem``, ``store_policy`` and ``process_group`` are as for ``save`` and ``load``. With
+    several ranks all ranks call ``save`` and ``restore`` in the same order, and rank 0 chooses, leases and deletes. A
+    lease ends ``lease_s`` after its holder has died; a save acquires one when it takes longer than a quarter of that.
+    The files of a writer that was killed are deleted when its lease has ended or, if it had none, ``abandoned_after_s``
+    after the last write to them.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Checkpointer:
         self._pruning = asyncio.Lock()
         self._upkeep = Upkeep(self._after_saves, f"sidestream retention {self.url}")
         self._pending: list[PendingSave] = []
-        self._taken: dict[int, int] = {}  # highest generation that a recent save of ours has been started for
+        self._taken: dict[int, int] = {}  # the highest generation that a recent save of this object was started for
         self._orders = itertools.count()
         self._under_way: dict[int, int] = {}  # the steps of saves that have not ended, by the order of their calls
         self._last_order = -1
@@ -368,7 +368,7 @@ class Checkpointer:
             return generation
 
     def _take(self, step: int, generation: int) -> None:
-        """Saves that ended long ago are found in the listing, and are forgotten here."""
+        """Record a generation, and forget old steps: their saves are found in the listing."""
         self._taken.pop(step, None)
         self._taken[step] = generation
         while len(self._taken) > max(_REMEMBERED, 2 * self._slots.size):
@@ -720,16 +720,16 @@ class Checkpointer:
 
     def __enter__(self) -> NoReturn:
         raise AsyncOnly(
-            "a Checkpointer is entered with: async with sidestream.Checkpointer(...) as checkpoints; code without an "
-            "event loop uses: with sidestream.blocking.Checkpointer(...) as checkpoints"
+            "enter a Checkpointer with: async with sidestream.Checkpointer(...) as checkpoints; without an event "
+            "loop use: with sidestream.blocking.Checkpointer(...) as checkpoints"
         )
 
     def __exit__(self, *_: object) -> None:
-        """Never called: ``__enter__`` raises. Without it Python would raise an error of its own before that."""
+        """Never called, because ``__enter__`` raises. Without this method Python would raise its own error first."""
 
     async def __aenter__(self) -> Checkpointer:
         loop = running_loop("Checkpointer")
-        if self._store.appears_whole:  # on object storage the first listing of the run tells as much
+        if self._store.appears_whole:  # on object storage the first listing of the run shows the same
             await check_run(self._store, self._deadline())
         self._loop = loop
         if self._saver is not None:

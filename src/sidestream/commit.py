@@ -44,8 +44,8 @@ class Verdict:
 
     outcome: Outcome = "absent"
     look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
-    """Reads back what came of a commit that was sent. Its argument: whether a thread that was left behind may still
-    carry it out."""
+    """Reads back the outcome of a commit that was sent. The argument: whether a thread that was left behind may still
+    complete the commit."""
 
 
 async def commit(
@@ -158,7 +158,7 @@ async def carry_out(
             f"deleted; look for {target}, and remove {attempt} if it is still there"
         ) from error
     finally:
-        if asyncio._get_running_loop() is not None:  # else the loop has ended, and ``settle`` looks
+        if asyncio._get_running_loop() is not None:  # else the loop has ended, and ``settle`` reads back
             verdict.look = None  # which refers to the verdict
 
 
@@ -185,13 +185,13 @@ async def _read_back(store: Store, name: str, tail: bytes, stuck: bool, verdict:
         return
     if found:
         verdict.outcome = "committed"
-    elif not stuck:  # a thread that was left behind may still do it
+    elif not stuck:  # a thread that was left behind may still commit
         verdict.outcome = "absent"
 
 
 def settle(store: Store, attempt: str, verdict: Verdict, *, stuck: bool) -> None:
-    """In a thread, where nobody else carries on with ``attempt``: find out what came of it, and remove it if it did not
-    commit. Raises what the storage raises."""
+    """Find out the outcome of ``attempt``, and remove it if it did not commit. Called in a thread, when no other code
+    uses the attempt. Raises what the storage raises."""
     from .storage.io_loop import Call  # and with it fsspec
 
     look = verdict.look
@@ -204,7 +204,7 @@ def settle(store: Store, attempt: str, verdict: Verdict, *, stuck: bool) -> None
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """An attempt of an operation that runs on its caller's task, for where the loop of that one ends."""
+    """The attempt of an operation that runs in its caller's task, registered in case the loop of that task ends."""
 
     what: str
     store: Store
@@ -213,13 +213,13 @@ class Unfinished:
     expires_at: float
 
     def abandon(self) -> None:
-        """Its threads are stopped where they are waited for."""
+        """Do nothing: the hops that wait for the threads stop them."""
 
     def leave(self, *, stuck: bool) -> str:
         try:
             settle(self.store, self.attempt, self.verdict, stuck=stuck)
         except (SidestreamError, OSError) as error:
-            return f"outcome: {self.verdict.outcome}, what it had written could not be removed: {error}"
+            return f"outcome: {self.verdict.outcome}; its files could not be removed: {error}"
         return f"outcome: {self.verdict.outcome}"
 
 

@@ -151,8 +151,8 @@ class ArenaExhausted(SidestreamError, MemoryError):
 
 
 class OutOfMemory(SidestreamError, MemoryError):
-    """The system or torch refused memory that a load, save, verification or conversion needs. Nothing that was there
-    before is damaged; ``written`` says what a load has changed."""
+    """The system or torch could not allocate memory for a load, save, verification or conversion. Existing data is not
+    damaged; ``written`` names what a load has changed."""
 
 
 class Busy(SidestreamError, RuntimeError):
@@ -165,13 +165,15 @@ class Skipped(SidestreamError, RuntimeError):
 
 
 class CapturingGraph(SidestreamError, RuntimeError):
-    """Staging, or a load to a device, needs a stream that records a graph. Nothing was enqueued."""
+    """Staging, or a load to a device, was called while a graph was being captured on a stream that it needs. Nothing
+    was enqueued."""
 
 
 class DeviceFailed(SidestreamError, RuntimeError):
-    """An accelerator reported an error, of this call or of earlier work. A stage is lost; its sources may change.
+    """An accelerator reported an error of this call or of earlier work. The stage has failed; its sources may be
+    changed.
 
-    ``phase`` says at which call the error was found, which need not be its cause.
+    ``phase`` names the call that reported the error, which may not be the cause.
     """
 
     def __init__(self, message: str, *, phase: str | None = None):
@@ -278,8 +280,8 @@ class Corrupt(SidestreamError, ValueError):
 class Incomplete(SidestreamError, LookupError):
     """Ranks have saved here apart from each other, and the parts make no whole (yet).
 
-    ``save_id`` is that of most parts, ``missing`` has the ranks whose parts are not there (the first 65,536 of them),
-    ``others`` the ranks with parts of another save, and its id."""
+    ``save_id`` is that of most parts, ``missing`` has the ranks whose parts are missing (the first 65,536 of them),
+    ``others`` the ranks that have parts of another save, with its id."""
 
     def __init__(
         self,
@@ -338,11 +340,11 @@ class NotCovered(Mismatch):
 
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "cannot allocate memory", "out of memory")
-"""What torch's allocators say in a bare ``RuntimeError``."""
+"""Texts by which torch's allocators report in a plain ``RuntimeError`` that memory is exhausted."""
 
 
 def out_of_memory(error: BaseException, doing: str) -> OutOfMemory | None:
-    """The typed error if ``error``, met while ``doing`` something, is an allocator's refusal; else None."""
+    """Return the typed error if ``error``, raised while ``doing``, means that an allocation failed; else None."""
     if isinstance(error, SidestreamError):
         return None
     refused = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
@@ -351,12 +353,14 @@ def out_of_memory(error: BaseException, doing: str) -> OutOfMemory | None:
     if not refused:
         return None
     told = str(error).partition("\n")[0][:300] or type(error).__name__
-    return OutOfMemory(f"{doing}: no memory ({told}); free some, raise the limit of this process, or load less at once")
+    return OutOfMemory(
+        f"{doing}: out of memory ({told}); free some, raise the limit of this process, or load less at once"
+    )
 
 
 @contextmanager
 def allocating(what: str) -> Iterator[None]:
-    """Raises ``OutOfMemory`` where an allocation within is refused."""
+    """Raise ``OutOfMemory`` if an allocation in the ``with`` block fails."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:

@@ -90,7 +90,7 @@ class ReadAlone:
 @dataclass(frozen=True, slots=True)
 class RanksMissing:
     """This rank waits for others at the beginning of ``operation`` (``"save"``, ``"load"``, ``"restore"``): the ranks
-    in ``missing`` have not made the call. Told once for each call, after 5 s, and logged as a warning too."""
+    in ``missing`` have not made the call. Emitted once for each call, after 5 s, and logged as a warning too."""
 
     operation: str
     rank: int

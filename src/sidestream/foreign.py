@@ -59,9 +59,9 @@ Opened: TypeAlias = dict[Chunk, tuple[Chunk, ForeignPayload]]
 """Chunks whose zips have been looked into, as they are without and with what those say."""
 
 _END_BYTES = 64 << 10
-_BARE = {"stored": "bytes"}  # what a planner wrote as bytes of its own
+_BARE = {"stored": "bytes"}  # bytes in a format of the planner
 MAX_VALUE_BYTES = 64 << 20
-"""The largest item of another writer's value that is read."""
+"""The largest item of a value from another writer that is read."""
 _FEW_CHUNKS = 8
 
 
@@ -88,7 +88,8 @@ async def read_values(
 
 @dataclass(frozen=True, slots=True)
 class ValueBudgets:
-    """What all values that one call reads may expand to, together. Threads that decode hold ``decoding``."""
+    """The size that all values read by one call may expand to together. A thread holds ``decoding`` while it
+    decodes."""
 
     unpacked: UnpackBudget = field(default_factory=UnpackBudget)
     parts: ValueBudget = field(default_factory=ValueBudget)
@@ -96,7 +97,7 @@ class ValueBudgets:
 
 
 def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[str, Any], dict[str, ValueEntry]]:
-    """Those that the manifest itself has, and the others. Raises ``MissingExtra``."""
+    """Return the values that the manifest contains, and the entries of the others. Raises ``MissingExtra``."""
     values: dict[str, Any] = {}
     rest: dict[str, ValueEntry] = {}
     for fqn, one in politely(entries.items()):
@@ -110,7 +111,7 @@ def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[str
 
 
 def sorted_out(entries: Mapping[str, Entry]) -> tuple[dict[str, TensorEntry], dict[str, ValueEntry]]:
-    """In a worker thread: the tensors, and the plain values."""
+    """Return the tensors and the plain values. Called in a worker thread."""
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, ValueEntry] = {}
     for fqn, entry in politely(entries.items()):
@@ -122,7 +123,7 @@ def sorted_out(entries: Mapping[str, Entry]) -> tuple[dict[str, TensorEntry], di
 
 
 def opaque_entries(entries: Mapping[str, Entry]) -> dict[str, OpaqueEntry]:
-    """In a worker thread: the tensors of a kind that this version does not read."""
+    """Return the tensors of a kind that this version does not read. Called in a worker thread."""
     return {fqn: entry for fqn, entry in politely(entries.items()) if isinstance(entry, OpaqueEntry)}
 
 
@@ -161,7 +162,7 @@ def _open_value(
 def _unpickle(content: bytearray) -> Any:
     """The one place where a file's own code may run: the caller has said that it may."""
     if not is_older(content):
-        _check_records(content)  # torch compares no checksums
+        _check_records(content)  # torch does not verify checksums
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
     except Exception as error:
@@ -182,7 +183,7 @@ async def locate_tensor(
     Chunks whose payload stands bare in the file are as they are; compressed ones are left out (``unpack_chunk``).
     """
     threads = io_threads()
-    few = len(entry.chunks) <= _FEW_CHUNKS  # which take less time than a thread takes to begin
+    few = len(entry.chunks) <= _FEW_CHUNKS  # done faster than a thread starts
     opened: Opened = {}
     for chunk in _closed(entry) if few else await threads.run(_closed, entry, deadline=deadline):
         ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
@@ -193,8 +194,8 @@ async def locate_tensor(
 def located_already(
     entries: Mapping[str, TensorEntry], opened: Opened
 ) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
-    """In a worker thread: ``locate_tensor`` of those tensors of which no zip has to be opened any more, and the other
-    tensors."""
+    """Return the results of ``locate_tensor`` for the tensors whose zips need not be opened, and the other tensors.
+    Called in a worker thread."""
     located: dict[str, Located] = {}
     closed: dict[str, TensorEntry] = {}
     for fqn, entry in politely(entries.items()):
@@ -259,11 +260,12 @@ async def check_item_records(
     deadline: Deadline,
     budgets: ValueBudgets,
 ) -> bool:
-    """Read an item as a whole, and compare and decode as a load would; False if it has no checksums. Builds no value.
+    """Read a whole item, verify its checksums and decode it as a load would, without building the value. Returns False
+    if it has no checksums.
 
-    What a load raises ``Corrupt`` for, this does too: an item that is neither a zip nor in torch's older format is
-    damaged. An object that only ``allow`` would let pass is none of its concerns. All
-    calls for one checkpoint share ``budgets``."""
+    Raises ``Corrupt`` in the same cases as a load: an item that is neither a zip nor in torch's older format is
+    damaged. Types that a load accepts only with ``allow`` are not checked. All calls for one checkpoint share
+    ``budgets``."""
     if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
     raw = await read_item(store, directory, item, deadline)
@@ -292,9 +294,9 @@ def _check_records(content: bytearray) -> None:
 
 
 async def check_opaque_item(store: Store, directory: str, fqn: str, chunk: Chunk, deadline: Deadline) -> None:
-    """Read an item that only its writer understands, in pieces, and compare the checksums of all its records.
+    """Read an item that only its writer can decode in pieces, and verify the checksums of all its records.
 
-    A compressed item is not looked at. One at a time: the thread that compares waits for others that read."""
+    Compressed items are skipped. Check one item at a time: the thread that verifies waits for threads that read."""
     if chunk.transform:
         return
     item = StoreFile(store, f"{directory}/{chunk.file}", chunk.item_bytes, deadline, chunk.item_offset)
@@ -307,8 +309,9 @@ async def check_opaque_item(store: Store, directory: str, fqn: str, chunk: Chunk
 
 
 async def why_opaque(store: Store, directory: str, fqn: str, entry: OpaqueEntry, deadline: Deadline) -> SidestreamError:
-    """What to raise where an ``OpaqueEntry`` is asked for. Only the ends of its items are read: they say whether it is
-    of a kind that this version does not read (``UnsupportedCheckpoint``) or damaged (``Corrupt``)."""
+    """Return the error to raise when an ``OpaqueEntry`` is requested. Only the ends of its items are read: they show
+    whether the tensor is of a kind that this version does not read (``UnsupportedCheckpoint``) or damaged
+    (``Corrupt``)."""
     tensor = TensorEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
     for chunk in entry.chunks:
         if chunk.transform:
@@ -432,8 +435,8 @@ class _Seekable(io.RawIOBase):
 
 
 class StoreFile(_Seekable):
-    """``nbytes`` of a file of a store from ``start`` on, for code in a worker thread that reads them bit by bit; the
-    loop that this is made on does the reading."""
+    """A readable view of ``nbytes`` of a file in a store, from ``start`` on, for code in a worker thread. The loop on
+    which this object was created reads the bytes."""
 
     def __init__(self, store: Store, name: str, nbytes: int, deadline: Deadline, start: int = 0) -> None:
         super().__init__(nbytes)

@@ -41,7 +41,7 @@ async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Dea
                 what = other_zip(file, nbytes)
                 if what is None:
                     raise
-                raise UnsupportedCheckpoint(f"{name} is no file of torch.save: {what}") from error
+                raise UnsupportedCheckpoint(f"{name} is not a torch.save file: {what}") from error
         return Manifest("", _entries(found, name), {name: nbytes})
 
     try:
@@ -49,11 +49,11 @@ async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Dea
     except (Corrupt, UnsupportedCheckpoint) as error:
         if part_of_checkpoint(name):
             raise UnsupportedCheckpoint(
-                f"{name} is one file of a checkpoint: give the directory that it is in"
+                f"{name} is one file of a checkpoint: use the path of the directory that contains it"
             ) from error
         what = await find_other_kind(store, name, nbytes, deadline)
         if what is not None:
-            raise UnsupportedCheckpoint(f"{name} is no file of torch.save: {what}") from error
+            raise UnsupportedCheckpoint(f"{name} is not a torch.save file: {what}") from error
         raise
 
 

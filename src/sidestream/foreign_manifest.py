@@ -53,9 +53,9 @@ _MOST_EMPTY_PAGES = 4096
 
 
 def is_foreign(sizes: Mapping[str, int]) -> bool:
-    """In a worker thread: whether a directory without ``.metadata`` is a checkpoint all the same, namely stock DCP's of
-    ranks that did not talk to each other, or safetensors. One that has a manifest is an attempt of ours, whatever else
-    is in it."""
+    """Whether a directory without ``.metadata`` is a checkpoint of another writer: of stock DCP with ranks that did not
+    communicate, or of safetensors files. A directory with a manifest is always an attempt of sidestream. Called in a
+    worker thread."""
     ours = any(name.startswith("manifest-") for name in politely(sizes))
     return not ours and any(name.endswith(SUFFIX) or is_rank_file(name) for name in sizes)
 
@@ -94,17 +94,20 @@ async def _read_metadata(
 
 
 def _stock_metadata(raw: bytearray) -> Manifest:
-    """DCP makes the FQN of the path, by joining its steps with dots. The names are what tensors are found by, so where
-    the two differ the path was altered."""
+    """Check the paths in ``planner_data``. DCP makes the FQN from the path by joining its steps with dots. Tensors are
+    found by name, so if the two differ the path was altered."""
     manifest = read_dcp_metadata(raw)
     for fqn, entry in politely(manifest.entries.items()):
         if ".".join(map(str, entry.path)) != fqn:
-            raise Corrupt(f"the planner_data of {fqn!r} has another path for it: {ascii(entry.path)[:200]}", fqn=fqn)
+            raise Corrupt(
+                f"the path of {fqn!r} in planner_data does not match its name: {ascii(entry.path)[:200]}", fqn=fqn
+            )
     return manifest
 
 
 def _present_shards(manifest: Manifest, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """A shard that is missing, or has no plain name, is told when the manifest is validated."""
+    """Return the shard files that are present. ``validate`` reports a shard file that is missing or whose name is not
+    plain."""
     return [(file, start) for file, start in politely(shards_of(manifest, sizes).items()) if file in sizes]
 
 
@@ -144,13 +147,14 @@ def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> list[
     files = sorted(set(index.values()))
     for file in politely(files):
         if file not in sizes:
-            raise Corrupt(f"{file!r} is in {INDEX_NAME} and not in the directory", file=file)
+            raise Corrupt(f"{file!r} is listed in {INDEX_NAME} but is missing from the directory", file=file)
     return files
 
 
 def _files_without_index(sizes: Mapping[str, int]) -> list[str]:
-    """The index comes last. Where it is missing, the names say how many files there ought to be. Those of ranks, which
-    stock DCP calls shards, need not all have something of every file."""
+    """Return the files of a directory without an index. The index is written last; if it is missing, the names of the
+    files say how many there should be. Ranks (shards in the names of stock DCP) need not each have a part of every
+    file."""
     files = sorted(name for name in politely(sizes) if name.endswith(SUFFIX))
     checked: set[tuple[str, str]] = set()
     for name in politely(files):
@@ -160,12 +164,13 @@ def _files_without_index(sizes: Mapping[str, int]) -> list[str]:
         checked.add((match[1], match[2]))
         missing = next((one for one in _wanted(match[1], match[2]) if one not in sizes), None)
         if missing is not None:
-            raise Corrupt(f"{name} is one of {int(match[2])} files, and {missing} is not there", file=missing)
+            raise Corrupt(f"{name} is one of {int(match[2])} files, and {missing} is missing", file=missing)
     return files
 
 
 def _wanted(stem: str, count: str) -> Iterator[str]:
-    """The search for a name that is missing ends after as many steps as there are files, because it is found then."""
+    """Return the expected names in order. The search for a missing name ends after at most as many steps as there are
+    files."""
     return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in politely(range(1, int(count) + 1)))
 
 
@@ -196,12 +201,12 @@ async def _read_header(
         what = await find_other_kind(store, f"{directory}/{file}", file_bytes, deadline)
         if what is None or start:
             raise
-        raise UnsupportedCheckpoint(f"{file} is no safetensors file: {what}") from error
+        raise UnsupportedCheckpoint(f"{file} is not a safetensors file: {what}") from error
 
 
 async def find_other_kind(store: Store, name: str, nbytes: int, deadline: Deadline) -> str | None:
-    """What a file is that could not be read as what its name says, and what to do with it; None if that is not known.
-    Only its beginning is read."""
+    """Say what kind of file this is, if it could not be read as its name suggests, and what to do with it; None if the
+    kind is unknown. Only its beginning is read."""
     head = bytearray(min(nbytes, HEAD_BYTES))
     await store.read(name, [ReadRange(0, memoryview(head))], deadline=deadline)
     return other_kind(bytes(head), name)
@@ -223,13 +228,13 @@ def _files(entry: Entry) -> Iterator[str]:
 async def read_file(
     store: Store, name: str, nbytes: int, deadline: Deadline, *, most_bytes: int = MOST_MANIFEST_BYTES
 ) -> bytearray:
-    """All of a file that describes others, whose size is known, piece by piece.
+    """Read a whole file that describes other files and whose size is known, in pieces.
 
-    Raises ``Corrupt``, before anything is read, if it claims more than ``most_bytes``; while it is read, if most of it
-    is empty: a sparse file has any size and takes no room. ``OutOfMemory``.
+    Raises ``Corrupt`` before reading if the file is larger than ``most_bytes``, and while reading if most of it is
+    empty, because a sparse file can have any size without using space. Raises ``OutOfMemory``.
     """
     if nbytes > most_bytes:
-        raise Corrupt(f"{name} has {nbytes} bytes, more than the {most_bytes} that are read", file=name)
+        raise Corrupt(f"{name} has {nbytes} bytes, more than the limit of {most_bytes}", file=name)
     content = _Content(name)
     for start in range(0, nbytes, _PIECE_BYTES):
         with allocating(f"reading {name}"):
@@ -240,7 +245,8 @@ async def read_file(
 
 
 class _Content:
-    """What has been read of a file, which grows with that and not with what the file claims to have."""
+    """The bytes read from a file. The memory grows with the bytes that arrive and not with the size that the file
+    claims."""
 
     def __init__(self, name: str) -> None:
         self.raw = bytearray()
@@ -248,12 +254,10 @@ class _Content:
         self._pages = self._empty = 0
 
     def take(self, piece: bytearray) -> None:
-        """In a thread of the store, as the bytes arrive."""
+        """Take bytes as they arrive. Called in a thread of the store."""
         for start in politely(range(0, len(piece), _PAGE_BYTES)):
             self._pages += 1
             self._empty += piece[start : start + _PAGE_BYTES] == _EMPTY_PAGE
         if self._empty > max(_MOST_EMPTY_PAGES, self._pages // 2):
-            raise Corrupt(
-                f"{self._name} consists of zeros for the most part: it is sparse, or damaged", file=self._name
-            )
+            raise Corrupt(f"{self._name} consists mostly of zeros: it is sparse or damaged", file=self._name)
         self.raw += piece

@@ -25,7 +25,7 @@ from .plan.match import LoadPlan, StatefulLoad, plain_path
 __all__ = ["Handover", "hand_over", "prepare"]
 
 _SLICE = 1024
-_INTEGER = re.compile("0|[1-9][0-9]*")  # what str() makes of an integer: "007" and digits of other scripts are names
+_INTEGER = re.compile("0|[1-9][0-9]*")  # as str() formats an integer: "007" and digits of other scripts are names
 _PLAIN = frozenset({dict, list, OrderedDict})
 
 
@@ -33,8 +33,8 @@ _PLAIN = frozenset({dict, list, OrderedDict})
 class Handover:
     """Plain values by the leaf that they replace, and the state dict of each object, ready to be handed to it.
 
-    ``assigned`` are those values that are put into containers of the caller's own classes. These and the objects have
-    the order that all ranks have, since their code may be a collective."""
+    ``assigned`` are the values that are put into containers of the caller's own classes. These and the objects are in
+    the same order on all ranks, because their code may run a collective."""
 
     values: tuple[tuple[Leaf, Any], ...]
     assigned: tuple[tuple[Leaf, Any], ...]
@@ -54,7 +54,7 @@ def prepare(plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, tor
 
 
 def _order(path: tuple[Key, ...]) -> tuple[str, ...]:
-    """As objects are asked for their state."""
+    """The sort key of a path, in the order in which ``state_dict()`` of objects is called."""
     keys = (key.value if isinstance(key, DictKey) else key for key in path)
     return tuple(key_order(key, index=type(place) is int) for key, place in zip(keys, path, strict=True))
 
@@ -98,7 +98,7 @@ def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
     inference = isinstance(stateful.instance, torch.nn.Module) and any(
         parameter.is_inference() for parameter in stateful.instance.parameters()
     )
-    # Entering a mode that is there already would turn gradients on.
+    # Entering a mode that is already active would turn gradients on.
     mode = nullcontext() if inference == torch.is_inference_mode_enabled() else torch.inference_mode(inference)
     try:
         with mode:

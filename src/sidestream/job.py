@@ -42,11 +42,11 @@ class Source(Protocol):
     def progress(self) -> SaveProgress: ...
 
     def abandon(self) -> None:
-        """Nobody will wait for it, or for the writer it became: tell the threads to stop. Does not block."""
+        """Signal the threads to stop, because the job, or the writer it became, will not be awaited. Does not block."""
 
     def leave(self) -> None:
-        """In a thread, after ``abandon``: wait until no thread reads a source, writes into memory or to storage any
-        more, then release all memory."""
+        """Wait until no thread reads a source or writes to memory or storage any more, then release all memory. Called
+        in a thread, after ``abandon``."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -90,11 +90,11 @@ async def load(
     program. It concerns values of other writers alone; metadata, tensors and our own checkpoints are data all the same.
 
     Where ``torch.distributed`` is initialized this is a call of all ranks together, as ``save`` is: each reads what its
-    own tensors need, and they raise alike, ``RankFailures``. ``process_group="alone"`` loads into this process only;
-    ``rank_wait_s`` is as for ``save``.
-    With ``reading="per_host"`` the bytes that several ranks of one machine need are read by one of them, and reach the
-    others through memory that they share, at most ``PerHost.memory_bytes``; where they cannot share any, each reads
-    (``events.ReadAlone``). It makes no difference to a process that loads by itself.
+    own tensors need, and all ranks raise the same ``RankFailures``. ``process_group="alone"`` loads into this process
+    only; ``rank_wait_s`` is as for ``save``. With ``reading="per_host"`` the bytes that several ranks of one machine
+    need are read by one of them, and reach the others through memory that they share, at most ``PerHost.memory_bytes``;
+    where they cannot share any, each reads (``events.ReadAlone``). It makes no difference to a process that loads by
+    itself.
 
     ``planner``, a ``LoadPlanner`` of torch, decides what is read, and into what: names, missing keys and dtypes are its
     affair then (``docs/ranks.md``). It is asked in threads, one call after the other; ``PlannerFailed`` is what it
@@ -141,7 +141,7 @@ async def load_from(
 ) -> LoadReport:
     """``load`` from a resolved location. ``operation`` is there where several ranks load."""
     deadline = Deadline.after(options.timeout_s)
-    with noted(f"loading {location.url}", "its threads have stopped, tensors may have been written to", deadline.at):
+    with noted(f"loading {location.url}", "its threads have stopped; tensors may have been changed", deadline.at):
         return await _load_by(location, state, options, operation, deadline)
 
 
@@ -197,14 +197,14 @@ async def _match_together(
 
 
 async def _refuse_opaque(location: Location, manifest: Manifest, plan: LoadPlan, deadline: Deadline) -> None:
-    """Raise where the target asks for what cannot be read, naming the first and how many there are."""
+    """Raise an error if the target requests tensors that cannot be read. It names the first and says how many."""
     if not plan.opaque:
         return
     fqn = plan.opaque[0]
     entry = manifest.entries[fqn]
     assert isinstance(entry, OpaqueEntry)
     error = await why_opaque(location.store, location.name, fqn, entry, deadline)
-    others = f"; the target asks for {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
+    others = f"; the target requests {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
     error.args = (f"{location.url}: {error.args[0]}{others} (nothing was changed)",)
     raise error
 
@@ -258,15 +258,15 @@ def _tell(error: SidestreamError, written: tuple[str, ...]) -> SidestreamError:
 
 @dataclass(frozen=True, slots=True)
 class NewTensors:
-    """Tensors in new memory, by FQN, and what has to be read to fill all of them."""
+    """Tensors in new memory, by FQN, and the reads that fill all of them."""
 
     tensors: dict[str, torch.Tensor]
     wanted: list[Wanted]
 
 
 def new_tensors(entries: Mapping[str, Entry], fqns: Iterable[str], device: torch.device | None = None) -> NewTensors:
-    """In a worker thread: memory for tensors that have no place yet. Tied ones (one item in the file) share it, and so
-    do several views of one storage, which is read once, as a whole. Raises ``OutOfMemory``."""
+    """Allocate memory for tensors that have none yet. Tied tensors (one item in the file) share memory, and so do
+    several views of one storage, which is read once, as a whole. Called in a worker thread. Raises ``OutOfMemory``."""
     new = NewTensors({}, [])
     shared: dict[object, torch.Tensor] = {}
     storages: dict[tuple[str, int], list[str]] = {}
@@ -287,7 +287,7 @@ def new_tensors(entries: Mapping[str, Entry], fqns: Iterable[str], device: torch
 
 
 def _add_views(new: NewTensors, entries: Mapping[str, Entry], fqns: list[str], device: torch.device | None) -> None:
-    """Tensors of one storage. Where they are one and the same, only their elements are kept."""
+    """Add the tensors of one storage. If they are all the same view, only its elements are kept."""
     views = [entry for fqn in fqns if isinstance(entry := entries[fqn], TensorEntry)]
     first = views[0]
     if all(one.dtype == first.dtype and one.chunks == first.chunks for one in politely(views)):

@@ -42,7 +42,7 @@ Durability = Literal["fsync", "flush"]
 """``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: it survives the death of the process only."""
 
 RANK_WAIT_S = 300.0
-"""How long a rank waits for the others to come to a call of all ranks, if the caller does not say."""
+"""How long a rank waits by default for the other ranks to make a call of all ranks."""
 
 _MAX_TIMEOUT_S = 10**9  # some thirty years; the system's own limit for waits is not much higher
 
@@ -229,9 +229,9 @@ def check_strict(strict: object) -> frozenset[str]:
     names = get_args(Allowance)
     if isinstance(strict, bool):
         raise InvalidOption(
-            f"strict={strict!r} is what torch's load_state_dict takes: its strict=False is "
-            'strict={"partial", "ignore_unexpected"} here (and "cast" converts dtypes, which torch always does), its '
-            "strict=True is the default, strict=()"
+            f"strict={strict!r} is an argument of torch's load_state_dict. Instead of strict=False pass "
+            'strict={"partial", "ignore_unexpected"} (and "cast" to convert dtypes, which torch always does); instead '
+            "of strict=True use the default, strict=()"
         )
     if isinstance(strict, str) or not isinstance(strict, Collection) or any(name not in names for name in strict):
         raise InvalidOption(

@@ -24,7 +24,7 @@ __all__ = ["PendingSave", "SaveInfo", "SaveProgress", "SaveWork"]
 _log = logging.getLogger("sidestream")
 
 _CLOSING_S = 0.2
-"""How long a loop that is being closed waits for a save that it had not begun."""
+"""How long a loop that is being closed waits for a save that has not started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,19 @@ class SaveWork(Protocol):
 
     @property
     def expires_at(self) -> float:
-        """When its time is over (``time.monotonic`` seconds)."""
+        """The deadline of the operation (``time.monotonic`` seconds)."""
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         """Do it all, and resolve ``staged`` when the sources may change again."""
 
     def abandon(self) -> None:
-        """``run`` will never be called, or go on: tell every thread to stop. Does not block; ``leave`` follows."""
+        """Signal every thread to stop, because ``run`` will not be called or continued. Does not block. Call ``leave``
+        afterwards."""
 
     def leave(self, *, stuck: bool) -> None:
-        """In a thread, after ``abandon``: wait until no thread touches anything of it, settle ``verdict``, remove what
-        did not commit, and release all memory. ``stuck``: a thread is left behind in a system call. Raises what the
-        storage raises."""
+        """Wait until no thread uses the resources of the work, settle ``verdict``, remove an attempt that did not
+        commit, and release all memory. Called in a thread, after ``abandon``. ``stuck``: a thread is left behind in a
+        system call. Raises what the storage raises."""
 
 
 class PendingSave:
@@ -176,7 +177,7 @@ class PendingSave:
             self._settle()
         except Exception as error:
             self._fail(error)
-        except BaseException as error:  # Ctrl-C and exit go on to the loop; they may have cut off the cleaning
+        except BaseException as error:  # Ctrl-C and exit propagate to the loop; they may have interrupted the cleanup
             self._cut_off = True
             self._fail(error)
             raise
@@ -204,8 +205,8 @@ class PendingSave:
         self._end()
 
     def _clean_up_elsewhere(self) -> None:
-        """In a thread, as the work has not begun or was cut off. The loop may be about to close, and waits for a moment
-        only."""
+        """Clean up in a thread, because the work has not begun or was interrupted. The loop may be about to close, so
+        it waits only for a short time."""
         self._work.abandon()
         self._leaving = in_background(partial(self._work.leave, stuck=False), "sidestream-abandoned")
         self._leaving.add_done_callback(self._say_what_stayed)
@@ -214,7 +215,7 @@ class PendingSave:
     def _say_what_stayed(self, left: Future[Any]) -> None:
         error = left.exception()
         if error is not None:
-            _log.warning("what %s had written could not be removed: %s", self.url, error)
+            _log.warning("the files of the attempt to save %s could not be removed: %s", self.url, error)
 
     def _aborted(self) -> Aborted:
         outcome = self._work.verdict.outcome
@@ -230,7 +231,7 @@ class PendingSave:
             self._staged.exception()
 
     def _resolve_from_outside(self) -> None:
-        """In another thread, where the loop never runs again: nobody waits for callbacks of these futures."""
+        """Resolve the futures in another thread, because the loop never runs again and cannot run their callbacks."""
         with suppress(RuntimeError, asyncio.InvalidStateError):  # "Event loop is closed"
             self._result.set_exception(self._aborted())
         with suppress(RuntimeError, asyncio.InvalidStateError):
@@ -244,7 +245,7 @@ class PendingSave:
         error = self.unheard if hasattr(self, "_task") else None
         if error is not None:
             text = printable_lines(f"{type(error).__name__}: {error}")
-            _log.error("saving %s failed and nobody awaited it: %s", self.url, text)
+            _log.error("saving %s failed, and the error was not retrieved: %s", self.url, text)
 
 
 class _Unfinished:
@@ -267,15 +268,15 @@ class _Unfinished:
         pending = self._pending
         try:
             pending._work.leave(stuck=stuck)
-            removed = "what it had written was removed"
-        except Exception as error:  # told in the log line
-            removed = f"what it had written could not be removed: {error}"
+            removed = "its files were removed"
+        except Exception as error:  # reported in the log line
+            removed = f"its files could not be removed: {error}"
         outcome = pending._work.verdict.outcome
         pending._resolve_from_outside()
         told = {
             "absent": removed,
             "committed": "it is complete",
-            "unknown": "nothing was deleted; look whether it is there",
+            "unknown": "nothing was deleted; check whether the checkpoint exists",
         }
         return f"outcome: {outcome}, {told[outcome]}"
 

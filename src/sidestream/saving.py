@@ -78,7 +78,7 @@ async def save(
     Where ``torch.distributed`` is initialized this is a call of all ranks together, or of those in ``process_group``,
     each with its own part of the state (``docs/ranks.md``); ``process_group="alone"`` saves from this process only.
     Then everything that any rank raises becomes ``RankFailures`` on all of them. ``rank_wait_s`` is how long a rank
-    waits for the others to make the call; after 5 s a warning is logged that names those that have not.
+    waits for the others to make the call; after 5 s it logs a warning that names the ranks that have not.
 
     ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
     a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
@@ -206,7 +206,7 @@ def start_save(
 ) -> SaveJob | JointSave:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
 
-    Runs in the thread of a blocking call: copies are ordered after what its current streams have been given.
+    Runs in the thread of a blocking call: copies are ordered after the work that was enqueued on its current streams.
     ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
 
     ``operation`` is there where several ranks save. A ``member`` alone in its group saves as any process does, unless

@@ -34,8 +34,8 @@ class Streams:
 
     @contextmanager
     def current(self, what: str = "") -> Iterator[None]:
-        """Make them the current ones of the calling thread, and the last one's device its current device. An error that
-        a device reports within becomes ``DeviceFailed``, which says ``what`` was being loaded."""
+        """Make these streams current in the calling thread, and the device of the last one its current device. An error
+        that a device reports in the ``with`` block becomes ``DeviceFailed``, which says ``what`` was being loaded."""
         with _failing(what, self.devices), ExitStack() as stack:
             for driver, device, stream in self.sides:
                 driver.enter(device)
@@ -51,9 +51,9 @@ class Streams:
 
 
 async def streams_of(devices: Collection[torch.device], deadline: Deadline) -> Streams:
-    """Those that are current here; of a blocking call, in the thread that made it. Raises ``CapturingGraph`` if one
-    records a graph, ``InvalidOption`` for a device that is not on this machine, ``UnsupportedTensor`` for one that
-    has no streams."""
+    """Return the current streams of this thread; for a blocking call, of the thread that made the call. Raises
+    ``CapturingGraph`` if a graph is being captured on one of them, ``InvalidOption`` for a device that this machine
+    does not have, ``UnsupportedTensor`` for a device without streams."""
     devices = [device for device in devices if device.type != "cpu"]
     if not devices:
         return Streams()
@@ -81,14 +81,16 @@ def _current(devices: Collection[torch.device]) -> Streams:
             stream = driver.current_stream(device)
             capturing = driver.capturing(stream)
         if capturing:
-            raise CapturingGraph(f"the current stream of {device} records a graph: load before or after the capture")
+            raise CapturingGraph(
+                f"a graph is being captured on the current stream of {device}: load before or after the capture"
+            )
         sides.append((driver, stream.device, stream))  # "cuda" is the caller's current device, not a thread's
     return Streams(sides)
 
 
 @contextmanager
 def _failing(what: str, devices: Sequence[Hashable]) -> Iterator[None]:
-    """An error that one of ``devices`` reports becomes ``DeviceFailed``. Want of a device's memory is none."""
+    """Convert an error that one of ``devices`` reports to ``DeviceFailed``, except that a device is out of memory."""
     try:
         yield
     except (torch.AcceleratorError, DeviceFailed) as error:

@@ -66,8 +66,8 @@ class VerifyReport:
     ``damaged`` has the first thing that is wrong with each tensor, value or file; ``verified`` the FQNs whose bytes
     were all compared and found right, ``unverified`` those for which the writer left nothing to compare with
     (safetensors), ``unreadable`` the tensors of a kind that this version does not read (quantized ones, subclasses):
-    their bytes match the checksums of their writer, and nothing more is known of them. ``nbytes`` were read. ``digest``
-    says whether the digests that the checkpoint carries were compared besides its checksums; None if it carries none.
+    their bytes match the checksums of their writer, and nothing else was verified. ``nbytes`` were read. ``digest``
+    says whether the digests in the checkpoint were verified in addition to its checksums; None if it has none.
     """
 
     url: str
@@ -98,11 +98,11 @@ async def verify(
 ) -> VerifyReport:
     """Read all of the checkpoint at ``url``, in threads and 64 MiB at a time, and compare it with all that is known.
 
-    Of ours: manifest, sizes and layout; what ``.metadata`` means with what the manifest says, however it is pickled;
-    every byte of every item with its checksum, its digest, or with what the manifest makes it; a flipped bit that any
-    reader looks at is found.
-    Of stock DCP's: ``.metadata`` and layout, and every tensor and value with the CRC-32 in its zip, which torch itself
-    never compares. What a load would call damaged, this does. Nothing is unpickled, and no value is built.
+    For checkpoints of sidestream: manifest, sizes and layout; the content of ``.metadata`` against the manifest,
+    independent of how it is pickled; every byte of every item against its checksum, its digest, or the content that
+    follows from the manifest. Every flipped bit that affects a reader is found. Of stock DCP's: ``.metadata`` and
+    layout, and every tensor and value with the CRC-32 in its zip, which torch itself never verifies. Everything that a
+    load would report as damaged is reported. Nothing is unpickled, and no value is built.
 
     Damage is reported and not raised. Raises ``CheckpointNotFound``, ``UnsupportedCheckpoint``, ``UnsafeObject``,
     ``MissingExtra``, ``StorageError``, ``DeadlineExceeded``: then nothing is known. A cancel leaves nothing behind.
@@ -151,7 +151,7 @@ class Verification:
     _budgets: ValueBudgets = field(default_factory=ValueBudgets)
 
     def report(self) -> VerifyReport:
-        """In a worker thread, after ``run``."""
+        """Return the report, after ``run``. Called in a worker thread."""
         manifest, damaged = self.manifest, self.damages
         unreadable = self.unreadable - damaged.keys()
         unverified = self.unverified - damaged.keys() - unreadable
@@ -229,7 +229,8 @@ class Verification:
         self.done_bytes += nbytes
 
     def _metadata_made(self, tail: bytes) -> bytes | None:
-        """What this version would write; None where planners noted more, or ranks share lists of chunks."""
+        """Return the ``.metadata`` that this version would write; None if planners added data, or if ranks share lists
+        of chunks."""
         if not self.manifest.exact or self.manifest.ranks:
             return None
         marker = find_marker(tail)
@@ -268,7 +269,7 @@ class Verification:
                     pieces.extend(value_pieces(fqn, entry))
 
     async def _locate(self) -> dict[str, Located]:
-        """What only the zips say has to be read first; without the tensors whose zips are damaged."""
+        """Locate the tensors whose places only the zips record. Tensors whose zips are damaged are left out."""
         store, directory = self.location.store, self.location.name
         tensors, _ = await io_threads().run(sorted_out, self.manifest.entries, deadline=self.deadline)
         located, closed = await io_threads().run(located_already, tensors, {}, deadline=self.deadline)
@@ -285,7 +286,7 @@ class Verification:
         return located
 
     def _plan_foreign(self, found: Mapping[str, Located], pieces: list[Piece]) -> None:
-        """In a worker thread."""
+        """Plan the reads of a foreign checkpoint. Called in a worker thread."""
         for fqn, entry in politely(self.manifest.entries.items()):
             if not isinstance(entry, TensorEntry):
                 continue
@@ -297,7 +298,7 @@ class Verification:
             left = {}
             for chunk, payload in payloads.items():
                 place = (chunk.file, chunk.payload_offset)
-                if place not in self._planned:  # views of one storage
+                if place not in self._planned:  # several views of the same storage
                     left[chunk] = payload
                 self._planned.add(place)
             with self._noting(fqn):
@@ -315,8 +316,8 @@ class Verification:
         self._opaque.extend((fqn, chunk) for chunk in entry.chunks)
 
     def _whole_items(self) -> list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]:
-        """In a worker thread: items of other writers that are read as a whole. These are values (also those that DCP's
-        planner has pickled for us), and what was compressed."""
+        """Return the items of other writers that are read as a whole: values, including those that DCP's planner has
+        pickled in a checkpoint of sidestream, and compressed items. Called in a worker thread."""
         found: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]] = []
         if not self.manifest.exact:
             for fqn, entry in politely(self.manifest.entries.items()):
@@ -391,19 +392,18 @@ def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk |
 def _differences(
     manifest: Manifest, raw: bytes | bytearray, attribute: str, file: str = METADATA_NAME
 ) -> list[Corrupt]:
-    """Where a ``.metadata`` means something else than our manifest; ``attribute`` is what points to that."""
+    """Return the places where ``.metadata`` contradicts the manifest; ``attribute`` is the name of the one that points
+    to the manifest."""
     try:
         metadata = read_dcp_description(raw)
     except UnsupportedCheckpoint as error:
         if not manifest.exact:
             raise
-        return [Corrupt(f"{file}: {error.args[0]}, which no save of sidestream writes", file=file)]
+        return [Corrupt(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
     found = list(politely(compare_metadata(manifest, metadata)))
     pointer = metadata.attributes.get(attribute)
     if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
-        found.append(
-            Corrupt(f"{file}: its attribute {attribute!r} is not the one that points to the manifest", file=file)
-        )
+        found.append(Corrupt(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file))
     return found
 
 

@@ -138,7 +138,7 @@ class Writing:
         self._threads = Threads("sidestream-write", _WRITE_THREADS)
         self._done = self._threads.submit(self._write, launched)
         try:
-            threads = self._threads  # and not this object, which would refer to itself then
+            threads = self._threads  # not ``self``, which would create a reference cycle
             self._done.add_done_callback(lambda _: threads.close())
             self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline, filler=filler)
             launched.set_result(None)
@@ -170,8 +170,8 @@ class Writing:
     async def release(self) -> None:
         """Give all memory back; no copy reads a source or writes into memory any more when this returns.
 
-        A device that hangs is not waited for beyond the deadline, nor for more than 5 s if the save was told to stop:
-        its copies keep their memory until they end.
+        The wait for a device that hangs ends at the deadline, or after 5 s if the save was signalled to stop: its
+        copies keep their memory until they end.
         """
         self._staging.release()
         copied = asyncio.wrap_future(self._staging.copied)
@@ -179,7 +179,7 @@ class Writing:
         patience_s = _GRACE_S if self._stop.is_set() else max(self._order.deadline.remaining_s(), _GRACE_S)
         await asyncio.wait([copied], timeout=patience_s)
         if self._own is not None:
-            with suppress(DeadlineExceeded):  # a device hangs; the save itself says how it ended
+            with suppress(DeadlineExceeded):  # a device hangs; the save itself reports its outcome
                 await self._own.aclose_by(Deadline.after(0.0 if not copied.done() else _GRACE_S))
 
     def progress(self) -> SaveProgress:
@@ -207,11 +207,11 @@ class Writing:
         patience_s = self._order.deadline.remaining_s() + _GRACE_S
         wait([self._done, self._staging.copied], patience_s)
         if self._own is not None:
-            with suppress(SidestreamError):  # a device may hang; the log names what was left
+            with suppress(SidestreamError):  # a device may hang; the log names the remaining files
                 self._own.close_by(Deadline.after(_GRACE_S))
 
     def _withdraw(self) -> None:
-        """In a thread: its caller was interrupted when it had been launched, so that nobody will wait for it."""
+        """Stop a launched save whose caller was interrupted and will not await it. Runs in a thread."""
         self.leave()
         self._order.location.store.discard_here(self._order.attempt)
 

@@ -41,7 +41,7 @@ DIFFERENT: list[tuple[str, Any, Any, str, str]] = [
     ("complex", complex(0, 1), complex(-0.0, 1), "", "1j against (-0+1j)"),
     ("None", None, False, "", "NoneType None against bool False"),
     ("long ints", MANY, MANY + 1, "", "000 (16610 bits) against 0x31e208010365...000000000001 (16610 bits)"),
-    ("middle of ints", -MANY, -MANY ^ 1 << 8000, "", "the lowest bit that differs being 8000"),
+    ("middle of ints", -MANY, -MANY ^ 1 << 8000, "", "the lowest bit that differs is bit 8000"),
     ("bytes", b"abc", bytearray(b"abc"), "", "bytes b'abc' against bytearray bytearray(b'abc')"),
     ("text", "a" * 5000 + "b", "a" * 5000 + "c", "", "aaab' against 'aaaaaaaaaaaaaaac', from character 4985 on"),
     ("list", [1, [2, 3]], [1, [2, 4]], "[1][1]", "3 against 4"),

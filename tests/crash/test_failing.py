@@ -303,7 +303,7 @@ async def test_files_that_are_removed_under_a_save(saver: Any, tmp_path: Path) -
             pending = sidestream.async_save(make_state(1), run / "step-1", saver=saver)
             await pending.ended()
         if pending.outcome == "absent":
-            assert "were removed by somebody else" in str(pending.unheard)
+            assert "another process removed" in str(pending.unheard)
             pending.hear()
             refused += 1
             assert not exists(str(run / "step-1"))

@@ -200,7 +200,7 @@ async def test_a_save_with_a_planner_says_it_too(tmp_path: Path) -> None:
 
 
 async def test_a_value_too_large_to_be_read(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"blob \(it has \d+ bytes, and a value is read up to 67108864\)"):
+    with pytest.warns(UserWarning, match=r"blob \(it has \d+ bytes, more than the 67108864 that are read\)"):
         OURS.save({"blob": bytes(65 << 20)}, tmp_path / "c")
 
 

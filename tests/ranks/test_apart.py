@@ -127,7 +127,7 @@ async def test_parts_of_two_saves(tmp_path: Path) -> None:
     await save_all(tmp_path / "b", save_id="second try")
     shutil.copytree(tmp_path / "a", tmp_path / "mixed")
     (tmp_path / "mixed" / "__1.metadata").unlink()
-    with pytest.raises(Incomplete, match=r"'first try' of 3 ranks.*missing are the parts of rank 1"):
+    with pytest.raises(Incomplete, match=r"'first try' of 3 ranks.*the parts of rank 1 are missing"):
         await sidestream.load(whole_of(), tmp_path / "mixed")
     for path in (tmp_path / "b").glob("__1*"):
         shutil.copy(path, tmp_path / "mixed" / path.name)

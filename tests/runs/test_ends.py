@@ -181,7 +181,7 @@ async def test_a_failure_before_the_end_is_told(run: Path, trainer: Any) -> None
         one.let_go()
         code, said = await one.end()
         assert code == 128 + signal.SIGTERM
-        assert "saving before the end failed: UnsafeObject" in said
+        assert "the save on preemption failed: UnsafeObject" in said
 
 
 async def test_ctrl_c(run: Path, trainer: Any) -> None:

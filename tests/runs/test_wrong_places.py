@@ -46,10 +46,10 @@ async def test_a_run_is_not_a_checkpoint(root: str) -> None:
     assert re.search(r"load \S+/7/step-30\.g2, or restore with sidestream\.Checkpointer\('\S+/7'\)", said)
     await sidestream.load(blank(), f"{url}/step-30.g2")
 
-    assert "There are checkpoints in" in await not_found(root)
+    assert "Use one of the checkpoints in" in await not_found(root)
     assert f"{root}/7".removeprefix("memory://") in await not_found(root)
-    assert "Its run has 3 steps, from 10 to 30" in await not_found(f"{url}/step-40")
-    assert "A save that was interrupted leaves none" in await not_found(f"{url}/best")
+    assert "The run of this step has 3 steps, from 10 to 30" in await not_found(f"{url}/step-40")
+    assert "An interrupted save leaves no such file" in await not_found(f"{url}/best")
 
 
 async def test_a_step_that_was_not_committed_is_not_recommended(tmp_path: Path) -> None:
@@ -63,18 +63,18 @@ async def test_directories_of_checkpoints_and_of_files(tmp_path: Path) -> None:
     stock_save({"w": torch.ones(3)}, tmp_path / "runs" / "checkpoint-500")
     (tmp_path / "runs" / "logs").mkdir()
     said = await not_found(str(tmp_path / "runs"))
-    assert said.endswith(f"There are checkpoints in {tmp_path}/runs/checkpoint-500")
+    assert said.endswith(f"Use one of the checkpoints in {tmp_path}/runs/checkpoint-500")
 
     (tmp_path / "weights").mkdir()
     torch.save({"w": torch.ones(3)}, tmp_path / "weights" / "model.pt")
-    assert "It holds files that are checkpoints of their own: model.pt" in await not_found(str(tmp_path / "weights"))
+    assert "It has files that are checkpoints by themselves: model.pt" in await not_found(str(tmp_path / "weights"))
 
 
 async def test_a_checkpoint_is_not_a_run(root: str) -> None:
     url = f"{root}/7"
     async with sidestream.Checkpointer(url) as checkpoints:
         await save_steps(checkpoints, 10)
-    says = r"/7/step-10 is a checkpoint, and not a run.*: its run is \S+/7;"
+    says = r"/7/step-10 is a checkpoint, not a run.*, here \S+/7:"
     with pytest.raises(errors.InvalidOption, match=says):
         async with sidestream.Checkpointer(f"{url}/step-10") as wrong:
             await wrong.restore(blank())
@@ -101,5 +101,5 @@ async def test_checkpoints_of_other_writers_are_no_runs(tmp_path: Path) -> None:
 
 def test_a_blocking_one(tmp_path: Path) -> None:
     sidestream.blocking.save(state_of(1), tmp_path / "run" / "step-1")
-    with pytest.raises(errors.InvalidOption, match="is a checkpoint, and not a run"):
+    with pytest.raises(errors.InvalidOption, match="is a checkpoint, not a run"):
         sidestream.blocking.Checkpointer(tmp_path / "run" / "step-1")

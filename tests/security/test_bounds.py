@@ -554,7 +554,7 @@ async def test_a_path_of_stock_dcp_makes_its_fqn(tmp_path: Path) -> None:
     weight, value = item(STATE["w"]), item(STATE["v"])
     for number, path in enumerate([("u",), ("v", "x"), ("v", 0), ("", "v")]):
         described(tmp_path / str(number), weight, value, value_path=path)
-        with pytest.raises(Corrupt, match="planner_data of 'v' has another path") as raised:
+        with pytest.raises(Corrupt, match="the path of 'v' in planner_data does not match") as raised:
             await sidestream.open_checkpoint(tmp_path / str(number))
         assert raised.value.fqn == "v"
 

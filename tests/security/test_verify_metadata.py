@@ -246,4 +246,4 @@ async def test_a_marker_inside_of_another_attribute_is_damage(own: Path) -> None
     assert not hasattr(pickle.loads((own / ".metadata").read_bytes()), "sidestream")
     report = await sidestream.verify(own)
     assert [(damage.file, damage.fqn) for damage in report.damaged] == [(".metadata", None)]
-    assert "points to the manifest" in report.damaged[0].message
+    assert "point to this manifest" in report.damaged[0].message

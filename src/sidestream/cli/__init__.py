@@ -19,7 +19,7 @@ def main() -> None:
             sys.stderr.write(f"the command line needs {package}: pip install 'sidestream[cli]'\n")
             sys.exit(2)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an encoding such as ASCII lacks letters that honest names have
+        if isinstance(stream, io.TextIOWrapper):  # an encoding such as ASCII lacks letters that harmless names contain
             stream.reconfigure(errors="backslashreplace")
     from .app import app
 

@@ -122,7 +122,7 @@ def prune(
 ) -> int:
     """Delete steps of a run, as its retention would: after the newest that stays was read back, and none in use."""
     if keep_last is None and keep_every is None and not keep_best:
-        raise InvalidOption("say what stays: --keep-last, --keep-every or --keep-best")
+        raise InvalidOption("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
     best = [_metric(word) for word in keep_best or ()]
     stores = options_of(storage_option)
     from .. import blocking
@@ -152,7 +152,7 @@ def prune(
 
 @contextmanager
 def _named_as_options(*keywords: str) -> Iterator[None]:
-    """What is raised names options as the command line spells them."""
+    """Spell the options in errors as the command line does."""
     try:
         yield
     except SidestreamError as error:
@@ -181,7 +181,7 @@ def _dtype(name: str | None) -> Any:
     if name is None:
         return None
     if name not in DTYPES and name not in ("half", "float", "double"):  # before torch is imported, which takes seconds
-        raise InvalidOption(f"--dtype {name} is no dtype of torch that a checkpoint can hold")
+        raise InvalidOption(f"--dtype {name} is not a torch dtype that a checkpoint can hold")
     import torch
 
     return getattr(torch, name)

@@ -78,7 +78,7 @@ def _every_verb(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What stands before the verb."""
+    """Options before the verb."""
 
 
 def verb(function: Callable[P, int]) -> Callable[P, None]:
@@ -93,7 +93,7 @@ def verb(function: Callable[P, int]) -> Callable[P, None]:
             sys.stderr.close()
             code = 0
         except KeyboardInterrupt:
-            sys.stderr.write("interrupted; nothing half-done is left behind\n")
+            sys.stderr.write("interrupted; nothing incomplete is left behind\n")
             code = 130
         except Exception as error:
             _report(error, as_json=bool(kwargs.get("as_json")))
@@ -104,7 +104,7 @@ def verb(function: Callable[P, int]) -> Callable[P, None]:
 
 
 def _report(error: Exception, *, as_json: bool) -> None:
-    """Print an error as one message; one that nobody expected, with its traceback."""
+    """Print an error as one message; an unexpected error is printed with its traceback."""
     if as_json:
         print_json({"error": type(error).__name__, "message": str(error)})
         return
@@ -144,15 +144,16 @@ def _from_file(path: str) -> Mapping[str, Any]:
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------
-# Everything that the verbs print passes through the functions below. Names and messages come from checkpoints that
-# nobody has vouched for: characters that a terminal would act on are escaped, and nothing is read as markup of rich.
+# Everything that the verbs print passes through the functions below. Names and messages come from untrusted
+# checkpoints: characters that a terminal would act on are escaped, and nothing is interpreted as markup of rich.
 
 _NUMBERS = ("bytes", "tensors", "step", "seconds", "GiB/s", "of the disk")
-_PIPE_WIDTH = 200  # what goes into a file or a pipe is not folded to a terminal's width
+_PIPE_WIDTH = 200  # output to a file or a pipe is not folded to the width of a terminal
 
 
 def print_json(content: object) -> None:
-    """Names stand in JSON as they are, in ASCII. A number that JSON lacks becomes a string: ``"inf"``, ``"nan"``."""
+    """Print JSON in ASCII, with names unchanged. A number that JSON cannot represent becomes a string: ``"inf"``,
+    ``"nan"``."""
     sys.stdout.write(json.dumps(_finite(content), default=str, allow_nan=False) + "\n")
 
 
@@ -171,7 +172,7 @@ def say(text: str) -> None:
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. A cell that does not fit is folded, and loses nothing."""
+    """Print a table. A cell that does not fit is folded and not cut off."""
     from rich.table import Table
     from rich.text import Text
 

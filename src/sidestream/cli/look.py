@@ -28,7 +28,7 @@ Options: TypeAlias = Mapping[str, Any] | None
 _PIECE_BYTES = 32 << 20
 _TIMEOUT_S = 600.0
 _PLACES = 3
-"""How many places inside a value are named."""
+"""How many places inside a value are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``largest`` is of the elements of a tensor. Of a value ``inside`` has the first places, and ``more`` says whether
-    there are others."""
+    """A difference between two entries. ``largest`` is the largest difference between elements of a tensor. ``inside``
+    has the first places inside a value, and ``more`` says whether there are others."""
 
     name: str
     what: str
@@ -102,7 +102,7 @@ class Difference:
 
     @property
     def shown(self) -> str:
-        """On one line."""
+        """Return the difference as one line."""
         places = [f"{one.path}: {one.what}" if one.path else one.what for one in self.inside]
         return "; ".join([f"{self.what}: {places[0]}", *places[1:]] + ["..."] * self.more) if places else self.what
 
@@ -136,7 +136,7 @@ def _compare(name: str, one: blocking.Checkpoint, other: blocking.Checkpoint) ->
             return Difference(name, "a tensor in one, a value in the other")
         found = list(islice(value_differences(one.value(name), other.value(name)), _PLACES + 1))
         inside, more = tuple(found[:_PLACES]), len(found) > _PLACES
-        return Difference(name, "another value", inside=inside, more=more) if found else None
+        return Difference(name, "values differ", inside=inside, more=more) if found else None
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         told = f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
         return Difference(name, told.replace("torch.", ""))
@@ -159,16 +159,16 @@ def _largest_difference(
 
 
 def _apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference between two elements; infinity where only one of them is a number, or none is.
+    """Return the largest difference between two elements; infinity if one of them or both are not numbers.
 
-    Elements with the same bits are left out, or two infinities would be NaN apart. Integers of 64 bits are subtracted
-    as integers: as floating-point numbers neighbours would be equal.
+    Elements with the same bits are left out, because the difference of two infinities is NaN. Integers of 64 bits are
+    subtracted as integers, because adjacent integers would be equal as floating-point numbers.
     """
     raw, other = (each.view(torch.uint8).reshape(each.numel(), -1) for each in (mine, theirs))
     differing = torch.ne(raw, other).any(1)
     try:
         return _largest(mine[differing], theirs[differing])
-    except (NotImplementedError, RuntimeError):  # torch neither indexes nor converts dtypes such as bits8
+    except (NotImplementedError, RuntimeError):  # torch cannot index or convert dtypes such as bits8
         return math.inf
 
 
@@ -177,6 +177,6 @@ def _largest(mine: torch.Tensor, theirs: torch.Tensor) -> float:
         if mine.dtype == torch.uint64:
             mine, theirs = (each.view(torch.int64) ^ torch.iinfo(torch.int64).min for each in (mine, theirs))
         apart = (torch.maximum(mine, theirs) - torch.minimum(mine, theirs)).to(torch.float64)
-        return float(torch.where(apart < 0, apart + 2.0**64, apart).max())  # it wrapped around beyond 2**63
+        return float(torch.where(apart < 0, apart + 2.0**64, apart).max())  # the difference wrapped around at 2**63
     wide = torch.complex128 if mine.is_complex() else torch.float64
     return float((mine.to(wide) - theirs.to(wide)).abs().nan_to_num(nan=math.inf).max())

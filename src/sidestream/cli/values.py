@@ -1,7 +1,7 @@
-"""Whether two plain values of checkpoints are the same, and if not, where inside them the first differences are.
+"""Comparing two plain values of checkpoints, and locating the first differences inside them.
 
-The same means: the same types, and the same bits. So 1, 1.0 and True differ, 0.0 and -0.0 differ, and a NaN is the same
-as a NaN with the same bits. The order of a dict's keys and of a set's elements does not count.
+Two values are the same if they have the same types and the same bits. So 1, 1.0 and True differ, 0.0 and -0.0 differ,
+and a NaN is the same as a NaN with the same bits. The order of a dict's keys and of a set's elements does not count.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Inside:
 
 
 def value_differences(one: Any, other: Any) -> Iterator[Inside]:
-    """All differences, those that come first in ``one`` first; of a tensor, an array or a text the first one alone.
+    """Yield all differences in the order of ``one``; for a tensor, an array or a text only the first one.
 
-    Each is described in bounded space, whatever the values hold.
+    Each description has a bounded length.
     """
     return _compare(one, other, "")
 
@@ -67,7 +67,7 @@ def _compare(one: Any, other: Any, path: str) -> Iterator[Inside]:
 
 
 def _dicts(one: dict[Any, Any], other: dict[Any, Any], path: str) -> Iterator[Inside]:
-    # Found by their exact form: the keys 1 and True are equal to a dict, and a NaN is not even equal to itself.
+    # Looked up by their exact form: for a dict the keys 1 and True are equal, and a NaN is not equal to itself.
     mine = {_exact(key): (key, item) for key, item in one.items()}
     theirs = {_exact(key): (key, item) for key, item in other.items()}
     for form, (key, item) in mine.items():
@@ -112,7 +112,7 @@ def _tensors(one: torch.Tensor, other: torch.Tensor, path: str) -> Iterator[Insi
 
 
 def _arrays(one: Any, other: Any, path: str) -> Iterator[Inside]:
-    """Arrays and numbers of numpy."""
+    """Compare NumPy arrays and scalars."""
     import numpy as np
 
     if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -146,7 +146,8 @@ def _texts(one: Any, other: Any, path: str) -> Iterator[Inside]:
 
 
 def _exact(value: Any) -> bytes:
-    """Bytes that are equal for the same values only. Its hash cannot be foreseen, unlike that of a number."""
+    """Return bytes that are equal only for the same values. Unlike the hash of a number, their hash is not
+    predictable."""
     kind = type(value)
     if kind is int:
         content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
@@ -170,7 +171,7 @@ def _exact(value: Any) -> bytes:
         content = _joined([f"{value.dtype.str} {list(value.shape)}".encode(), value.tobytes()])
     elif isinstance(value, io.BytesIO):
         content = _joined([value.getvalue(), str(value.tell()).encode()])
-    else:  # None, True, a dtype, a device ...: their repr says all
+    else:  # None, True, a dtype, a device ...: the repr is complete
         content = repr(value).encode("utf-8", "surrogatepass")
     return _joined([f"{kind.__module__}.{kind.__qualname__}".encode(), content])
 
@@ -185,22 +186,22 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")  # whoever has not imported it holds no array
+    numpy = sys.modules.get("numpy")  # without the import there are no arrays
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
 def _first_and_number(one: bytes, other: bytes, itemsize: int) -> tuple[int, int]:
-    """The first element that differs, and how many do."""
+    """Return the first element that differs, and the number of those that do."""
     pair = (torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, itemsize) for raw in (one, other))
     differing = torch.ne(*pair).any(1).nonzero()
     return int(differing[0]), len(differing)
 
 
-# --- how it is shown ------------------------------------------------------------------------------------------------
+# --- representation ------------------------------------------------------------------------------------------------
 
 
 def _item(tensor: torch.Tensor, index: list[int]) -> str:
-    """An element, or nothing for a dtype whose elements torch cannot read."""
+    """Return an element as text; empty for a dtype whose elements torch cannot read."""
     try:
         return _shown(tensor[tuple(index)].item())
     except (NotImplementedError, RuntimeError):
@@ -224,10 +225,10 @@ def _against(one: Any, other: Any) -> str:
     told = f"{_shown(one)} against {_shown(other)}"
     if type(one) is int:
         differing = one ^ other
-        return f"{told}, the lowest bit that differs being {(differing & -differing).bit_length() - 1}"
+        return f"{told}, the lowest bit that differs is bit {(differing & -differing).bit_length() - 1}"
     if type(one) is float:
         return " against ".join(f"{each!r} (0x{struct.pack('>d', each).hex()})" for each in (one, other))
-    return f"{told}, in what is left out here"
+    return f"{told}, with a difference in the part that is not shown"
 
 
 def _typed(value: Any) -> str:
@@ -235,8 +236,8 @@ def _typed(value: Any) -> str:
 
 
 def _shown(value: Any, depth: int = 0) -> str:
-    """A repr of bounded length, made in time that does not grow with what it leaves out."""
-    if type(value) is int and value.bit_length() > 4 * _SHOWN_CHARS:  # decimal takes quadratic time, or is refused
+    """Return a repr of bounded length. The time it takes does not grow with the parts that it leaves out."""
+    if type(value) is int and value.bit_length() > 4 * _SHOWN_CHARS:  # decimal takes quadratic time, or raises
         digits = f"{abs(value):x}"
         sign = "-" if value < 0 else ""
         return f"{sign}0x{digits[:_HEX_DIGITS]}...{digits[-_HEX_DIGITS:]} ({value.bit_length()} bits)"

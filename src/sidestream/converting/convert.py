@@ -108,11 +108,11 @@ async def convert(
     file that is larger than a part of ``store_policy`` is not created conditionally there: of two conversions to one
     name at the same time, one may replace the other's.
 
-    Raises what opening ``source`` raises; ``MissingKeys`` if a pattern matches nothing; ``UnsupportedCheckpoint`` where
-    the selection has a tensor of a kind that this version does not read; ``KeyCollision``;
-    ``InvalidOption``, for safetensors also where the selection has plain values, which they cannot hold;
-    ``UnsupportedTensor``; ``Conflict`` if ``target`` is there; ``Corrupt``, ``StorageError``, ``DeadlineExceeded``:
-    then nothing is visible, and what was written has been removed. The same holds for a cancel.
+    Raises what opening ``source`` raises; ``MissingKeys`` if a pattern matches nothing; ``UnsupportedCheckpoint`` if
+    the selection has a tensor of a kind that this version does not read; ``KeyCollision``; ``InvalidOption``, for
+    safetensors also where the selection has plain values, which they cannot hold; ``UnsupportedTensor``; ``Conflict``
+    if ``target`` is there; ``Corrupt``, ``StorageError``, ``DeadlineExceeded``: then nothing is visible, and what was
+    written has been removed. The same holds for a cancel.
     """
     running_loop("convert")
     chosen = _format(target, format)
@@ -125,7 +125,7 @@ async def convert(
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
     if values:
         listed = ", ".join(values[:5])
-        raise InvalidOption(f"safetensors hold tensors alone, and {listed} are values: leave them out with select=")
+        raise InvalidOption(f"safetensors files hold only tensors, and {listed} are values: leave them out with select=")
     files = await io_threads().run(
         _plan, selection, chosen, where.name if single else None, budget_bytes, shard_bytes, deadline=deadline
     )
@@ -191,14 +191,14 @@ def _select(
 
 
 def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
-    """Raise for the first tensor that cannot be read, and name the others."""
+    """Raise an error for the first tensor that cannot be read, which names the others too."""
     opaque = [fqn for fqn in taken if isinstance(source.entries[fqn], SourceOpaque)]
     if not opaque:
         return
     first = source.entries[opaque[0]]
     assert isinstance(first, SourceOpaque)
     also = f" (so are {', '.join(opaque[1:6])}{', ...' if len(opaque) > 6 else ''})" if opaque[1:] else ""
-    first.error.args = (f"{source.url}: {first.error.args[0]}{also}; select what is to be converted without it",)
+    first.error.args = (f"{source.url}: {first.error.args[0]}{also}; use a selection without it",)
     raise first.error
 
 

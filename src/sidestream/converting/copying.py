@@ -160,7 +160,7 @@ def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[st
 
 
 def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
-    """What is copied; what readers look for comes last."""
+    """The files to copy; the file that readers look for is the last one."""
     sizes = _without_leftovers(listed, manifest)
     markers = [name for name in (METADATA_NAME, INDEX_NAME, part_metadata_name(0)) if name in sizes]
     last = markers[0] if markers else max(sizes, key=lambda name: sizes[name])

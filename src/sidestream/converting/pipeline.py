@@ -79,7 +79,8 @@ class Pipeline:
     def _targets(
         self, slices: Sequence[Slice], view: memoryview
     ) -> tuple[list[Wanted], list[tuple[Slice, torch.Tensor]]]:
-        """In a worker thread: what can be read piece by piece, and the slices of tensors that are read whole."""
+        """Return the targets that can be read piece by piece, and the slices of tensors that are read whole. Called in
+        a worker thread."""
         straight: list[Wanted] = []
         others: list[tuple[Slice, torch.Tensor]] = []
         for one in politely(slices):
@@ -125,6 +126,6 @@ class Pipeline:
 
 
 def _slices_of(file: TargetFile, index: int) -> tuple[list[Slice], int]:
-    """What lies in a window of a file, and how many bytes that are."""
+    """Return the slices that lie in a window of a file, and their size in bytes."""
     slices = list(politely(file.slices(index)))
     return slices, sum(one.nbytes for one in slices)

@@ -73,7 +73,7 @@ class SourceValue:
 
 @dataclass(frozen=True, slots=True)
 class SourceOpaque:
-    """A tensor that cannot be read, and what to raise if it is taken."""
+    """A tensor that cannot be read, and the error to raise if it is selected."""
 
     path: tuple[Key, ...]
     entry: TensorEntry | OpaqueEntry
@@ -127,7 +127,8 @@ def _described(
     located: Mapping[str, Located],
     refused: Mapping[str, SidestreamError],
 ) -> Source:
-    """In a worker thread. ``refused``: why the tensors that this version does not read cannot be asked for."""
+    """Describe the checkpoint. Called in a worker thread. ``refused``: the errors for the tensors that this version
+    does not read."""
     entries: dict[str, SourceTensor | SourceValue | SourceOpaque] = {}
     unverified: set[str] = set()
     checked: set[object] = set()
@@ -150,8 +151,8 @@ def _described(
 
 
 def _check_views(manifest: Manifest, url: str) -> None:
-    """Views of one storage are written one by one, whatever the target is. Raises ``UnsupportedCheckpoint`` where that
-    is out of proportion to the file."""
+    """Raise ``UnsupportedCheckpoint`` if views of the same storage would take far more bytes than the file has. Every
+    target format stores each view separately."""
     distinct: dict[object, int] = {}
     for entry in politely(manifest.entries.values()):
         if isinstance(entry, TensorEntry) and any(chunk.told is not None for chunk in entry.chunks):
@@ -159,8 +160,8 @@ def _check_views(manifest: Manifest, url: str) -> None:
     nbytes, there = sum(distinct.values()), sum(manifest.files.values())
     if nbytes > _VIEWS_ANYHOW_BYTES + _VIEWS_RATIO * there:
         raise UnsupportedCheckpoint(
-            f"{url}: its tensors are views of the same storages and would take {nbytes} bytes one by one, of a file of "
-            f"{there}; clone() those that are needed and save them again"
+            f"{url}: its tensors are views of the same storages; written one by one they would take {nbytes} bytes, "
+            f"and the file has {there}: clone() the tensors that are needed and save them again"
         )
 
 

@@ -62,8 +62,8 @@ class StorageReader(DcpStorageReader):
     of their own. ``checkpoint_id`` of DCP's call takes the place of ``url`` for that call; ``storage_options``,
     ``filesystem`` and ``store_policy`` (as for ``sidestream.load``) stay.
 
-    The keywords of DCP's own readers are taken too: ``path`` is ``url``; of the others a warning says that they have no
-    meaning here, or an ``InvalidOption`` what to use instead.
+    The keywords of DCP's own readers are accepted too. ``path`` is ``url``. Each of the others has no effect and is
+    named in a warning, or raises an ``InvalidOption`` that says what to use instead.
 
     When DCP returns, everything is in place. After an error some tensors may have been written to. DCP raises
     ``CheckpointException`` with the error of each rank in ``failures``; of an error in the metadata it keeps the words.
@@ -150,7 +150,7 @@ class StorageReader(DcpStorageReader):
 
     @property
     def load_id(self) -> str:
-        """Of the load that the call in this thread makes, or made last; new with each ``reset``."""
+        """The id of the current or last load in this thread; each ``reset`` makes a new one."""
         session = self._sessions.current()
         if not session.load_id:
             session.load_id = uuid.uuid4().hex

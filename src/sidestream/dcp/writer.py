@@ -44,8 +44,8 @@ __all__ = ["StorageWriter"]
 _log = logging.getLogger("sidestream")
 _WRITE_THREADS = 4
 _REMEDY = (
-    'Give StorageReader or sidestream.load allow=[...] with the types, or trust="pickle"; given to StorageWriter too, '
-    "it ends this warning."
+    'Pass allow=[...] with the types, or trust="pickle", to StorageReader or sidestream.load; pass it to StorageWriter '
+    "too, and this warning is not shown."
 )
 
 
@@ -79,14 +79,15 @@ class StorageWriter(DcpStorageWriter):
     do not disturb each other. A target that is not empty raises ``Conflict`` before anything is written. With
     ``overwrite=True`` the new checkpoint is exchanged with the old one in one step, which is then deleted; where the
     file system cannot do that it is a ``Conflict`` too. ``extensions`` are DCP's ``StreamTransformExtension``s, of
-    which ``ZStandard`` is taken. ``saver`` is as for ``sidestream.save``.
+    which only ``ZStandard`` is supported. ``saver`` is as for ``sidestream.save``.
 
-    A value that is more than data is saved as DCP's planner pickled it. As readers of ours refuse it by default, a
-    warning names it, once for each name: ``allow`` has the types that readers will be given, ``trust="pickle"`` says
-    that they will be given that.
+    A value that is not plain data is saved as DCP's planner pickled it. sidestream's readers refuse such a value by
+    default, so a warning names it, once for each name. ``allow`` declares the types that readers will be called with,
+    ``trust="pickle"`` that they will be called with this option; such values are not warned about.
 
-    The keywords of DCP's own writers are taken too: ``path``, ``sync_files`` and ``_extensions`` have a meaning; of the
-    others a warning says that they have none, or an ``InvalidOption`` what to use instead.
+    The keywords of DCP's own writers are accepted too. ``path``, ``sync_files`` and ``_extensions`` have a meaning.
+    Each of the others has no effect and is named in a warning, or raises an ``InvalidOption`` that says what to use
+    instead.
 
     ``timeout_s`` is for a whole save. ``use_collectives=False`` with more than one rank needs ``apart``, which says
     which part of which save this is (``sidestream.Apart``): such ranks do not know of each other, nobody commits for
@@ -167,7 +168,7 @@ class StorageWriter(DcpStorageWriter):
         """The plans are good: make the attempt, and tell every rank of it."""
         save = self._save()
         session, target = self._sessions.current(), save.location.name
-        if session.used == self.save_id:  # of an earlier save, where nobody called reset()
+        if session.used == self.save_id:  # of an earlier save, if reset() was not called
             session.save_id = uuid.uuid4().hex
         save_id = session.used = session.save_id
         orders = [Order(save_id, attempt_name(target, save_id), target, rank) for rank in range(len(plans))]
@@ -225,8 +226,8 @@ class StorageWriter(DcpStorageWriter):
 
     @property
     def save_id(self) -> str:
-        """Of the save that the call in this thread makes, or made last: once ``write_data`` has begun, on every rank
-        what readers know the checkpoint by."""
+        """The id of the current or last save in this thread. Once ``write_data`` has begun it is the same on every
+        rank, and readers identify the checkpoint by it."""
         session = self._sessions.current()
         if not session.save_id:
             session.save_id = uuid.uuid4().hex
@@ -259,7 +260,7 @@ class StorageWriter(DcpStorageWriter):
             outgoing.close()
 
     def _warn(self, outgoing: Outgoing, url: str) -> None:
-        """Of values that readers refuse by default, once for each name."""
+        """Warn of values that readers refuse by default, once for each name."""
         if self._trust == "pickle":
             return
         refused = {fqn: why for fqn, why in {**outgoing.refused, **outgoing.opaque}.items() if fqn not in self._warned}
@@ -344,7 +345,8 @@ class StorageWriter(DcpStorageWriter):
 
 @dataclass(slots=True)
 class _Session:
-    """``wanted``: the ``checkpoint_id`` of a call that has only begun. ``used``: a save id that an attempt has."""
+    """The state of a save. ``wanted``: the ``checkpoint_id`` of a call that has only begun. ``used``: the save id of an
+    attempt."""
 
     wanted: str | os.PathLike[str] | None = None
     save_id: str = ""

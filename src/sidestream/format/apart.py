@@ -82,7 +82,7 @@ def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
 def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
     """The parts of a checkpoint, by rank. ``found`` has what there is of each rank, at least one of them ours.
 
-    In a worker thread. Raises ``Incomplete`` unless those of one save are all there, and no others."""
+    Raises ``Incomplete`` unless all parts of one save are present, and no others. Called in a worker thread."""
     counts = Counter((one.save_id, one.world_size) for one in found.values() if one is not None)
     (save_id, world), _ = max(counts.items(), key=lambda item: (item[1], item[0]))
     mine = {
@@ -97,7 +97,7 @@ def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
     said = []
     missing = missing_ranks(found, world)
     if missing:
-        said.append(f"missing are the parts of {_ranks(missing, world - there)}")
+        said.append(f"the parts of {_ranks(missing, world - there)} are missing")
     for other, ranks in _by_text(others).items():
         said.append(f"{_ranks(ranks, len(ranks))}: {other}")
     raise Incomplete(
@@ -109,8 +109,8 @@ def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
 
 
 def missing_ranks(found: Container[int], world: int) -> list[int]:
-    """In a worker thread: the ranks that have no part; the first 65,536 of them, because a file of a few bytes can say
-    that there are millions."""
+    """Return the ranks that have no part, the first 65,536 of them, because a file of a few bytes can claim that there
+    are millions. Called in a worker thread."""
     return list(islice((rank for rank in politely(range(world)) if rank not in found), _MOST_MISSING))
 
 
@@ -134,6 +134,6 @@ def _told(one: PartMarker | None, save_id: str) -> str:
 
 
 def _ranks(ranks: Sequence[int], count: int) -> str:
-    """The first of ``count`` ranks."""
+    """Return the first of ``count`` ranks as text."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {count - _SHOWN} more" if count > _SHOWN else "")
     return f"rank {shown}" if count == 1 else f"ranks {shown}"

@@ -43,7 +43,7 @@ _MAX_PATH = 64
 _MAX_FQN = 4096
 
 _Index = tuple[str, str]
-"""FQN, and the name of the offsets (see ``keys.py``), empty for a value."""
+"""An FQN and the name of the offsets (see ``keys.py``), which is empty for a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
     this version does not read becomes an ``OpaqueEntry``.
 
     Raises ``Corrupt`` where the file is malformed or has no location for a chunk, ``UnsafeObject`` where it names a
-    type that is no part of the format, ``UnsupportedCheckpoint`` for unknown transforms.
+    type that is not part of the format, ``UnsupportedCheckpoint`` for unknown transforms.
     """
     metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
     entries = _entries(metadata, _locations(metadata.get("storage_data")))
@@ -71,13 +71,13 @@ def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class DcpDescription:
-    """All that a ``.metadata`` says, for a comparison with a manifest that says the same.
+    """The complete content of a ``.metadata``, for a comparison with the manifest.
 
-    ``attributes`` are those of the whole that are text or None. ``storage_meta`` has the attributes of that object,
-    None if there is none. ``pathless`` are FQNs that ``planner_data`` lacks, ``spare`` those that stand in
-    ``planner_data`` or ``storage_data`` and are not described. ``properties`` are those of each tensor without its
-    dtype: layout, whether it requires gradients, memory format, whether it is pinned. ``hints``: by FQN and offsets,
-    which of the chunks a location says that it belongs to; None where it says nothing.
+    ``attributes`` are the attributes of ``Metadata`` that are text or None. ``storage_meta`` has the attributes of that
+    object, or is None if it is missing. ``pathless`` are the FQNs that ``planner_data`` lacks; ``spare`` the FQNs in
+    ``planner_data`` or ``storage_data`` that are not described. ``properties`` are the properties of each tensor except
+    its dtype: layout, whether it requires gradients, memory format, whether it is pinned. ``hints``: by FQN and
+    offsets, the index of the chunk that a location names; None if it names none.
     """
 
     entries: Mapping[str, Entry]
@@ -90,7 +90,7 @@ class DcpDescription:
 
 
 def read_dcp_description(data: bytes | bytearray) -> DcpDescription:
-    """In a worker thread. Raises as ``read_dcp_metadata``."""
+    """Parse ``data``. Called in a worker thread. Raises what ``read_dcp_metadata`` raises."""
     metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
     locations = _locations(metadata.get("storage_data"))
     entries = _entries(metadata, locations)
@@ -109,7 +109,7 @@ def read_dcp_description(data: bytes | bytearray) -> DcpDescription:
 
 
 def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location]) -> dict[str, Entry]:
-    """The locations that entries have are taken out of ``locations``."""
+    """Return the entries, and remove their locations from ``locations``."""
     paths = _paths(metadata.get("planner_data"))
     entries: dict[str, Entry] = {}
     for key, described in politely(_pairs(metadata.get("state_dict_metadata"), "state_dict_metadata")):
@@ -130,7 +130,8 @@ def _is_tensor(described: object) -> bool:
 
 
 def _properties(described: object, fqn: str) -> tuple[object, ...]:
-    """As torch pickles them: a tuple, of which objects stand for the text or number that they are made of."""
+    """Return the properties as torch pickles them: a tuple in which each object is represented by its text or
+    number."""
     properties = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn).get("properties")
     state = properties.state if isinstance(properties, Call) else None
     if not isinstance(state, tuple) or len(state) > _MAX_ATTRIBUTES:

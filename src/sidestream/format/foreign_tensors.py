@@ -125,8 +125,8 @@ def _check_reach(tensor: StoredTensor) -> None:
 
 
 def _significant(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides with those that no element depends on as a row-major tensor has them. They could be any numbers, and
-    one of them is as good a reason as another to take two equal tensors for different ones."""
+    """Return the strides with those that no element depends on replaced by the strides of a row-major tensor. Such
+    strides may be arbitrary, and equal tensors would otherwise compare as different."""
     dense = []
     following = 1
     for dim in reversed(shape):

@@ -1,9 +1,9 @@
 """Values that ``torch.save`` wrote, as ``Node`` data: what the pickle means, without the classes that it names.
 
 The kinds are those of ``records.Node``; ``open_value`` lists them. Numbers, strings, bytes, ``io.BytesIO``, containers,
-``torch.Size``, dtypes, devices, dense tensors, and numpy's scalars and arrays of plain numbers are data. Nothing else
-is, but for objects of types that the caller allowed: of those a ``Node`` says what they were made from, and makes
-nothing.
+``torch.Size``, dtypes, devices, dense tensors, and numpy's scalars and arrays of plain numbers are data. Everything
+else is refused, except objects of types that the caller allowed: a ``Node`` records the arguments of such an object and
+does not construct it.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def value_globals(allow: Set[str]) -> DtypeNames:
 
 
 class ValueBudget:
-    """What the values that one call reads may expand to, all together.
+    """The size that all values read by one call may expand to together.
 
-    A pickle shares parts and a ``Node`` does not, so a small pickle can stand for a very large ``Node``. Each value
-    adds to the budget what its own bytes can account for; what several values take beyond that, they share.
+    A pickle shares parts and a ``Node`` does not, so a small pickle can expand to a very large ``Node``. Each value
+    adds an amount in proportion to its own bytes to the budget; the rest is shared by all values.
     """
 
     __slots__ = ("_bytes_left", "_pace", "_parts_left")
@@ -74,12 +74,12 @@ class ValueBudget:
         self._pace = politely(repeat(None), every=1)
 
     def grant(self, pickle_bytes: int, item_bytes: int) -> None:
-        """A value of an item of ``item_bytes`` is read, whose pickle has ``pickle_bytes``."""
+        """Increase the budget for a value in an item of ``item_bytes`` with a pickle of ``pickle_bytes``."""
         self._parts_left += pickle_bytes
         self._bytes_left += 4 * item_bytes
 
     def spend_part(self) -> None:
-        """Raises ``Corrupt`` if nothing is left, ``DeadlineExceeded``."""
+        """Take one part from the budget. Raises ``Corrupt`` if it is exhausted, ``DeadlineExceeded``."""
         self._parts_left -= 1
         if self._parts_left < 0:
             raise Corrupt("the values expand to far more parts than their pickles have bytes")
@@ -87,7 +87,7 @@ class ValueBudget:
             next(self._pace)
 
     def spend_bytes(self, count: int) -> None:
-        """Raises ``Corrupt`` if fewer are left."""
+        """Take bytes from the budget. Raises ``Corrupt`` if it has fewer left."""
         self._bytes_left -= count
         if self._bytes_left < 0:
             raise Corrupt("the values expand to far more bytes than their items have")
@@ -99,10 +99,10 @@ def node_of(
     read_payload: Callable[[StoredTensor], bytes],
     allow: Set[str] = frozenset(),
 ) -> Node:
-    """``value``, as ``unpickle.decode`` gives it, as a ``Node``. What is made is taken from ``budget``.
+    """Convert ``value``, a result of ``unpickle.decode``, to a ``Node``. Its size is taken from ``budget``.
 
-    ``read_payload`` gives the bytes of the storage that a tensor inside the value lies in. Types are allowed by their
-    qualified names; what is data anyway stays so.
+    ``read_payload`` returns the bytes of the storage of a tensor inside the value. Types are allowed by their qualified
+    names; types that are data remain data.
 
     Raises ``UnsafeObject`` for what is not data, naming its type, and ``Corrupt`` for calls that make no sense.
     """
@@ -220,7 +220,9 @@ class _Translator:
             case _:
                 raise UnsafeObject("the value holds an io.BytesIO with attributes, which is not read as data")
         if not 0 <= position <= len(data):
-            raise UnsafeObject("the value holds an io.BytesIO that stands beyond its end, which is not read as data")
+            raise UnsafeObject(
+                "the value holds an io.BytesIO with a position beyond its end, which is not read as data"
+            )
         return {"bytesio": [self._base64(data), position]}
 
     def _tensor(self, tensor: StoredTensor) -> Node:

@@ -1,4 +1,4 @@
-"""Names for boxes and shapes that stand in a file."""
+"""Names for boxes and shapes that come from a file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ __all__ = ["name_of"]
 
 
 def name_of(*dims: tuple[int, ...]) -> str:
-    """A dict key for offsets, sizes or a shape that nobody has checked yet.
+    """Return a dict key for offsets, sizes or a shape that have not been checked yet.
 
-    The hash of a tuple of integers is the same in every process, so a file can hold thousands of tuples with one hash
-    (those of -1 and -2 are equal, for a start). The hash of a string depends on a secret.
+    The hash of a tuple of integers is the same in every process, so a file can hold thousands of tuples with the same
+    hash (for example, -1 and -2 have the same hash). The hash of a string depends on a secret.
     """
     return repr(dims)

@@ -71,7 +71,7 @@ def last_attribute(name: str, told: Mapping[str, object]) -> bytes:
 
 
 def attribute_end(name: str, value: str) -> bytes:
-    """How a pickle ends whose last attribute is ``name``, a text."""
+    """Return the end of a pickle whose last attribute is the text ``name``."""
     return p.text(name) + p.text(value) + _END
 
 

@@ -83,8 +83,8 @@ class Machine:
         self.memo: list[object] = []
 
     def memoize(self, index: int) -> None:
-        """Picklers number their memo from 0 on, and that of Python 2 from 1 on. A dict of numbers that the file chooses
-        could be made slow."""
+        """Store the top of the stack in the memo. Picklers number their memo from 0 on, the pickler of Python 2 from 1
+        on. Other numbers are refused, because a dict with keys chosen by the file could be made slow."""
         if index == 1 and not self.memo:
             self.memo.append(None)
         if index == len(self.memo):
@@ -92,7 +92,7 @@ class Machine:
         elif index < len(self.memo):
             self.memo[index] = self.stack[-1]
         else:
-            raise self.malformed(f"memo index {index}, where {len(self.memo)} comes next")
+            raise self.malformed(f"memo index {index}, but the next one is {len(self.memo)}")
 
     def take(self, count: int) -> bytes | bytearray:
         start = self.position

@@ -76,5 +76,5 @@ def call(function: bytes, *arguments: bytes) -> bytes:
 
 
 def rebuilt(kind: bytes, state: bytes) -> bytes:
-    """An object that ``__new__`` makes without arguments and ``__setstate__`` fills."""
+    """Pickle an object that ``__new__`` makes without arguments and ``__setstate__`` fills."""
     return kind + b")\x81" + state + b"b"

@@ -33,7 +33,7 @@ def is_rank_file(name: str) -> bool:
 
 
 def ranks_among(names: Iterable[str]) -> list[int]:
-    """In a worker thread: the ranks that have such a file, in order."""
+    """Return the ranks that have such a file, in order. Called in a worker thread."""
     return sorted(int(match[1]) for name in politely(names) if (match := _NAME.fullmatch(name)))
 
 

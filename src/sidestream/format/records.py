@@ -111,9 +111,9 @@ class EmptyEntry:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueEntry:
-    """A tensor of another writer that this version cannot read, such as a quantized one. It is listed, and refused by
-    name when it is asked for. ``dtype``, ``shape`` and ``chunks`` are what ``.metadata`` says: no memory is allocated
-    for them."""
+    """A tensor of another writer that this version cannot read, such as a quantized one. It is listed, and requesting
+    it raises an error that names it. ``dtype``, ``shape`` and ``chunks`` are the unchecked content of ``.metadata``: no
+    memory is allocated for them."""
 
     path: tuple[Key, ...]
     dtype: str

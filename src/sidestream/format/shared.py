@@ -84,7 +84,7 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has written: chunks by row and the name of their offsets (``keys.py``), values by row."""
+    """The part that a rank has written: chunks by row and the name of their offsets (``keys.py``), values by row."""
 
     chunks: Mapping[tuple[int, str], Chunk]
     values: Mapping[int, tuple[str, int, int, Node]]
@@ -153,9 +153,9 @@ def _check(*numbers: Any) -> None:
 
 
 def _check_row(number: Any) -> None:
-    """Rows are keys of dicts: integers without a bound could all have one hash."""
+    """Check a row. Rows are keys of dicts, and unbounded integers could all have the same hash."""
     if type(number) is not int or not 0 <= number < _MOST_ROWS:
-        raise Corrupt("a part of the manifest has something else where the number of a row belongs")
+        raise Corrupt("a part of the manifest has a row number that is not a valid integer")
 
 
 def _text(value: Any) -> str:

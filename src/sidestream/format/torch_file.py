@@ -25,7 +25,7 @@ _MOST_PICKLE_BYTES = 256 << 20
 _MOST_VALUE_BYTES = 64 << 20
 _MOST_VALUES_BYTES = 1 << 30
 _MOST_NAME_CHARS = 4096
-_NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all containers around it, which the pickle has once
+_NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all enclosing containers, which the pickle contains once
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> dict[str, FileTensor |
         fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
         if fqn in found or len(fqn) > _MOST_NAME_CHARS:
             raise KeyCollision(f"two entries of the file are named {fqn[:200]!r}, or it is too long")
-        budget.spend_part()  # containers may be shared, so a small pickle may have a great many leaves
+        budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
             found[fqn] = _leaf(archive, path, value, budget)

@@ -90,9 +90,9 @@ def open_value_item(
 ) -> Node:
     """The value of an item as a ``Node``. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
 
-    What the ``Node`` holds is taken from ``budget``, which grows in proportion to ``item_bytes``, or from one that this
-    value has for itself. The checksums of what was read were found right. Raises
-    ``Corrupt``, and ``UnsafeObject`` for a type that is neither read as data nor among those in ``allow``, naming it.
+    The size of the ``Node`` is taken from ``budget``, which grows in proportion to ``item_bytes``, or from a budget for
+    this value alone. The checksums of the bytes have been verified. Raises ``Corrupt``, and ``UnsafeObject`` for a type
+    that is neither read as data nor among those in ``allow``, naming it.
     """
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", item_bytes)
@@ -111,14 +111,15 @@ def open_value_item(
 
 
 class _AnyName:
-    """For ``decode``, which imports and calls nothing, whatever is named."""
+    """Accepts every name for ``decode``, which never imports or calls anything."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def _other_kind(pickled: bytes) -> str | None:
-    """What else than a dense tensor the pickle of an item rebuilds; None if that is no tensor at all."""
+    """Name the kind of tensor, other than a dense one, that the pickle of an item rebuilds; None if it is not a
+    tensor."""
     try:
         root = decode(pickled, _AnyName(), _TENSOR_LIMITS)
     except Corrupt:
@@ -131,9 +132,9 @@ def _other_kind(pickled: bytes) -> str | None:
 
 
 def check_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> None:
-    """Raise ``UnsafeObject`` where the pickle of an item names a type that is neither read as data nor in ``allow``.
+    """Raise ``UnsafeObject`` if the pickle of an item names a type that is neither read as data nor in ``allow``.
 
-    Cheaper than ``open_value_item``, and not complete: a pickle of very many parts is not looked into.
+    Cheaper than ``open_value_item`` but incomplete: a pickle with very many parts is not examined.
     """
     archive = TorchZip(source, item_bytes)
     try:

@@ -28,12 +28,13 @@ def is_zip(content: bytes | bytearray) -> bool:
 
 
 def is_older(content: bytes | bytearray) -> bool:
-    """Whether it begins as ``torch.save`` began a file before it wrote zips."""
+    """Whether a file begins like those that ``torch.save`` wrote before it wrote zips."""
     return content.startswith(_OLDER_MAGIC)
 
 
 def other_zip(source: BinaryIO, nbytes: int) -> str | None:
-    """What a zip is that ``torch.save`` did not write, and what to do with it; None if that is not known."""
+    """Say what kind of zip this is, if ``torch.save`` did not write it, and what to do with it; None if the kind is
+    unknown."""
     try:
         with _translated():
             names = zipfile.ZipFile(_Window(source, nbytes)).namelist()
@@ -51,9 +52,9 @@ def other_zip(source: BinaryIO, nbytes: int) -> str | None:
             "state_dict"
         )
     if all(name.endswith(".npy") for name in names):
-        return "it holds arrays of numpy: numpy.load it, and save them as tensors"
+        return "it holds NumPy arrays: load it with numpy.load, and save the arrays as tensors"
     if not ends & {"data.pkl", "version", "byteorder"}:
-        return "it is a zip that torch.save did not write: extract it first"
+        return "it is a zip file that torch.save did not write: extract it first"
     return None
 
 

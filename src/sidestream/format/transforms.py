@@ -43,23 +43,24 @@ def check_transforms(descriptors: object, fqn: str) -> str | None:
 
 
 def may_expand(packed_bytes: int) -> int:
-    """How many bytes all compressed tensors of a checkpoint may stand for, whose items have ``packed_bytes`` together.
+    """Return how many bytes all compressed tensors of a checkpoint may expand to, if their items have ``packed_bytes``
+    together.
 
-    One item may hold 32 Ki times its size, as zeros do. A checkpoint that holds nothing else is refused, because it
-    would ask for terabytes in a few megabytes.
+    One item may expand to 32 Ki times its size, as zeros do. A checkpoint that consists of such items is refused,
+    because a few megabytes would require terabytes of memory.
     """
     return _ANYHOW_BYTES + _RATIO * packed_bytes
 
 
 class UnpackBudget:
-    """What the compressed values that one call reads may expand to, all together. For several threads."""
+    """The size that all compressed values read by one call may expand to together. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._left = _VALUES_ANYHOW_BYTES
 
     def unpack(self, raw: bytes | bytearray, most_bytes: int) -> bytearray:
-        """``unpack``, as far as the budget goes."""
+        """Call ``unpack`` within the limits of the budget."""
         with self._lock:
             self._left += _RATIO * len(raw)
             most_bytes = min(most_bytes, self._left)

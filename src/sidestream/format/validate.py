@@ -63,8 +63,8 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
     ``check_patterns`` tells about holes.
 
     Raises ``Corrupt`` with ``file`` or ``fqn`` set, and ``NotCovered`` (all tensors listed) where only chunks are
-    missing. ``UnsupportedCheckpoint`` for a dtype that is not known and for chunks laid out in no practicable way. Of
-    an ``OpaqueEntry`` only the places of its items are looked at.
+    missing. ``UnsupportedCheckpoint`` for a dtype that is not known and for chunks in an impracticable layout. For an
+    ``OpaqueEntry`` only the places of its items are checked.
     """
     _check_counts(manifest)
     for name, size in manifest.files.items():
@@ -132,8 +132,8 @@ def _check_expansion(manifest: Manifest) -> None:
                     expanded += math.prod(chunk.sizes) * itemsize(entry.dtype)
     if expanded > may_expand(packed):
         raise UnsupportedCheckpoint(
-            f"its compressed tensors stand for {expanded} bytes and have {packed}, a ratio that this version does not "
-            "believe; load it with torch.distributed.checkpoint"
+            f"its compressed tensors have {packed} bytes and would expand to {expanded}, a ratio that this version "
+            "does not accept; load it with torch.distributed.checkpoint"
         )
 
 

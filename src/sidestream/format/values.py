@@ -57,12 +57,12 @@ def node_bytes(content: Any) -> bytes:
 
 
 def bytes_and_position(content: Any) -> tuple[bytes, int]:
-    """What an ``io.BytesIO`` holds and where it stands, which is not beyond its end: a write there would fill the gap,
-    however large."""
+    """Return the bytes and the position of an ``io.BytesIO``. The position must not be beyond the end, because a write
+    there would fill the gap, however large."""
     data, position = content
     raw = node_bytes(data)
     if type(position) is not int or not 0 <= position <= len(raw):
-        raise Corrupt("a BytesIO whose position is not inside of its bytes")
+        raise Corrupt("a BytesIO whose position is beyond its bytes")
     return raw, position
 
 

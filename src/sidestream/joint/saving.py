@@ -98,7 +98,7 @@ class FailedSave:
         self.operation.report(self.error)
 
     def leave(self, *, stuck: bool) -> None:
-        """It has written nothing."""
+        """Do nothing: nothing has been written."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class JointSave(Job):
     operation: Operation
     planning: Agreeing
     _reply: bytes | None = None
-    """On rank 0, once the commit has been sent: what the others are told when it has taken place."""
+    """On rank 0, once the commit has been sent: the reply to the other ranks for when it has taken place."""
 
     def abandon(self) -> None:
         if self.verdict.outcome == "absent":
@@ -123,7 +123,7 @@ class JointSave(Job):
             self._leave_other()
 
     def _leave_first(self, stuck: bool) -> None:
-        """On rank 0: the others learn what came of a commit that had been sent."""
+        """On rank 0: send the outcome of a commit to the other ranks."""
         operation, order = self.operation, self.order
         try:
             settle(order.location.store, order.attempt, self.verdict, stuck=stuck)
@@ -135,7 +135,7 @@ class JointSave(Job):
                 operation.report(self._reason(asyncio.CancelledError()))
 
     def _leave_other(self) -> None:
-        """On any other rank: rank 0 commits, or has, or never will."""
+        """On any other rank: find out whether rank 0 has committed."""
         order, operation = self.order, self.operation
         order.location.store.forget(order.attempt)
         if operation.step != "commit":

@@ -21,11 +21,11 @@ class Answers:
 
     def __init__(self) -> None:
         self._state_dicts: dict[int, tuple[Any, Any]] = {}
-        self._items: dict[int, tuple[Any, list[tuple[Any, Any]]]] = {}  # they are kept too, as others may get their id
+        self._items: dict[int, tuple[Any, list[tuple[Any, Any]]]] = {}  # keeps holders alive, as ids can be reused
 
     def ask(self, state: object) -> Iterator[None]:
-        """Ask every object in ``state`` and in what they answer, in the order that all ranks have; yields whenever
-        others should get a turn.
+        """Call ``state_dict()`` of every object in ``state`` and in the returned state dicts, in the same order on all
+        ranks; yields whenever other tasks should run.
 
         What contains itself is walked through once; ``leaves_of`` refuses it.
         """

@@ -42,7 +42,7 @@ def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> dict[Any, Any]:
 def _count(key: Key, holder: dict[Any, Any], alike: dict[tuple[int, bytes], int]) -> None:
     """Refuse many keys of one dict that share a hash, which only integers beyond 64 bits can (see ``hashed.py``)."""
     if isinstance(key, DictKey) and type(key.value) is int and key.value.bit_length() > _WORD_BITS:
-        if key.value in holder:  # one dict on the way to several leaves
+        if key.value in holder:  # a dict on the path to several leaves
             return
         which = (id(holder), hash(key.value).to_bytes(8, "little", signed=True))
         alike[which] = alike.get(which, 0) + 1

@@ -167,19 +167,20 @@ def altered(fqn: str, file: str, offset: int, why: str = "the checksum differs")
 
 
 def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
-    """Where the ``metadata`` that stock DCP reads means something else than our ``manifest``. In a worker thread.
+    """Yield an error for each place where the ``metadata`` that stock DCP reads contradicts the ``manifest``. Called in
+    a worker thread.
 
-    How it is pickled makes no difference, nor do attributes that nobody knows: another version wrote it.
+    The form of the pickle and unknown attributes are ignored, because another version may have written it.
     """
     described = {fqn: entry for fqn, entry in politely(manifest.entries.items()) if not isinstance(entry, EmptyEntry)}
     for fqn in described.keys() - metadata.entries.keys():
-        yield _differs(fqn, "does not have it, the manifest has")
+        yield _differs(fqn, "does not have it, but the manifest does")
     for fqn in metadata.entries.keys() - described.keys():
-        yield _differs(fqn, "has it, the manifest does not")
+        yield _differs(fqn, "has it, but the manifest does not")
     for fqn, entry in politely(described.items()):
         other = metadata.entries.get(fqn)
         if other is not None and _told(entry) != _told(other):
-            yield _differs(fqn, "says something else of it than the manifest")
+            yield _differs(fqn, "describes it differently than the manifest")
     yield from _compare_the_whole(manifest, metadata)
     if manifest.exact:
         yield from _compare_details(manifest, metadata)
@@ -188,17 +189,17 @@ def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[C
 def _compare_the_whole(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
     save_id = None if metadata.storage_meta is None else metadata.storage_meta.get("save_id")
     if save_id not in (None, manifest.save_id):
-        yield Corrupt(".metadata says in storage_meta that it belongs to another save", file=".metadata")
+        yield Corrupt("storage_meta in .metadata names another save", file=".metadata")
     if metadata.attributes.get("version", _VERSION) not in (_VERSION, None):
-        yield Corrupt(f".metadata has the version {metadata.attributes['version']!a:.40}", file=".metadata")
+        yield Corrupt(f".metadata has an unexpected version, {metadata.attributes['version']!a:.40}", file=".metadata")
 
 
 def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
-    """What planners of others may say as they like, and ours does not."""
+    """Compare details that sidestream writes in one way, and other planners in any way."""
     for fqn in sorted(metadata.pathless):
         yield _differs(fqn, "has no path for it in planner_data")
     for fqn in sorted(metadata.spare):
-        yield _differs(fqn, "has a place or a path for it and does not describe it")
+        yield _differs(fqn, "has a location or a path for it but does not describe it")
     for fqn, properties in politely(metadata.properties.items()):
         if properties != _PROPERTIES:
             yield _differs(fqn, f"has other properties for it than {_PROPERTIES}")
@@ -206,12 +207,12 @@ def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[C
         if isinstance(entry, TensorEntry):
             hints = [metadata.hints.get((fqn, chunk.offsets)) for chunk in entry.chunks]
             if any(hint is not None and hint != number for number, hint in enumerate(hints)):
-                yield _differs(fqn, "numbers its chunks in another way than the manifest")
+                yield _differs(fqn, "numbers its chunks differently than the manifest")
 
 
 _VERSION = "1.0.0"
 _PROPERTIES = ("torch.strided", False, 0, False)
-"""Layout, whether it requires gradients, memory format, whether it is pinned."""
+"""The properties: layout, whether it requires gradients, memory format, whether it is pinned."""
 
 
 def _differs(fqn: str, how: str) -> Corrupt:

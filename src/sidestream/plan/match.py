@@ -37,8 +37,8 @@ _ABSENT = "not in the checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class StatefulLoad:
-    """``instance`` gets everything saved below ``path``; ``entries`` are those, by FQN, and ``kept`` those leaves of
-    its own state that were not saved and may be left as they are.
+    """``instance`` receives everything that was saved below ``path``: ``entries``, by FQN. ``kept`` are the leaves of
+    its own state that were not saved and may keep their values.
 
     ``integer_keys`` are the (plain) paths of dicts in the instance's own state whose keys are integers: DCP's files
     have strings there.
@@ -77,7 +77,7 @@ class LoadPlan:
     unexpected: tuple[str, ...] = ()
     """Found in the target's own keys, where other ranks may ask for them."""
     opaque: tuple[str, ...] = ()
-    """FQNs that are asked for and cannot be read: nothing is changed where there are some."""
+    """FQNs that are requested and cannot be read. If there are any, nothing is changed."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class _Findings:
     ignored: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
-    """Names of leaves that the checkpoint lacks, where that is an error."""
+    """Names of leaves that are missing in the checkpoint, if that is an error."""
     unexpected: list[str] | None = None
     """Where other ranks may ask for what this one does not expect."""
 
@@ -115,7 +115,7 @@ class _Findings:
             self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
 
     def raise_if_any(self, url: str, saved: Collection[str]) -> None:
-        """``saved`` are the names in the checkpoint."""
+        """Raise an error if there are findings. ``saved`` are the names in the checkpoint."""
         if not self.offenders:
             return
         lines = [line for found in self.offenders.values() for line in found]
@@ -313,7 +313,7 @@ def _match_stateful(
     nothing, and may be."""
     empty = [leaf for leaf in leaves if leaf.kind == "empty"]
     if not manifest.exact:  # stock DCP has no entries for empty dicts; the object wants to see them all the same
-        ours = {plain_path(leaf.path) for leaf in empty}  # looked up in, because hashes of saved paths can be chosen
+        ours = {plain_path(leaf.path) for leaf in empty}  # a file can choose the hashes of saved paths
         paths = (plain_path(entry.path) for entry in politely(below.values()))
         saved = {path[:depth] for path in paths for depth in range(len(path) + 1) if path[:depth] in ours}
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)

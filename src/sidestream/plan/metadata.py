@@ -60,18 +60,19 @@ def _plain(value: Any, where: str, depth: int) -> Any:
 
 
 def _check_keys(node: Node) -> None:
-    """Raise ``Corrupt`` for a key that is no string, before one is hashed: the hash of a string cannot be chosen."""
+    """Raise ``Corrupt`` for a key that is not a string, before any key is hashed. A file cannot choose the hash of a
+    string."""
     todo: list[Any] = [node]
     while todo:
         one = todo.pop()
         if isinstance(one, dict) and isinstance(pairs := one.get("dict"), list):
             keys = [pair[0] for pair in pairs if isinstance(pair, list) and len(pair) == 2]
             if len(keys) != len(pairs) or not all(isinstance(key, str) for key in keys):
-                raise Corrupt("the metadata in the manifest is no mapping with string keys")
+                raise Corrupt("the metadata in the manifest is not a mapping with string keys")
             todo.extend(pair[1] for pair in pairs)
         elif isinstance(one, dict):
             if not one.keys() <= {"list", "float", "int"}:
-                raise Corrupt("the metadata in the manifest has something else than numbers, strings and containers")
+                raise Corrupt("the metadata in the manifest has a value that is not a number, a string or a container")
             todo.extend(one.values())
         elif isinstance(one, list):
             todo.extend(one)
@@ -84,5 +85,5 @@ def decode_metadata(node: Node) -> dict[str, Any]:
     _check_keys(node)
     metadata = decode_value(node, "metadata")
     if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):
-        raise Corrupt("the metadata in the manifest is no mapping with string keys")
+        raise Corrupt("the metadata in the manifest is not a mapping with string keys")
     return metadata

@@ -1,4 +1,4 @@
-"""Names that differ by one prefix, as wrappers of modules put it before the names of what they wrap."""
+"""Names that differ by one prefix, such as the prefix that a wrapper module adds to the names of the wrapped module."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from .._threads import politely
 
 __all__ = ["prefix_hint"]
 
-_MOST_PARTS = 3  # of a prefix
+_MOST_PARTS = 3  # the most parts that a prefix may have
 _MOST_TRIED = 8
 
 _Inserted = tuple[int, tuple[str, ...]]
-"""Before which part of a name, and what."""
+"""The position of a prefix in a name, and the prefix."""
 
 
 def prefix_hint(absent: Sequence[str], saved: Collection[str]) -> str:
-    """What to do where all ``absent`` names of a target are names of the checkpoint with one prefix more or less; empty
-    if they are not. In a worker thread.
+    """Return advice if all ``absent`` names of a target are names of the checkpoint with one prefix added or removed;
+    empty otherwise. Called in a worker thread.
 
-    A prefix stands at the same depth of every name: ``module.`` of ``model.module.weight``.
+    A prefix is at the same depth of every name: ``module.`` of ``model.module.weight``.
     """
     if not absent:
         return ""
@@ -28,8 +28,8 @@ def prefix_hint(absent: Sequence[str], saved: Collection[str]) -> str:
         at, prefix = found
         dotted = ".".join(prefix) + "."
         return (
-            f"the checkpoint has all of these names with {dotted!r} before them ({_with(absent[0], at, prefix)!r}), as "
-            "wrappers such as DataParallel and torch.compile put it: save the unwrapped module, or load into "
+            f"the checkpoint has all of these names with the prefix {dotted!r} ({_with(absent[0], at, prefix)!r}), "
+            "which wrappers such as DataParallel and torch.compile add: save the unwrapped module, or load into "
             f"{{{dotted!r} + name: tensor for name, tensor in module.state_dict().items()}}"
         )
     found = _prefix_to_leave_out(absent, saved)
@@ -37,8 +37,9 @@ def prefix_hint(absent: Sequence[str], saved: Collection[str]) -> str:
         at, prefix = found
         dotted = ".".join(prefix) + "."
         return (
-            f"the checkpoint has all of these names without {dotted!r} ({_without(absent[0], at, prefix)!r}), which "
-            "wrappers such as DataParallel and torch.compile put before them: unwrap the module before state_dict(), "
+            f"the checkpoint has all of these names without the prefix {dotted!r} "
+            f"({_without(absent[0], at, prefix)!r}), which wrappers such as DataParallel and "
+            "torch.compile add: unwrap the module before state_dict(), "
             "as model.module or model._orig_mod"
         )
     return ""
@@ -52,7 +53,7 @@ def _prefix(absent: Sequence[str], saved: Collection[str]) -> _Inserted | None:
 
 
 def _insertions(name: str, saved: Collection[str]) -> Iterator[_Inserted]:
-    """What makes ``name`` one of the names that were saved, a few of the possibilities."""
+    """Yield insertions that turn ``name`` into a name that was saved, a few of the possible ones."""
     parts = name.split(".")
     tried = 0
     for other in politely(saved):

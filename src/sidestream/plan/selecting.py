@@ -1,4 +1,4 @@
-"""Names that match patterns."""
+"""Selecting names by patterns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["selected"]
 
 
 def selected(names: Iterable[str], select: str | Collection[str] | None, url: str) -> list[str]:
-    """Those of ``names`` that match one of the patterns of ``select`` (``"model.*"``), in their order; all if it is
-    None. In a worker thread. Raises ``MissingKeys`` for a pattern that matches nothing."""
+    """Return the ``names`` that match one of the patterns in ``select`` (``"model.*"``), in their order; all if it is
+    None. Called in a worker thread. Raises ``MissingKeys`` for a pattern that matches nothing."""
     names = list(names)
     if select is None:
         return names
     patterns = [select] if isinstance(select, str) else list(select)
     unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if unused or not patterns:
-        raise MissingKeys(f"{url}: nothing is named like {', '.join(unused) or 'that'}", unused)
+        raise MissingKeys(f"{url}: no name matches {', '.join(unused) or 'an empty selection'}", unused)
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

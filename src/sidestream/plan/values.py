@@ -91,14 +91,14 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
 
 
 def _encode_bytes_io(value: io.BytesIO, fqn: str) -> Node:
-    """The bytes and the position. A subclass, or one with attributes, is more than that."""
-    state: Any = value.__getstate__()  # vars() would give it a dict
+    """Encode the bytes and the position. A subclass or an object with attributes cannot be encoded."""
+    state: Any = value.__getstate__()  # vars() would create a dict
     content, position, attributes = state
     if attributes:
-        raise UnsafeObject(f"{fqn}: an io.BytesIO with attributes cannot be stored as data; keep them beside it")
+        raise UnsafeObject(f"{fqn}: an io.BytesIO with attributes cannot be stored as data; save them separately")
     if position > len(content):
         raise UnsafeObject(
-            f"{fqn}: the position {position} of an io.BytesIO lies beyond its {len(content)} bytes; seek() into them"
+            f"{fqn}: the position {position} of an io.BytesIO is beyond its {len(content)} bytes; seek() back"
         )
     return {"bytesio": [_base64(content), position]}
 

@@ -28,9 +28,8 @@ _ANSWERS: dict[str, tuple[type, ...]] = {
 
 
 class Asked:
-    """Has the methods of ``planner``. What they raise is a ``PlannerFailed``, unless it is an error of ours.
-
-    They are called in worker threads, with the device and the modes of the thread that made the call."""
+    """A wrapper with the methods of ``planner``. Their exceptions become ``PlannerFailed``, except errors of
+    sidestream. They are called in worker threads, with the device and the modes of the thread that made the call."""
 
     def __init__(self, planner: Any) -> None:
         self.planner = planner

@@ -82,7 +82,7 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
         chunk = chunks.get((fqn, tuple(item.storage_index.offset or ())))
         if isinstance(entry, OpaqueEntry):
             raise UnsupportedCheckpoint(
-                f"{fqn}: {url} has it as a quantized tensor or a tensor subclass, which this version does not read; "
+                f"{fqn}: in {url} it is a quantized tensor or a tensor subclass, which this version does not read; "
                 "load it with DCP's own FileSystemReader, or leave it out of the state dict"
             )
         if not isinstance(entry, TensorEntry) or chunk is None:

@@ -102,13 +102,13 @@ class _Load:
         return tuple(self.touched)
 
     def _objects(self) -> list[Found]:
-        """In the order in which all ranks ask them."""
+        """Return the objects in the order in which all ranks call them."""
         return in_order(
             Found((key_order(key),), str(key), one) for key, one in self.state.items() if isinstance(one, Stateful)
         )
 
     def _state_dict(self) -> dict[str, Any]:
-        """What DCP gives its planners."""
+        """Return the state dict that DCP passes to its planners."""
         answers = {id(one.instance): ask(one) for one in self._objects()}
         return {key: answers.get(id(self.state[key]), self.state[key]) for key in sorted(self.state)}
 
@@ -143,14 +143,14 @@ class _Load:
         return plan
 
     def _check_added(self, state_dict: Mapping[str, Any]) -> None:
-        """A planner may add keys, as those do that load without a template. Raises ``InvalidOption`` where ``state``
-        cannot take them."""
+        """Check keys that the planner has added, as planners that load without a template do. Raises ``InvalidOption``
+        if ``state`` does not accept new keys."""
         added = [key for key in state_dict if key not in self.state]
         if added and not isinstance(self.state, MutableMapping):
             name = type(self.planner.planner).__qualname__
             raise InvalidOption(
                 f"{name} adds {', '.join(map(repr, added[:4]))} to the state, which is a {type(self.state).__name__} "
-                "and takes no new keys: give load() a dict"
+                "and does not accept new keys: pass a dict to load()"
             )
 
     async def _merge(self, local: LoadPlan, manifest: Manifest, url: str) -> LoadPlan:
@@ -223,9 +223,9 @@ class _Load:
             self.planner.load_bytes(item, io.BytesIO(values[item.storage_index.fqn]))
 
     def _hand_over(self, state_dict: Mapping[str, Any]) -> None:
-        """As DCP does: objects are given their state dict, everything else takes the place of what stood there. What
-        the planner has added is added."""
-        self._check_added(state_dict)  # a planner may add while it is handed values, too
+        """Hand over the values as DCP does: objects receive their state dict, and every other value is replaced. Keys
+        that the planner has added are added."""
+        self._check_added(state_dict)  # a planner may also add keys while it receives values
         state: Any = self.state
         objects = self._objects()
         known = {id(one.instance) for one in objects}

@@ -84,7 +84,7 @@ class Outgoing:
         self.refused: dict[str, str] = {}
         """Why a reader without options refuses a value, by FQN. Complete once ``files`` is exhausted."""
         self.opaque: dict[str, str] = {}
-        """The same of values that the planner wrote in a form of its own."""
+        """The same for values that the planner wrote in its own format."""
         self._allow = allow
         self._tag = tag
         self._planner = planner
@@ -160,13 +160,13 @@ class Outgoing:
         return ValueReceipt("", 0, start, content.tell() - start, node)
 
     def _inspected(self, fqn: str, data: io.BytesIO) -> Node:
-        """A planner's bytes as data, where they are the pickle of nothing more."""
+        """Return the bytes of a planner as data, if they are a pickle of plain data."""
         nbytes = len(data.getbuffer())
         if bytes(data.getbuffer()[:4]) != b"PK\x03\x04":
-            self.opaque[fqn] = "bytes of the planner's own"
+            self.opaque[fqn] = "bytes in the planner's own format"
             return {"stored": "bytes"}
         if nbytes > MAX_VALUE_BYTES:
-            self.refused[fqn] = f"it has {nbytes} bytes, and a value is read up to {MAX_VALUE_BYTES}"
+            self.refused[fqn] = f"it has {nbytes} bytes, more than the {MAX_VALUE_BYTES} that are read"
         elif nbytes > _NODE_BYTES:
             self._try(fqn, lambda: check_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow))
         else:
@@ -289,13 +289,13 @@ def _planned_bytes(item: WriteItem) -> int:
 
 
 def warn_of_refused(refused: Mapping[str, str], url: str, remedy: str) -> None:
-    """One warning for everything that a reader without options would refuse, long before one does."""
+    """Issue one warning at the save that names all values that a reader without options would refuse."""
     if not refused:
         return
     told = [f"{fqn} ({why})" for fqn, why in list(refused.items())[:_TOLD]]
     more = f", and {len(refused) - _TOLD} more" if len(refused) > _TOLD else ""
     warnings.warn(
-        f"{url}: sidestream refuses to load {len(refused)} of the values by default, because they are more than data: "
+        f"{url}: sidestream refuses to load {len(refused)} of the values by default, because they are not plain data: "
         f"{', '.join(told)}{more}. They are saved, and stock DCP loads them. {remedy}",
         stacklevel=2,
     )

@@ -102,7 +102,7 @@ class PlannedWriting:
             self._give_way()
             _let_go_when_there(self._staged)
             raise
-        threads = self._threads  # and not this object, which would refer to itself then
+        threads = self._threads  # not ``self``, which would create a reference cycle
         self._done.add_done_callback(lambda _: threads.close())
 
     async def launch(self) -> PlannedWriting:
@@ -154,7 +154,7 @@ class PlannedWriting:
         wait(threads, patience_s)
         self._staging = self._staged = None
         if self._own is not None:
-            with suppress(SidestreamError):  # told by other means
+            with suppress(SidestreamError):  # reported elsewhere
                 self._own.close()
 
     def _give_way(self) -> None:
@@ -236,7 +236,7 @@ class PlannedWriting:
                 deadline=order.deadline,
                 place=place if order.apart is None else "apart",
             )
-            warn_of_refused(outgoing.refused, order.location.url, "Give sidestream.load allow=[...] with the types.")
+            warn_of_refused(outgoing.refused, order.location.url, "Pass allow=[...] with the types to sidestream.load.")
             if order.apart is not None:
                 return outgoing.results(lambda name: name)
             return outgoing.results(lambda name: store.published_name(order.attempt, name))

@@ -115,11 +115,11 @@ class _State:
     number: int
     own: Operation | None = None
     came: set[int] = field(default_factory=set)
-    """The ranks that have begun it."""
+    """The ranks that have begun the operation."""
     noticed: set[int] = field(default_factory=set)
-    """Those of them that know who has not."""
+    """The ranks in ``came`` that have been sent the list of missing ranks."""
     gives_up_at: float = math.inf
-    """When the first of them has waited for as long as it would."""
+    """When the first of the waiting ranks gives up (``time.monotonic`` seconds)."""
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     gathered: dict[str, Gathered] = field(default_factory=dict)
     answered: dict[str, Future[bytes]] = field(default_factory=dict)
@@ -196,7 +196,8 @@ class Hub(Group):
         self._owner.post_at(operation.deadline.at, lambda: self._expire(state))  # which lets go of what has ended
 
     def _come(self, state: _State, rank: int, coming: Coming) -> None:
-        """``rank`` has begun it. Those who come first wait for the others, and hear after a while who is missing."""
+        """Record that ``rank`` has begun the operation. The first ranks wait for the others, and after a while rank 0
+        sends them the list of missing ranks."""
         state.came.add(rank)
         if self._waits(state):
             now = time.monotonic()
@@ -221,13 +222,13 @@ class Hub(Group):
         state.noticed |= state.came
 
     def _give_up(self, state: _State, coming: Coming) -> None:
-        """A rank has waited for as long as it would."""
+        """Fail the operation, because a rank has waited for its ``rank_wait_s``."""
         if not self._waits(state):
             return
         advice = f"; {remedy(coming.kind)}"
         for rank in sorted(set(range(self.world)) - state.came):
             connected = "" if rank == 0 or rank in self._links else ", and never connected"
-            text = f"it did not come to this {coming.kind} within rank_wait_s={coming.rank_wait_s:g}{connected}{advice}"
+            text = f"it did not join this {coming.kind} within rank_wait_s={coming.rank_wait_s:g}{connected}{advice}"
             self._note(state, RankFailure(rank, "start", "DeadlineExceeded", text))
             advice = ""
 
@@ -364,7 +365,7 @@ class Hub(Group):
         if operation is None or state.closed or state.sealed or state.stopping:
             return
         expires_at = operation.expires_at
-        if expires_at > time.monotonic():  # it was given more time
+        if expires_at > time.monotonic():  # its deadline was extended
             self._owner.post_at(expires_at, lambda: self._expire(state))
             return
         step, missing = operation.step, set(range(self.world))
@@ -505,7 +506,7 @@ class Spoke(Group):
         operation = self._operations.get(number)
         if operation is None:
             return
-        if _judged_by(operation) > time.monotonic():  # it was given more time
+        if _judged_by(operation) > time.monotonic():  # its deadline was extended
             self._expire_later(operation)
             return
         limit = operation.deadline.timeout_s
@@ -518,6 +519,6 @@ class Spoke(Group):
 
 
 def _judged_by(operation: Operation) -> float:
-    """When a rank above 0 has waited for the verdict for long enough. One that was told to stop knows that rank 0
-    lives, and waits for the ranks that have not stopped."""
+    """Return when a rank above 0 stops waiting for the verdict. A rank that has received the signal to stop knows that
+    rank 0 is alive, and waits for the ranks that have not stopped."""
     return operation.expires_at + _LATER_S + (_STOP_S if operation.stopping else 0.0)

@@ -67,8 +67,8 @@ class Traffic(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part in an operation that runs on its caller's task: where the loop of that one ends, the other ranks
-    are told."""
+    """This rank's part in an operation that runs in its caller's task. If the loop of that task ends, the other ranks
+    are notified."""
 
     operation: Operation
 
@@ -84,7 +84,7 @@ class Part:
         self.operation.report(asyncio.CancelledError())
 
     def leave(self, *, stuck: bool) -> None:
-        """It has nothing else."""
+        """Do nothing: the part has no other resources."""
 
 
 class Operation:
@@ -98,7 +98,7 @@ class Operation:
         self.kind = kind
         self.deadline = deadline
         self.rank_wait_s = rank_wait_s
-        """How long it waits for the other ranks to begin it too."""
+        """How long this rank waits for the other ranks to begin the operation."""
         self.began_at = time.monotonic()
         self.step = "start"
         """What this rank is doing, for its errors."""

@@ -57,7 +57,8 @@ class Member:
         self._lock = threading.Lock()
 
     def begin(self, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S) -> Operation:
-        """Does not block; the first one brings the connections about. ``rank_wait_s`` may be what will be refused."""
+        """Begin an operation. Does not block. The first operation establishes the connections. ``rank_wait_s`` may
+        still be an invalid value."""
         rank_wait_s = _accepted("rank_wait_s", rank_wait_s, RANK_WAIT_S)
         operation = self.group.begin(kind, deadline, rank_wait_s)
         with self._lock:
@@ -244,9 +245,9 @@ def _named(host: str) -> Iterator[str]:
 
 
 def _find(spoke: Spoke, store: Any, name: str, first: Operation) -> None:
-    """Raises ``SidestreamError`` when ``first`` has waited for as long as it would. Polls, as a blocking look at the
-    store keeps everybody else in this process from it; what stands there may be left from a group that is gone, so
-    it is read again after a failure."""
+    """Find rank 0. Raises ``SidestreamError`` when the time limit of ``first`` has passed. Polls, because a blocking
+    read of the store would block all other users of the store in this process. An address in the store may be left from
+    an earlier group, so it is read again after a failure."""
     why = "rank 0 has not begun anything"
     limit, limit_s = "timeout_s", first.deadline.timeout_s
     if first.rank_wait_s < limit_s:

@@ -49,8 +49,9 @@ async def choose(
             if step is None:
                 passed.append(found.name)
                 continue
-            # Those that were passed over have never been checkpoints, or were deleted since they were listed. Then a
-            # newer one has been committed, which this listing does not show: this candidate would be a step back.
+            # The directories that were passed over have never been checkpoints, or were deleted since they were listed.
+            # In the second case a newer checkpoint has been committed, which this listing does not show: this candidate
+            # would be too old.
             if not await still_listed(store, passed, deadline):
                 break
             hollow.update(passed)

@@ -156,7 +156,7 @@ class Lease:
             self._watch.end()
         await finish(self._remove)
 
-    # --- where the loop that renews it ends ---
+    # --- after the end of the loop that renews the lease ---
 
     @property
     def what(self) -> str:
@@ -167,7 +167,7 @@ class Lease:
         return self._put_at + self._ttl_s
 
     def abandon(self) -> None:
-        """Renew it no longer."""
+        """Stop renewing the lease."""
         if self._renewing is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._renewing.cancel()
@@ -176,7 +176,7 @@ class Lease:
         self.drop()
 
     def drop(self) -> None:
-        """In a thread: give it back, as far as that can be done. What is left expires."""
+        """Release the lease as far as possible; files that cannot be removed expire. Called in a thread."""
         from ..storage.io_loop import Call  # and with it fsspec
 
         names, self._files = self._files, []
@@ -184,7 +184,7 @@ class Lease:
             deadline = Deadline.after(_CALL_S)
             remove = partial(self._store.remove, names, deadline=deadline)
             with suppress(SidestreamError):
-                Call(remove).result("giving back a lease", stop=Stop(), deadline=deadline)
+                Call(remove).result("releasing a lease", stop=Stop(), deadline=deadline)
 
     async def _put_one(self, deadline: Deadline) -> None:
         name = f"{_DIRECTORY}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"
@@ -205,7 +205,7 @@ class Lease:
     async def _remove(self) -> None:
         if self._renewing is not None:
             await asyncio.wait([self._renewing])
-            self._renewing = None  # its traceback refers to this lease
+            self._renewing = None  # the traceback of the task refers to this lease
         try:
             await self._drop(list(self._files))
         except SidestreamError as error:

@@ -145,10 +145,10 @@ class SkippedSave:
         raise Skipped(f"{self.url} was not saved: {self._why}")
 
     def abandon(self) -> None:
-        """No thread works for it."""
+        """Do nothing: no thread works for this save yet."""
 
     def leave(self, *, stuck: bool) -> None:
-        """It has written nothing."""
+        """Do nothing: nothing has been written."""
 
 
 class Turn(Protocol):
@@ -241,7 +241,7 @@ class QueuedSave:
 
     @property
     def expires_at(self) -> float:
-        """In the queue it has all the time there is."""
+        """No deadline: a save in the queue may wait for any time."""
         return math.inf if self._begun is None else self._begun.expires_at
 
     def abandon(self) -> None:
@@ -249,7 +249,7 @@ class QueuedSave:
         if self._begun is not None:
             self._begun.abandon()
             return
-        with suppress(RuntimeError):  # the loop is closed, and with it everybody in the queue
+        with suppress(RuntimeError):  # the loop is closed, and with it all tasks in the queue
             self._turn.abandon()
 
     def leave(self, *, stuck: bool) -> None:

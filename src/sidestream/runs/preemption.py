@@ -90,7 +90,7 @@ class Preemption:
         try:
             await self._work()
         except Exception as error:  # the end comes all the same
-            _log.error("saving before the end failed: %s: %s", type(error).__name__, printable_lines(str(error)))
+            _log.error("the save on preemption failed: %s: %s", type(error).__name__, printable_lines(str(error)))
 
     def _end(self, number: int) -> None:
         if self._ended:  # an exit that comes while the loop is being closed would cut that short

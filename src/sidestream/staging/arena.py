@@ -39,7 +39,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which no module names
 _POPULATED_BYTES = 16 << 20  # meanwhile nobody else in the process can map memory: some 6 ms
 _GROWTH_BYTES = 256 << 20  # touched in one go, before the first copy into it
-_UNREGISTERED_S = 5.0  # how long a lease that is not to wait waits for memory that is just being unregistered
+_UNREGISTERED_S = 5.0  # how long even a lease with ``at_once`` waits for memory that is being unregistered
 _numbers = itertools.count(1)
 _SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
 
@@ -196,9 +196,9 @@ class Arena:
         spare_offers: bool = False,
     ) -> Lease:
         """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
-        ``coming()`` are the sizes of the leases that follow: memory for some of them is mapped too, if any has to be,
-        and none is taken that they need. ``at_once``: wait for nothing but memory that is just being unregistered. With
-        ``spare_offers`` nothing is taken back that was only offered (``Lease.offer``).
+        ``coming()`` returns the sizes of the leases that follow. If memory has to be mapped, memory for some of them is
+        mapped too, and memory that they need is not used. ``at_once``: wait only for memory that is being unregistered.
+        With ``spare_offers`` nothing is taken back that was only offered (``Lease.offer``).
 
         Raises ``ArenaExhausted`` at once if they can never fit the budget, and when ``deadline`` passes; ``Closed``
         when ``stop`` is set or the arena is closed meanwhile.
@@ -234,13 +234,13 @@ class Arena:
         return lambda: self._offers.pop(key, None) and None
 
     def pin(self, pinner: Pinner, device: Hashable) -> None:
-        """Register every segment with ``pinner``, by way of ``device``, those to come included. Blocks; raises what
+        """Register every segment, including future ones, with ``pinner`` through ``device``. Blocks; raises what
         ``pinner`` raises."""
         with self._turn:
             for segment in self._segments:
                 if not segment.memory.pinned:
                     self._register(segment, pinner, device)
-            self._pinner = (pinner, device)  # when it has not failed: the next stage tries again
+            self._pinner = (pinner, device)  # only after success: the next stage tries again
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` (or the whole budget, if that is less) are free now."""
@@ -252,8 +252,9 @@ class Arena:
                 return False
 
     def make_way(self, sizes: Sequence[int]) -> None:
-        """Leases of ``sizes`` will be asked for, in this order, and held together. Where they fit the budget, but
-        neither what is free as it lies nor what can be mapped beside it, idle segments are dropped for them."""
+        """Prepare for leases of ``sizes``, which will be requested in this order and held together. If they fit into
+        the budget, but neither into the free extents nor into memory that can still be mapped, idle segments are
+        dropped."""
         wanted = [whole_pages(size) for size in sizes]
         with self._turn:
             self._drain()
@@ -265,10 +266,9 @@ class Arena:
                 self._drop_idle_segments(excess)
 
     def trim(self, deadline: Deadline) -> None:
-        """Unmap the segments that nothing uses. Blocks, as long as it takes to unregister them. Raises
-        ``DeadlineExceeded``."""
+        """Unmap the segments that are not in use. Blocks until they are unregistered. Raises ``DeadlineExceeded``."""
         if not self._turn.acquire(timeout=deadline.remaining_s()):
-            raise deadline.exceeded("trim(), which comes after a stage that waits for memory,")
+            raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
         try:
             self._drain()
             self._drop_idle_segments(self._reserved)
@@ -277,12 +277,12 @@ class Arena:
         self.settle(deadline)
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait until all memory that nothing uses any more has been unmapped, except what cannot be unregistered.
+        """Wait until all memory that is no longer in use has been unmapped, except memory that cannot be unregistered.
         Raises ``DeadlineExceeded``."""
         if self._leaving and not settle(deadline):
             raise DeadlineExceeded(
-                f"registered memory was not given back within timeout_s={deadline.timeout_s:g}: the device does not "
-                "answer; the memory stays mapped until it does"
+                f"registered memory was not released within timeout_s={deadline.timeout_s:g}: the device does not "
+                "respond; the memory stays mapped until it does"
             )
 
     def wake(self) -> None:
@@ -304,8 +304,8 @@ class Arena:
         )
 
     def close(self) -> None:
-        """Forget all segments. Each is unmapped when the last reference into it is gone; no lease is cut off. Of those
-        that are still mapped then the registered ones count as reserved."""
+        """Drop all segments. Each is unmapped when the last reference to its memory is gone; existing leases stay
+        valid. Registered segments that are still mapped count as reserved."""
         self._closed.set()
         self.wake()
         with self._turn:
@@ -385,7 +385,7 @@ class Arena:
         segment.memory.pin(pinner, device, ended)
 
     def _staying(self) -> int:
-        """Reserved bytes without those that are about to be unmapped."""
+        """The reserved bytes without those that are about to be unmapped."""
         return self._reserved - self._leaving + self._kept
 
     def _free_sizes(self) -> list[int]:
@@ -443,7 +443,8 @@ class Arena:
             self._count_out(segment)
 
     def _count_out(self, segment: _Segment) -> None:
-        """It is dropped: what is registered counts until it has been unregistered and unmapped."""
+        """Update the counts for a segment that was dropped. A registered segment counts until it has been unregistered
+        and unmapped."""
         if segment.memory.pinned:
             self._leaving += segment.nbytes
         else:
@@ -493,7 +494,8 @@ class Arena:
         segment.free = merged
 
     def _end(self, ended: _Ended) -> None:
-        """A segment that was dropped has been unmapped, or stays. Of those that stay some are unmapped later."""
+        """Update the counts for a dropped segment that has been unmapped or is kept. Some kept segments are unmapped
+        later."""
         if ended.fate == "kept":
             self._kept += ended.nbytes
             return
@@ -505,7 +507,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A lease that is asked for, as ``Arena.lease`` takes it."""
+    """A requested lease, with the arguments of ``Arena.lease``."""
 
     size: int
     coming: Callable[[], Iterable[int]]
@@ -517,23 +519,22 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What became of the registration of a segment that was dropped."""
+    """The outcome of ending the registration of a dropped segment."""
 
     nbytes: int
     fate: Fate
 
 
 def whole_pages(nbytes: int) -> int:
-    """What a lease of ``nbytes`` takes."""
+    """Return the bytes that a lease of ``nbytes`` uses."""
     return max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
 
 
 def _segment_bytes(sizes: Sequence[int], room: int, least: int) -> int:
-    """How large a segment is mapped for the first of ``sizes`` where ``room`` bytes are left of the budget.
+    """Return the size of the segment to map for the first of ``sizes`` if ``room`` bytes of the budget are left.
 
-    It is made for as many of the leases as are worth touching at once, whole ones, so that none of it is left over; and
-    rounded up to huge pages, as far as the leases behind those leave room for that.
-    """
+    The segment holds as many whole leases as are worth touching at once, so that no part of it remains unused. It is
+    rounded up to huge pages if the later leases leave room for that."""
     expected, everything = sizes[0], sum(sizes)
     for size in sizes[1:]:
         if expected + size > _GROWTH_BYTES:
@@ -547,7 +548,7 @@ def _segment_bytes(sizes: Sequence[int], room: int, least: int) -> int:
 
 
 def _hold(free: list[int], sizes: Iterable[int]) -> bool:
-    """Whether extents of ``free`` bytes hold leases of ``sizes``, each put where it fits best."""
+    """Whether leases of ``sizes`` fit into extents of ``free`` bytes, with each lease in the best-fitting extent."""
     free = sorted(free)
     for size in sizes:
         index = bisect_left(free, size)
@@ -632,7 +633,8 @@ def _madvise(address: int, nbytes: int, advice: int) -> int:
 
 @cache
 def _function_madvise() -> Any:
-    """Looked up once: each look-up makes a class, which only a garbage collection frees."""
+    """Return the function. It is looked up once, because each look-up makes a class that only a garbage collection
+    frees."""
     function = ctypes.CDLL(None).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return function

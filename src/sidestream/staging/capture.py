@@ -35,7 +35,7 @@ class Captured:
     """A state dict that nobody else changes: containers and values copied, each tensor replaced by an alias of its
     storage (or by a ``Composite`` of such), objects with ``state_dict()`` by what that returned.
 
-    An alias of a plain tensor has that tensor's attributes (``tensor.mine = 1``), the same objects, apart from tensors.
+    An alias of a plain tensor has that tensor's attributes (``tensor.mine = 1``) as the same objects, except tensors.
 
     An alias pins the memory of the call: ``param.data`` may be bound to other memory while it is copied. ``tensors``
     are all aliases in ``root``, in the order in which they were met. Storages are named by their key: those in
@@ -57,7 +57,8 @@ def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepc
     ``InvalidOption`` if ``state`` is no mapping or contains itself, ``UnsupportedTensor`` for a tensor that has no
     bytes. Dicts stay dicts (of any mapping), lists lists; tuples and what is in them keep their types.
 
-    Everything keeps the order of the caller's dicts but the calls of ``state_dict()``, which all ranks make in one.
+    Everything keeps the order of the caller's dicts, except the calls of ``state_dict()``, which have the same order on
+    all ranks.
     """
     if not isinstance(state, Mapping):
         raise InvalidOption(
@@ -126,12 +127,13 @@ class _Walk:
         return self.value(value, path)
 
     def state_dict(self, instance: Stateful) -> Any:
-        """What ``instance`` answers. The first object that is met makes all of its level be asked, in their order."""
+        """Return the state dict of ``instance``. The first object of a level causes the calls for all objects of that
+        level, in their order."""
         for level_done in self._asking:
             if level_done and id(instance) in self._answers:
                 break
         if id(instance) not in self._answers:
-            raise InvalidOption("the state was changed while its objects were asked for their state; leave it alone")
+            raise InvalidOption("the state was changed while its objects returned their state_dict(); do not change it")
         return self._answers[id(instance)][1]
 
     def inside(self, value: Any, path: str, depth: int) -> Any:
@@ -162,7 +164,7 @@ class _Walk:
 
 
 def _carried(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that a copy has too. Tensors are left out: nobody copies their bytes."""
+    """Return the attributes for a copy. Tensors are left out, because their bytes are not copied."""
     attributes = attributes_of(tensor)
     if not isinstance(attributes, dict):  # of a subclass with slots
         return {}
@@ -178,7 +180,7 @@ def _rebuilt(
 
 
 def _contents(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Where ``_Walk`` finds objects with ``state_dict()``; None for one of those."""
+    """The contents in which ``_Walk`` finds objects with ``state_dict()``; None for such an object."""
     if type(value) in _IMMUTABLE or isinstance(value, torch.Tensor):
         return ()
     if type(value) is tuple or isinstance(value, list) or (isinstance(value, tuple) and hasattr(value, "_make")):
@@ -189,7 +191,7 @@ def _contents(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def named(root: Mapping[Any, Any], storages: Collection[int]) -> list[str]:
-    """The paths of the tensors in ``root``, a captured state dict, that lie in ``storages``."""
+    """Return the paths of the tensors in ``root``, a captured state dict, that use ``storages``."""
     found: list[str] = []
     left: list[tuple[str, Any]] = [("", root)]
     while left:

@@ -101,11 +101,11 @@ class DeviceStage:
 
     @property
     def scratch(self) -> list[int]:
-        """Bytes of host memory that small tensors pass through, for each device that has some."""
+        """The bytes of host memory through which small tensors are copied, for each device that has such tensors."""
         return [side.scratch_bytes for side in self.sides.values() if side.scratch]
 
     def names(self, storages: Collection[int] | None = None) -> list[str]:
-        """What the state dict calls ``storages``; None: all those on devices."""
+        """Return the names of ``storages`` in the state dict; with None, of all storages on devices."""
         root, tensors = self._root, self._tensors
         if root is None or tensors is None:
             return []
@@ -160,12 +160,12 @@ class DeviceEngine:
         self._lock = threading.Lock()
 
     def check_not_capturing(self, streams: Iterable[Any]) -> None:
-        """Raise ``CapturingGraph`` if one of ``streams`` records a graph."""
+        """Raise ``CapturingGraph`` if a graph is being captured on one of ``streams``."""
         for stream in streams:
             if self.driver.capturing(stream):
                 raise CapturingGraph(
-                    f"a graph is being captured on {stream}, and staging cannot be part of one: "
-                    "stage() and fence() before or after the capture"
+                    f"a graph is being captured on {stream}, and staging cannot be part of a graph: "
+                    "call stage() and fence() before or after the capture"
                 )
 
     # --- the caller's thread ---
@@ -184,7 +184,7 @@ class DeviceEngine:
 
         ``volatile`` are keys of storages that forward changes: like small ones they are copied on the device now.
         ``root`` has the names of the tensors, for messages. Raises ``ArenaExhausted`` if the device has no memory for
-        that, ``CapturingGraph`` before anything is enqueued, ``DeviceFailed``.
+        the copies, ``CapturingGraph`` before anything is enqueued, ``DeviceFailed``.
         """
         stage = DeviceStage({}, tensors, root)
         try:
@@ -215,7 +215,7 @@ class DeviceEngine:
         try:
             self.check_not_capturing([*currents.values(), *wait_streams])
         except (AttributeError, TypeError) as error:
-            raise InvalidOption(f"wait_streams={wait_streams!r} are to be streams of the device: {error}") from error
+            raise InvalidOption(f"wait_streams={wait_streams!r} must be streams of the device: {error}") from error
         for device, views in groups.items():
             current = currents[device]
             for stream in wait_streams:
@@ -292,15 +292,16 @@ class DeviceEngine:
                     self.driver.wait(self.driver.current_stream(device), event)
 
     def check_fence(self, stage: DeviceStage) -> None:
-        """Raise ``CapturingGraph`` if a stream that ``fence`` would hold back records a graph."""
+        """Raise ``CapturingGraph`` if a graph is being captured on a stream that ``fence`` would make wait."""
         with failing("at the fence", stage.names):
             self.check_not_capturing([self.driver.current_stream(device) for device in list(stage.sides)])
 
     # --- the stager's thread ---
 
     def enter(self, stage: DeviceStage) -> Hashable | None:
-        """Before the first call that may reach the driver: a thread begins on device 0, and in the way of captures.
-        Returns the device that the thread is on then; None if nothing has bytes on one."""
+        """Enter a device before the first call that may reach the driver: a new thread has device 0 as its current
+        device, and its calls would break captures. Returns the device that is then current; None if the stage has no
+        bytes on a device."""
         device = next(iter(stage.sides), None)
         if device is None:
             return None
@@ -309,7 +310,7 @@ class DeviceEngine:
         return device
 
     def enter_that_of(self, tensor: torch.Tensor) -> Hashable:
-        """As ``enter``, of the device of ``tensor``."""
+        """Enter the device of ``tensor``, as ``enter`` does."""
         device = self.driver.device_of(tensor)
         with failing(f"before copies from {device}"):
             self.driver.enter(device)
@@ -461,7 +462,8 @@ class DeviceEngine:
 
 @contextmanager
 def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
-    """What the device raises within becomes ``DeviceFailed``, which says during which ``phase``, and at which keys."""
+    """Convert errors of the device in the ``with`` block to ``DeviceFailed``, which names the ``phase`` and the
+    keys."""
     try:
         yield
     except Exception as error:
@@ -472,17 +474,18 @@ def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[
 
 
 def translated(error: BaseException, phase: str, names: Callable[[], Sequence[str]]) -> BaseException:
-    """``error`` as the library raises it: ``DeviceFailed``, unless it is an error of ours or no error of a device."""
+    """Return ``error`` as the library raises it: a ``DeviceFailed``, unless it is an error of sidestream or not one of
+    a device."""
     ours = isinstance(error, SidestreamError) and not (isinstance(error, DeviceFailed) and error.phase is None)
     if ours or not isinstance(error, Exception):
         return error
     found = names()
     keys = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
-    text = str(error).partition("\n")[0]  # torch goes on with advice for debugging
+    text = str(error).partition("\n")[0]  # torch appends advice for debugging
     kind = "" if isinstance(error, DeviceFailed) else f"{type(error).__name__}: "
     return DeviceFailed(
-        f"{keys + ': ' if keys else ''}the device failed {phase}: {kind}{text}; earlier work of the device may be the "
-        "cause; if every call fails from now on, restart the process",
+        f"{keys + ': ' if keys else ''}the device failed {phase}: {kind}{text}; the cause may be earlier work of the "
+        "device; if every call fails from now on, restart the process",
         phase=phase,
     )
 

@@ -30,7 +30,7 @@ class Driver(Protocol):
         """Where ``tensor`` lives; None for host memory."""
 
     def capturing(self, stream: Any) -> bool:
-        """Whether ``stream`` is recording a graph."""
+        """Whether a graph is being captured on ``stream``."""
 
     def enter(self, device: Hashable) -> None:
         """Called by a thread of ours before its first call on ``device``. Idempotent and cheap."""
@@ -72,10 +72,10 @@ class Driver(Protocol):
         """Device memory that is free now; None if unknown."""
 
     def register(self, device: Hashable, address: int, nbytes: int) -> None:
-        """As ``Pinner.register``."""
+        """Register memory, as ``Pinner.register``."""
 
     def unregister(self, device: Hashable, address: int) -> None:
-        """As ``Pinner.unregister``."""
+        """Unregister memory, as ``Pinner.unregister``."""
 
 
 class TorchDriver:
@@ -147,7 +147,7 @@ class CudaDriver(TorchDriver):
     """CUDA, with blocking events, registered host memory, and an empty kernel as gap: the copy engine keeps serving the
     stream that has a copy ready, so back-to-back chunks would hold up every ``loss.item()`` (torchrec #4303, #4689).
 
-    What may block for long is called without torch (``runtime``).
+    Calls that may block for long are made without torch (``runtime``).
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class CudaDriver(TorchDriver):
         self._runtime = CudaRuntime()
 
     def capturing(self, stream: Any) -> bool:
-        # With the current device set first: to ask about a stream may create a context on the current device.
+        # Set the current device first: a query of a stream may create a context on the current device.
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             return torch.cuda.is_current_stream_capturing()
 
@@ -185,7 +185,7 @@ class CudaDriver(TorchDriver):
         self._runtime.synchronize(event)
 
     def gap(self, device: Any) -> None:
-        # A kernel of a tensor would need memory of the side stream's own, which a full device does not have.
+        # A kernel on a tensor would allocate memory for the side stream, which fails on a full device.
         empty_kernel()
 
     def free_bytes(self, device: Any) -> int | None:

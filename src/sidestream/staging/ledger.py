@@ -42,7 +42,7 @@ class Ledger:
             return [one for one in self._futures if not one.heard]
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until no stage is in flight, or the time is over; then it returns False.
+        """Block until no stage is in flight. Returns False if the time limit passes first.
 
         Without holding the futures of those in flight: their results have memory that another of them may wait for.
         """

@@ -1,7 +1,7 @@
 """The calls of the CUDA runtime that may block for long, without C++ frames of torch around them.
 
-A daemon thread that is in such a frame when the interpreter ends makes the process abort (``TorchThreads``). Where the
-runtime cannot be reached by its own names (ROCm), torch makes the calls.
+A daemon thread that is in such a frame when the interpreter ends aborts the process (``TorchThreads``). If the runtime
+does not export these names (ROCm), torch makes the calls.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 class CudaRuntime:
-    """For threads of ours that have entered the device. What fails is raised, and not left behind as the last error of
-    the thread."""
+    """The CUDA runtime, for threads of sidestream that have entered the device. Errors are raised, and not left as the
+    last error of the thread."""
 
     def __init__(self) -> None:
         self._library = cuda_library()
 
     def synchronize(self, event: Any) -> None:
-        """Block until ``event``, which has been recorded. Raises ``DeviceFailed``."""
+        """Block until ``event``, which has been recorded, has completed. Raises ``DeviceFailed``."""
         if self._library is None:
             event.synchronize()
         else:
             self._check(self._library.cudaEventSynchronize(event.cuda_event), "cudaEventSynchronize")
 
     def register(self, address: int, nbytes: int) -> None:
-        """Raises ``ArenaExhausted`` where memory is short, ``DeviceFailed``."""
+        """Register memory. Raises ``ArenaExhausted`` if there is too little, ``DeviceFailed``."""
         library: Any = self._library or torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(library.cudaHostRegister(address, nbytes, _PORTABLE))
         try:
@@ -45,7 +45,7 @@ class CudaRuntime:
             raise ArenaExhausted(f"{error}: lower budget_bytes=, or raise the memory limit of the container") from None
 
     def unregister(self, address: int) -> None:
-        """Raises ``DeviceFailed``."""
+        """End a registration. Raises ``DeviceFailed``."""
         library: Any = self._library or torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._check(int(library.cudaHostUnregister(address)), "cudaHostUnregister")
 

@@ -156,17 +156,18 @@ class Staging(Generic[P]):
             self._resolve(self.free, None)
 
     def forsake(self, error: SidestreamError) -> None:
-        """Whoever awaits it hears ``error`` now, though a device has not ended its copies: their memory and the sources
-        are referred to until it has."""
+        """Raise ``error`` in the futures of the stage now, although a device has not completed its copies. The stage
+        refers to their memory and to the sources until it has."""
         self._resolve(
             self.free,
-            DeadlineExceeded(f"{error}: it may still read the sources, which must not change before it has answered"),
+            DeadlineExceeded(f"{error}: do not change the sources before the device responds; it may still read them"),
         )
         self._resolve(self.copied, error)
         self._go_on()
 
     def _go_on(self) -> None:
-        """``copied`` is resolved. It refers to this stage and to its result: no cycle is to keep those."""
+        """Call ``then`` after ``copied`` is resolved, and drop it: it refers to this stage and its result, and a cycle
+        would keep them alive."""
         with self._lock:
             then, self.then = self.then, _nothing
         then()

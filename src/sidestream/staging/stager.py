@@ -191,8 +191,9 @@ class AsyncStager:
         return warmed
 
     def trim(self) -> None:
-        """Unmap the memory that nothing uses; the next stage maps some again. Blocks: memory that a device knows is
-        unregistered first, in a thread of the library. Raises ``DeadlineExceeded`` if that takes ``timeout_s``."""
+        """Unmap the memory that is not in use; the next stage maps memory again. Blocks: memory that is registered with
+        a device is unregistered first, in a thread of the library. Raises ``DeadlineExceeded`` if that takes
+        ``timeout_s``."""
         self._arena.trim(Deadline.after(self._timeout_s))
 
     # --- what sidestream.save calls ---
@@ -280,12 +281,12 @@ class AsyncStager:
         """Take no more stages, let those in flight end, and give the memory back when the last reference is gone.
 
         Blocks. A stage that has not ended within ``timeout_s`` is stopped: its future raises ``Closed``, and this
-        raises ``DeadlineExceeded``. Memory that a device may still write to stays mapped until it has answered. Raises
-        the first error of a stage that nobody has awaited. In a forked child it does nothing."""
+        raises ``DeadlineExceeded``. Memory that a device may still write to stays mapped until the device responds.
+        Raises the first error of a stage that has not been retrieved. Does nothing in a forked child."""
         self.close_by(Deadline.after(self._timeout_s))
 
     def close_by(self, deadline: Deadline) -> None:
-        """``close()`` by another deadline than that of the stager."""
+        """Close like ``close()``, with a deadline other than that of the stager."""
         if os.getpid() != self._pid:
             return
         self._closed = True
@@ -304,7 +305,7 @@ class AsyncStager:
         await self.aclose_by(Deadline.after(self._timeout_s))
 
     async def aclose_by(self, deadline: Deadline) -> None:
-        """``aclose()`` by another deadline than that of the stager."""
+        """Close like ``aclose()``, with a deadline other than that of the stager."""
         if os.getpid() != self._pid:
             return
         running_loop("AsyncStager.aclose")
@@ -323,15 +324,15 @@ class AsyncStager:
 
     def _not_ended(self) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"stages in flight did not end within timeout_s={self._timeout_s:g} and were given up: their futures raise "
-            "Closed; memory that a device may still write to stays mapped until it has answered"
+            f"stages in flight did not end within timeout_s={self._timeout_s:g} and were abandoned: their futures "
+            "raise Closed; memory that a device may still write to stays mapped until the device responds"
         )
 
     async def _shut_down_off_loop(self, deadline: Deadline) -> None:
         """Unmapping gigabytes takes its time; the pool for storage may be full of threads that hang."""
         threads = Threads("sidestream-close", 1)
         done = threads.submit(self._shut_down, deadline)
-        threads.close()  # now, as an interrupt may keep this from going on
+        threads.close()  # here, because an interrupt may end this function
         await threads.wait(done, "shut_down")
 
     def _shut_down(self, deadline: Deadline) -> None:
@@ -345,7 +346,8 @@ class AsyncStager:
         self._arena.settle(Deadline(max(deadline.at, Deadline.after(_GRACE_S).at), deadline.timeout_s))
 
     def _stop_stages(self) -> None:
-        """Those that wait for memory, or are being copied by threads, end when they are told to; a device may not."""
+        """Stop the stages. Stages that wait for memory or are copied by threads end when they are signalled; copies of
+        a device may not."""
         stagings = self._in_flight()
         for staging in stagings:
             staging.stop.set()
@@ -353,16 +355,16 @@ class AsyncStager:
             self._ledger.wait(_STOPPED_S)
         for staging in self._in_flight():
             if staging.device is not None:
-                staging.forsake(Closed("the stager was closed before the device had ended the copies of this stage"))
+                staging.forsake(Closed("the stager was closed before the device completed the copies of this stage"))
 
     def __enter__(self) -> NoReturn:
         raise AsyncOnly(
-            "an AsyncStager is entered with: async with sidestream.AsyncStager() as stager; code without an event loop "
-            "calls close() when it is done"
+            "enter an AsyncStager with: async with sidestream.AsyncStager() as stager; in code without an event loop "
+            "call close() at the end"
         )
 
     def __exit__(self, *_: object) -> None:
-        """Never called: ``__enter__`` raises. Without it Python would raise an error of its own before that."""
+        """Never called, because ``__enter__`` raises. Without this method Python would raise its own error first."""
 
     async def __aenter__(self) -> AsyncStager:
         running_loop("AsyncStager")
@@ -477,11 +479,11 @@ class AsyncStager:
                 raise
 
     def _lease_scratch(self, staging: Staging[Any], images: Sequence[int]) -> None:
-        """Before any image, so that all of it fits: what goes through the scratch has to be there until the end."""
+        """Lease the scratch before any image, so that it fits: it is needed until the end of the stage."""
         scratch = [] if staging.device is None else staging.device.scratch
         self._check_room(images, scratch)
         together = sum(map(whole_pages, (*scratch, *images))) <= self.budget_bytes
-        # What does not fit as a whole passes through image by image, beside the scratch.
+        # A state that does not fit as a whole is copied image by image, in addition to the scratch.
         behind = images if together else [max(images, default=0)]
         self._arena.make_way([*scratch, *behind])
         if staging.device is None or self._device is None:
@@ -629,7 +631,7 @@ class AsyncStager:
 
 
 def _behind(left: deque[_Image]) -> Iterable[int]:
-    """The sizes of the images that are leased after the first one of ``left``."""
+    """Return the sizes of the images that are leased after the first one of ``left``."""
     return (layout.nbytes for layout, _ in islice(left, 1, None))
 
 

@@ -94,7 +94,7 @@ class _Leaf(int):
 
 @dataclass(frozen=True, slots=True)
 class _Attributed:
-    """A tensor with attributes, standing where it stood."""
+    """A tensor with attributes, at its place in the tree."""
 
     leaf: _Leaf
     attributes: dict[str, Any]

@@ -30,7 +30,8 @@ def exchange(one: Path, other: Path) -> None:
 
 @cache
 def _renameat2() -> Any:
-    """Looked up once: each look-up makes a class, which only a garbage collection frees."""
+    """Return the function. It is looked up once, because each look-up makes a class that only a garbage collection
+    frees."""
     return ctypes.CDLL(None, use_errno=True).renameat2
 
 

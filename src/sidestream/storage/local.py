@@ -57,7 +57,7 @@ class LocalStore:
         self._modes: dict[str, int] = {}  # what the umask gave each attempt of ours, kept for the published directory
         self._replacing: set[str] = set()
         self._apart: dict[str, list[Path]] = {}  # what was written into the target itself
-        self._names: dict[str, set[str]] = {}  # the files of each attempt of ours that were written from here
+        self._names: dict[str, set[str]] = {}  # the files of each attempt that this store has written
 
     appears_whole = True
     lists = True
@@ -117,7 +117,7 @@ class LocalStore:
         return StoreAddress(str(self.root))
 
     def wrote(self, attempt: str, sizes: Mapping[str, int]) -> None:
-        """They are in the directory, which is published as it is, and have to be there then."""
+        """Record names of files in the directory. All of them must exist when it is published."""
         self._names.setdefault(attempt, set()).update(sizes)
 
     def clear(self, attempt: str, names: Sequence[str], *, deadline: Deadline) -> None:
@@ -390,8 +390,8 @@ def _leave_direct_io(descriptor: int) -> bool:
 def _publish(
     attempt: Path, target: Path, names: frozenset[str], mode: int, durability: Durability, replacing: bool
 ) -> None:
-    """``names`` are files that have to be in it. Somebody who removes the run with ``rm -r`` meanwhile takes files out
-    of it, before the rename or just after: then it is, or becomes, invisible."""
+    """``names`` are files that must be in the directory. A concurrent ``rm -r`` of the run removes files from it,
+    before the rename or just after: then the directory is, or becomes, invisible."""
     try:
         attempt.chmod(mode)
         if durability == "fsync":
@@ -402,7 +402,7 @@ def _publish(
         try:
             _check_whole(target, names, target)
         except FileNotFoundError:
-            pass  # retention, or somebody else, has removed it as a whole
+            pass  # retention or another process has removed the whole directory
         except StorageError:
             exchange(attempt, target) if swap else os.rename(target, attempt)
             raise
@@ -422,14 +422,14 @@ def _publish(
 
 
 def _check_whole(directory: Path, names: frozenset[str], target: Path) -> None:
-    """Raises ``StorageError`` where files are missing, ``FileNotFoundError`` where the directory is."""
+    """Raise ``StorageError`` if files are missing, ``FileNotFoundError`` if the directory is missing."""
     gone = sorted(names.difference(os.listdir(directory)))
     if gone:
         listed = ", ".join(gone[:4])
         raise StorageError(
             errno.ENOENT,
-            f"{len(gone)} files of this save were removed by somebody else while it was written ({listed}): nothing of "
-            "it is visible; do not remove a run while it is saved to",
+            f"another process removed {len(gone)} files of this save while it was written ({listed}): no part of the "
+            "save is visible; do not remove a run while a save is in progress",
             str(target),
         )
 
@@ -438,7 +438,7 @@ def _publish_file(attempt: Path, target: Path, durability: Durability) -> None:
     try:
         _link(attempt / target.name, target)
     except FileExistsError as error:
-        raise Conflict(f"{target} exists already: choose another name, or delete it first") from error
+        raise Conflict(f"{target} already exists: choose another name, or delete it first") from error
     except OSError as error:
         raise from_os_error(error, "publishing", str(target)) from error
     try:
@@ -510,7 +510,7 @@ def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop, de
 
 def _occupied(target: Path) -> Conflict:
     if not os.path.isdir(target):
-        return Conflict(f"{target} exists already, and is a file: choose another name, or delete it first")
+        return Conflict(f"{target} already exists and is a file: choose another name, or delete it first")
     return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
 
 

@@ -117,11 +117,10 @@ def _parsed(url: str | os.PathLike[str], where: Where) -> tuple[str, str]:
 
 
 def _check_address(text: str, protocol: str) -> None:
-    """Raise ``InvalidOption`` for a protocol that no package has, and for ``~``.
+    """Raise ``InvalidOption`` for a protocol that no package provides, and for ``~``.
 
-    The latter is refused and not expanded: ``torch.save`` and DCP make a directory of that name, so one string would
-    stand for two places in one program, and for a third one where another user runs it.
-    """
+    ``~`` is refused and not expanded: ``torch.save`` and DCP make a directory of that name. So one string would name
+    two places in one program, and a third place when another user runs it."""
     if protocol not in known_implementations and protocol not in registry:
         raise InvalidOption(
             f"{redacted(text)} has the unknown protocol {protocol}://; use a path, s3://, gs://, az://, or another "
@@ -129,7 +128,7 @@ def _check_address(text: str, protocol: str) -> None:
         )
     if text == "~" or text.startswith("~/"):
         raise InvalidOption(
-            f"{text!r} begins with ~, which a shell expands and a path does not: use os.path.expanduser({text!r}), or "
+            f"{text!r} begins with ~, which is expanded by a shell but not here: use os.path.expanduser({text!r}), or "
             f"{'./' + text!r} for a directory of that name"
         )
 

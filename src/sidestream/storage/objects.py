@@ -196,7 +196,7 @@ class ObjectStore:
                 await self._requests.run("looking at", target, lambda: self._engine.size(key), deadline)
             except FileNotFoundError:
                 return
-            raise Conflict(f"{self.url}/{target} exists already: choose another name, or delete it first")
+            raise Conflict(f"{self.url}/{target} already exists: choose another name, or delete it first")
 
     def _send_whole(self, name: str, own: _Attempt, body: Body, stop: Stop, deadline: Deadline) -> None:
         key = self._key(name)

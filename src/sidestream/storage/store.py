@@ -104,7 +104,7 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """The root, as messages name it."""
+        """The root, in the form used in messages."""
 
     @property
     def appears_whole(self) -> bool:
@@ -208,7 +208,7 @@ class Store(Protocol):
         """Name and size of every regular file directly in ``directory``. Raises ``FileNotFoundError``."""
 
     async def directories(self, directory: str = ".", *, deadline: Deadline) -> list[str]:
-        """Names of the directories directly in ``directory``, which is the root if it is not given; none if it does not
+        """Return the names of the directories directly in ``directory``, by default the root; none if it does not
         exist."""
 
 
