@@ -17,7 +17,7 @@ def show(url: str) -> None:
     checkpoint = blocking.open_checkpoint(url)
     for fqn, info in checkpoint.items():
         what = repr(checkpoint.value(fqn)) if info is None else f"{info.dtype} {tuple(info.shape)}"
-        print(f"{fqn!r:32} {what}")  # as repr, for a name can hold what a terminal acts on
+        print(f"{fqn!r:32} {what}")  # as repr, because a name can hold control characters of a terminal
 
 
 def main() -> None:

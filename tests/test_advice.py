@@ -1,4 +1,4 @@
-"""What is said to mistakes that are made often: what failed, where, and what to do about it."""
+"""Errors for frequent mistakes say what failed, where, and what to do."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def test_other_names_get_no_advice_on_prefixes(tmp_path: Path) -> None:
         assert "has all of these names" not in str(refused.value)
 
 
-# --- values that are no data -----------------------------------------------------------------------------------------
+# --- values that are not plain data -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -268,7 +268,7 @@ def test_the_command_line_names_its_own_option(tmp_path: Path) -> None:
     assert "leave them out with --select" in " ".join(done.stderr.split())
 
 
-# --- with, where async with belongs ----------------------------------------------------------------------------------
+# --- with instead of async with ----------------------------------------------------------------------------------
 
 
 async def test_a_plain_with(tmp_path: Path) -> None:

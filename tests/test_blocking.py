@@ -109,13 +109,13 @@ if len(sys.argv) > 2:
     assert left in (["a"], ["a", "b"]), "what was in flight at exit is whole or absent"
 
 
-# --- code of the caller ---------------------------------------------------------------------------------------------
+# --- the caller's code ---------------------------------------------------------------------------------------------
 
 _told: ContextVar[str] = ContextVar("told", default="nothing")
 
 
 def surroundings() -> tuple[Any, ...]:
-    """What a thread has current. Of CUDA's device tests/gpu has the same."""
+    """Return the current state of a thread. tests/gpu tests CUDA's device in the same way."""
     return (
         _told.get(),
         torch.get_default_device(),
@@ -229,7 +229,8 @@ async def test_planners_are_asked_as_if_on_the_loop(tmp_path: Path) -> None:
 
 
 def test_a_save_that_begins_when_its_call_has_returned(tmp_path: Path) -> None:
-    """It waits for a slot: the thread that made the call is gone by then, what it had current is not."""
+    """A save that waits for a slot runs after the thread that made the call has ended, with the state of that
+    thread."""
     watching, may_plan = Watching(), threading.Event()
     with sidestream.blocking.Checkpointer(tmp_path / "run", in_flight=1, overlap="latest") as checkpoints:
         checkpoints.save({"t": torch.ones(3)}, step=1, planner=WatchingSave(Watching(), may_plan))
@@ -258,7 +259,7 @@ def test_locks_of_the_caller(tmp_path: Path) -> None:
 
 
 def test_a_call_within_a_call_is_refused(tmp_path: Path) -> None:
-    """The loop waits for the thread that would wait for the loop."""
+    """A nested blocking call raises, because the loop waits for the thread that would wait for the loop."""
 
     class Nested(Watching):
         def state_dict(self) -> dict[str, Any]:

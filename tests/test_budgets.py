@@ -1,4 +1,4 @@
-"""A budget that suffices does: how memory is mapped never keeps a stage waiting whose bytes fit."""
+"""A stage whose bytes fit into the budget never waits, independent of how memory is mapped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANY = settings(max_examples=150, deadline=None, suppress_health_check=list(Heal
 SOME = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-# --- the arena, with all that is rounded made small ---
+# --- the arena, with small units of rounding ---
 
 
 class Mapped(Arena):

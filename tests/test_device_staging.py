@@ -358,7 +358,7 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
 def broken(driver: FakeDriver) -> None:
-    """As torch raises what a device reports: the words of the device, then advice."""
+    """An error like those that torch raises for a device: the message of the device, then advice."""
     driver.broken = torch.AcceleratorError(f"{ILLEGAL}\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")
 
 

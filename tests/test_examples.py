@@ -24,7 +24,7 @@ def test_runs(example: Path, tmp_path: Path) -> None:
 
 
 def test_the_demo_says_how_its_rows_were_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which order, and under what load each."""
+    """Check the order of the rows, and the load during each."""
     monkeypatch.syspath_prepend(EXAMPLES)
     from train_live_.records import Run, Save
     from train_live_.report import NOTES, figures, table

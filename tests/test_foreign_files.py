@@ -1,4 +1,4 @@
-"""Files that are no checkpoints: what is said of them is what they are, and what to do with them."""
+"""Files that are not checkpoints: the error names the kind of file and what to do with it."""
 
 from __future__ import annotations
 

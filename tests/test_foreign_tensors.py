@@ -1,5 +1,5 @@
-"""Tensors of stock DCP that this version does not read: each is refused by name when it is asked for, and nothing else
-of its checkpoint is."""
+"""Tensors of stock DCP that this version does not read: requesting one raises an error that names it, and everything
+else in its checkpoint can be read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ PLAIN = {"other": torch.arange(3.0), "step": 7}
 
 
 class Scaled(torch.Tensor):
-    """Shows itself as a tensor of ``dtype`` and is two others, as the quantized tensors of torchao are."""
+    """A subclass that appears as a tensor of ``dtype`` and consists of two others, like the quantized tensors of
+    torchao."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Scaled:

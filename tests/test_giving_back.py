@@ -1,4 +1,5 @@
-"""How registered host memory is given back: by one thread, on the device that knows it, whoever drops it last."""
+"""Registered host memory is released by one thread, on the device that it was registered with, wherever its last
+reference is dropped."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ async def staged_and_released(driver: FakeDriver, stager: AsyncStager, nbytes: i
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """None but those that the test asks for."""
+    """Disable garbage collections except those that the test makes."""
     gc.collect()
     gc.disable()
     try:
@@ -63,7 +64,7 @@ def cycle_around(value: Any) -> None:
 
 @contextmanager
 def standing_still(driver: FakeDriver) -> Iterator[None]:
-    """The driver does not come back from unregistering memory."""
+    """The call of the driver that unregisters memory does not return."""
     driver.may_unregister.clear()
     try:
         yield
@@ -83,7 +84,7 @@ class Collecting(threading.Thread):
         return id(self)
 
 
-# --- who drops it ---
+# --- where the last reference is dropped ---
 
 
 @pytest.mark.parametrize("last", ["trim", "close", "aclose", "a tensor", "another thread"])
@@ -165,7 +166,7 @@ async def test_the_loop_does_not_wait_for_memory_whose_last_reference_dies_on_it
     assert not driver.registered
 
 
-# --- what counts on it ---
+# --- calls that wait for it ---
 
 
 async def test_the_budget_counts_memory_until_it_has_been_unregistered() -> None:
@@ -255,7 +256,7 @@ async def test_a_device_that_does_not_answer_is_not_waited_for_beyond_the_deadli
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 async def test_a_forked_child_neither_unregisters_nor_unmaps() -> None:
-    """The child has no part of that memory. What it maps itself may have come to lie at the same address."""
+    """The child does not inherit that memory. Its own mappings may be at the same address."""
     driver = FakeDriver()
     stager = on_fake(driver)
     copies = await staged(driver, stager)

@@ -1,4 +1,4 @@
-"""Loops that are not asyncio's own: trio is refused with advice that helps, uvloop works."""
+"""Loops other than asyncio's own: trio is refused with advice, uvloop works."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BLOCKING: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture(params=["run", "guest"])
 def in_trio(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[None]]], None]:
-    """Runs it in trio by itself, or in trio as the guest of a loop of asyncio, which runs in the same thread."""
+    """Run it in trio alone, or in trio as the guest of an asyncio loop in the same thread."""
     return trio.run if request.param == "run" else as_guest
 
 
@@ -122,7 +122,7 @@ def test_the_advice_works(in_trio: InTrio, tmp_path: Path) -> None:
 
 
 def test_trio_in_another_thread_is_nobodys_business(tmp_path: Path) -> None:
-    """Beside it the verbs work, blocking and on a loop of asyncio."""
+    """In other threads the verbs work, blocking and on an asyncio loop."""
     running, done = threading.Event(), threading.Event()
 
     async def work() -> None:

@@ -215,7 +215,9 @@ async def test_closing_while_copies_are_enqueued_ends_every_future() -> None:
         closing.join()
         future.hear()
         del future
-        await driver.drive(all_returned(stager))  # one that was given up keeps its memory until the device has ended
+        await driver.drive(
+            all_returned(stager)
+        )  # an abandoned stage keeps its memory until the device has completed its copies
 
 
 @pytest.mark.parametrize("form", ["close", "aclose"])

@@ -102,7 +102,7 @@ def test_the_same(one: Any, other: Any) -> None:
 
 
 def test_what_is_said_is_bounded() -> None:
-    """However long, wide or deep the values are."""
+    """The description of a difference stays short for long, wide and deep values."""
     deep: Any = 1
     for _ in range(60):
         deep = [deep, deep, deep, deep, {"k" * 99: deep}]
@@ -117,7 +117,8 @@ def test_what_is_said_is_bounded() -> None:
 
 
 def test_between_checkpoints(tmp_path: Path) -> None:
-    """Stock DCP's against ours; the first three places of a value are named."""
+    """``diff`` compares a checkpoint of stock DCP with one of sidestream, and names the first three places in a
+    value."""
     number = 10**2000
     state = {"w": torch.arange(4), "v": {"x": (1.0, number, {"a": [1, 2], "b": {3}}), "same": ({"a": 1, "b": 2},)}}
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)

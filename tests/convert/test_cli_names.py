@@ -1,4 +1,4 @@
-"""What the command line prints of names that a hostile checkpoint chose: into pipes and onto terminals."""
+"""The output of the command line for names from a hostile checkpoint, to pipes and to terminals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(*words: object, code: int = 0, environment: dict[str, str] = ASCII) -> str:
-    """Both streams together, from pipes. Not one character in them is for a terminal to act on."""
+    """Return both output streams, read from pipes, after checking that they contain no control character."""
     done = subprocess.run(
         [*COMMAND, *map(str, words)],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
@@ -145,7 +145,7 @@ def test_advice_in_brackets_is_shown() -> None:
 
 
 async def test_no_line_of_a_log_is_forged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A damaged step is passed over with a warning that names a tensor. Notes and reports name it, too."""
+    """The warning for a damaged step that is skipped names a tensor; notes and reports name it too."""
     fqn = "line\nERROR forged\x1b[31m"
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2):
@@ -194,7 +194,7 @@ def test_messages(raw: str, shown: str) -> None:
 
 
 def test_an_error_that_nobody_expected_is_escaped_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """With its traceback, and with the exit code of an error."""
+    """An unexpected error is printed with its traceback and ends with the exit code of an error."""
     from sidestream.cli.frame import verb
 
     @verb

@@ -16,7 +16,7 @@ import sidestream
 
 
 async def work(run: Path, saver: Any) -> dict[str, Any]:
-    """Save, and load what was saved; a failure has to be one of ours."""
+    """Save and load; a failure must be an error of sidestream."""
     told: dict[str, Any] = {"wrong": [], "acked": []}
     async with sidestream.Checkpointer(run, saver=saver) as checkpoints:
         for step in (1, 2):

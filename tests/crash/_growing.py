@@ -1,4 +1,4 @@
-"""What stays in memory of one operation after the other, where nothing is collected."""
+"""Measure the memory that repeated operations leave while garbage collection is disabled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small_state() -> dict[str, Any]:
 
 @asynccontextmanager
 async def operation(kind: str, folder: Path) -> AsyncIterator[Callable[[int], Awaitable[Any]]]:
-    """``kind``, to be done for any number of numbers."""
+    """Return a function that repeats the operation ``kind`` for given numbers."""
     state = small_state()
     url = folder / "one"
     await sidestream.save(state, url, durability="flush")
@@ -65,7 +65,8 @@ def objects() -> Counter[str]:
 
 
 async def growth(kind: str, folder: Path, rounds: int) -> tuple[float, float, dict[str, int]]:
-    """Of containers and of the interpreter's memory blocks, per operation, and the types of which there are more."""
+    """Return the growth of containers and of the interpreter's memory blocks per operation, and the types that have
+    grown."""
     async with operation(kind, folder) as once:
         for number in range(WARM_UP):
             await once(number)

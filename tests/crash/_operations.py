@@ -25,7 +25,7 @@ _real_stat = os.stat
 
 
 def exists(path: str) -> bool:
-    """Without a call that is intercepted."""
+    """Do this without a call that is intercepted."""
     try:
         _real_stat(path)
     except OSError:

@@ -43,7 +43,7 @@ async def both(run: Path, number: int, state: dict[str, Any]) -> None:
 
 
 def interrupt(_: int, frame: FrameType | None) -> None:
-    """Ctrl-C, where it finds the library at work; the program around it is none of this row's business."""
+    """Raise ``KeyboardInterrupt`` if the signal interrupts the library; ignore it in the program around it."""
     while frame is not None:
         if frame.f_code is once.__code__:
             raise KeyboardInterrupt
@@ -51,7 +51,7 @@ def interrupt(_: int, frame: FrameType | None) -> None:
 
 
 def go_on(way: str, run: Path, stop: Path, told: dict[str, Any]) -> None:
-    """Until ``stop`` is there, whatever is interrupted."""
+    """Save and load until the file ``stop`` exists, independent of interrupts."""
     while not stop.exists():
         try:
             told["last"] += 1

@@ -1,4 +1,4 @@
-"""Event loops that end with something in flight, by anything but ``asyncio.run``."""
+"""Event loops that end with operations in flight, in another way than in ``asyncio.run``."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def ours() -> list[str]:
-    """Threads that work for one operation. The shared pool stays."""
+    """Return the threads that work for one operation; threads of the shared pool are left out."""
     kept = ("sidestream-io", "sidestream-storage", "sidestream-saver")
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith("sidestream") and name not in kept]
 
 
 def closed(begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """What ``begin()`` returns on a loop that is closed right afterwards, whatever is in flight."""
+    """Return the result of ``begin()`` on a loop that is closed right afterwards, with operations in flight."""
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(begin())
@@ -91,7 +91,7 @@ async def by_process(url: Path) -> sidestream.PendingSave:
 
 
 async def in_a_task_of_its_own(url: Path) -> sidestream.PendingSave:
-    """The save has been waiting for a thread for a while."""
+    """Begin a save and return when it has been waiting for a thread for a while."""
     pending = sidestream.async_save(make_state(2), url)
     for _ in range(3):
         await asyncio.sleep(0)
@@ -252,7 +252,7 @@ def test_a_lease_of_a_reader_is_given_back(tmp_path: Path, lines: Callable[[], l
 
 
 def test_closed_under_a_commit(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
-    """It has been sent, and a thread is still at it: what came of it is told, and nothing is removed."""
+    """A thread still executes a commit that was sent: its outcome is reported, and nothing is removed."""
     reached, go_on = threading.Event(), threading.Event()
     target = str(tmp_path / "run" / "step-1")
 
@@ -308,7 +308,7 @@ def test_closed_one_turn_after_everything_was_cancelled(tmp_path: Path, lines: C
 
 
 def test_a_closing_loop_waits_for_a_moment_only(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
-    """A thread of a save that was never begun sits in a system call."""
+    """A thread of a save that was never begun is blocked in a system call."""
     reached, go_on = threading.Event(), threading.Event()
 
     def hook(operation: Operation) -> Any:
@@ -338,7 +338,7 @@ def test_a_closing_loop_waits_for_a_moment_only(tmp_path: Path, lines: Callable[
 
 
 def test_the_thread_of_the_loop_has_ended(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
-    """Nobody closed the loop."""
+    """The loop is dropped without being closed."""
     told: list[Any] = []
 
     def run() -> None:
@@ -372,7 +372,7 @@ def test_a_loop_that_stops_and_goes_on_is_none_of_these(tmp_path: Path, lines: C
 
 
 def test_a_loop_that_is_not_run_any_more(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
-    """Nobody closed it, and its thread lives: the deadline of the save ends it."""
+    """The loop is not closed and its thread lives: the save ends at its deadline."""
     loop = asyncio.new_event_loop()
 
     async def begin() -> sidestream.PendingSave:
@@ -387,7 +387,7 @@ def test_a_loop_that_is_not_run_any_more(tmp_path: Path, lines: Callable[[], lis
 
 
 def test_an_idle_loop_is_not_kept(tmp_path: Path) -> None:
-    """Not even by a ``Checkpointer`` that is open."""
+    """An open ``Checkpointer`` does not keep its loop alive."""
 
     async def begin() -> None:
         checkpoints = await sidestream.Checkpointer(tmp_path).__aenter__()
@@ -396,7 +396,7 @@ def test_an_idle_loop_is_not_kept(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
 
     class Loop(asyncio.SelectorEventLoop):
-        """One whose end can be seen."""
+        """A loop whose collection can be observed."""
 
     def alive() -> bool:
         gc.collect()

@@ -281,12 +281,13 @@ async def test_a_directory_of_somebody_else(children: Trials) -> None:
         assert await seed_of(folder / "run" / "step-1") == 1
 
 
-# --- somebody removes files of a save ---------------------------------------------------------------------------------
+# --- files of a save are removed ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saver", ["thread", "process"])
 async def test_files_that_are_removed_under_a_save(saver: Any, tmp_path: Path) -> None:
-    """As ``rm -r`` of the run does, at every operation of the save: nothing that lacks a file becomes visible."""
+    """Files are removed at every operation of the save, as ``rm -r`` of the run does: no checkpoint with a missing file
+    becomes visible."""
     at, removed, refused = 0, True, 0
     while removed:
         at, removed, seen = at + 1, False, 0

@@ -1,4 +1,4 @@
-"""No operation leaves anything behind in memory, not even for the garbage collector to find."""
+"""No operation leaves objects in memory, not even objects that only a garbage collection frees."""
 
 from __future__ import annotations
 

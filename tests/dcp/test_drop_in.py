@@ -1,4 +1,4 @@
-"""What a program that changes from DCP's storage to ours brings along: values of its own, keywords, ids."""
+"""Programs that change from DCP's storage to sidestream's: their values, keywords and ids."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_pickle_of_a_bytes_io_is_what_python_makes_of_it() -> None:
     check_stream(pickle.loads(raw))
 
 
-# --- what more than data is said at save time ------------------------------------------------------------------------
+# --- warnings at the save about values that are not plain data --------------------------------------------------------
 
 
 class Colour(enum.Enum):
@@ -196,7 +196,9 @@ def test_values_that_went_through_an_extension_are_named_too(tmp_path: Path) -> 
 async def test_a_save_with_a_planner_says_it_too(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"p \(.*PosixPath.*sidestream\.load allow="):
         await sidestream.save({"p": Path("x"), "w": torch.ones(2)}, tmp_path / "c", planner=DefaultSavePlanner())
-    await sidestream.save({"n": 1}, tmp_path / "own", planner=JsonPlanner())  # its bytes are that planner's affair
+    await sidestream.save(
+        {"n": 1}, tmp_path / "own", planner=JsonPlanner()
+    )  # only that planner knows the format of its bytes
 
 
 async def test_a_value_too_large_to_be_read(tmp_path: Path) -> None:
@@ -279,7 +281,7 @@ def test_keywords_with_a_meaning(tmp_path: Path) -> None:
 
 
 class Rot13(StreamTransformExtension):
-    """Letters of another alphabet: nothing of ours undoes it."""
+    """An extension that rotates letters, which sidestream's readers cannot undo."""
 
     @staticmethod
     def registry_name() -> str:
@@ -348,7 +350,7 @@ async def test_the_storage_meta_of_what_sidestream_saved(tmp_path: Path) -> None
 
 
 class Adds(DefaultLoadPlanner):
-    """Asks for one value more than the caller."""
+    """A planner that requests one value more than the caller."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         state_dict["n"] = state_dict["none"] = None
@@ -356,7 +358,7 @@ class Adds(DefaultLoadPlanner):
 
 
 class AddsLate(DefaultLoadPlanner):
-    """Adds a key while it is handed a value."""
+    """A planner that adds a key while it receives a value."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         super().load_bytes(read_item, value)
@@ -452,7 +454,7 @@ async def test_attributes_beside_those_of_a_checkpointable_tensor() -> None:
 
 
 class Thawed(DefaultSavePlanner):
-    """Leaves out what is frozen, which an attribute says."""
+    """A planner that leaves out tensors marked as frozen by an attribute."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         kept = {key: value for key, value in state_dict.items() if not getattr(value, "frozen", False)}

@@ -1,4 +1,4 @@
-"""What ``nox -s dcp_suite`` puts in the place of DCP's own, in every process that has it on its path."""
+"""The substitutes that ``nox -s dcp_suite`` installs for DCP's own names in every process that has them on its path."""
 
 from __future__ import annotations
 

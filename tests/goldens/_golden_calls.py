@@ -1,8 +1,8 @@
 """Sees the system calls of a process, its threads and its children, and can make them fail.
 
-A seccomp filter hands chosen calls to a supervisor before the kernel does them (``seccomp_unotify(2)``), so it makes no
-difference whether Python, a library in C or another process calls. It needs Linux 5.5 or newer on x86-64, no compiler
-and no tracer. The process under observation calls ``watch``; the supervisor calls ``Supervisor.follow``.
+A seccomp filter hands chosen calls to a supervisor before the kernel does them (``seccomp_unotify(2)``), so calls of
+Python, of a library in C and of other processes are all seen. It needs Linux 5.5 or newer on x86-64, no compiler and no
+tracer. The process under observation calls ``watch``; the supervisor calls ``Supervisor.follow``.
 """
 
 from __future__ import annotations

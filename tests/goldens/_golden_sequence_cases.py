@@ -1,4 +1,4 @@
-"""What is done under observation: ``prepare`` before, ``work`` while the system calls are recorded."""
+"""A case: ``prepare`` runs first, then ``work`` runs while the system calls are recorded."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Table:
         self.entries: dict[str, Any] = {}
 
     async def tries(self, name: str, call: Callable[[], Any] | Awaitable[Any]) -> Any:
-        """Call, or await, and record what becomes of it. Returns the result, or None if it raised."""
+        """Call or await, and record the outcome. Returns the result, or None if it raised."""
         assert name not in self.entries, name
         seen: list[events.Event] = []
         records = _Records()

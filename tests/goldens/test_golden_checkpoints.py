@@ -1,4 +1,5 @@
-"""What a3c8103 and other programs wrote is read by every later version: whole, equal, and good for ``verify``."""
+"""Checkpoints that commit a3c8103 and other programs wrote are read by every later version: complete, equal, and
+undamaged for ``verify``."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ async def test_a_run_goes_on_from_its_steps(tmp_path: Path) -> None:
 
 
 async def test_a_damaged_copy_is_found(tmp_path: Path) -> None:
-    """The check itself is able to fail: the payload of each kind is altered."""
+    """The check can fail: altering the payload of each kind is detected."""
     for name in ("tensors", "training", "digest", "ranks", "run/step-1"):
         copy = tmp_path / name
         shutil.copytree(CHECKPOINTS / name, copy)

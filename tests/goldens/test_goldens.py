@@ -1,6 +1,5 @@
-"""Events, errors, messages, files, system calls and requests are those of the recorded sets.
-
-What fails here was changed: by mistake, or on purpose. See "Goldens" in ``CONTRIBUTING.md``.
+"""Events, errors, messages, files, system calls and requests match the recorded sets. A failure means that behaviour
+has changed, by mistake or on purpose. See "Goldens" in ``CONTRIBUTING.md``.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def large(value: float = 0.0, numel: int = LARGE) -> torch.Tensor:
     return torch.full((numel,), value, device=CUDA)
 
 
-# --- code of the caller ---
+# --- the caller's code ---
 
 
 class Where:
@@ -106,7 +106,7 @@ class Where:
 
 @pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
 def test_code_of_the_caller_has_its_device_and_stream(device: int, tmp_path: Path) -> None:
-    """The copies of a blocking save are ordered after what the caller's stream was given."""
+    """The copies of a blocking save are ordered after the work on the caller's stream."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         where = Where()

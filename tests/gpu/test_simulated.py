@@ -1,4 +1,4 @@
-"""What needs a device that fails, stands still or is counted: on the simulated CUDA runtime only."""
+"""Tests that need a device that fails, hangs or counts calls: only on the simulated CUDA runtime."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def script(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a process of its own says and how it ends."""
+    """Run code in a process of its own, and return its output and exit status."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240, check=False
@@ -54,7 +54,7 @@ def large(value: float = 1.0) -> torch.Tensor:
     return torch.full((1 << 22,), value, device="cuda")
 
 
-# --- registered memory is given back ---
+# --- registered memory is released ---
 
 
 CONTEXTS = """
@@ -170,7 +170,7 @@ def capture_elsewhere() -> Iterator[None]:
         over.set()
         thread.join()
     assert not failed
-    ones + 1  # no error is left behind in this thread
+    ones + 1  # no error is left in this thread
 
 
 @pytest.mark.parametrize("way", ["trim", "close", "aclose", "a tensor", "a collection on the loop"])
@@ -309,7 +309,7 @@ def test_every_call_on_a_broken_device_says_so(tmp_path: Path) -> None:
     ended = script(ERRORS, tmp_path)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert lines.pop() == "aclose ok"  # everything has been heard
+    assert lines.pop() == "aclose ok"  # all errors have been retrieved
     assert len(lines) == 9, ended.stdout
     for line in lines:
         assert "DeviceFailed" in line, line
@@ -356,7 +356,7 @@ def test_a_process_ends_though_the_device_does_not_answer(answer: str) -> None:
     assert time.time() - float(ended.stdout) < 10, "4 s, and what the machine takes"
 
 
-# --- a full device, and one that stands still ---
+# --- a full device, and a device that hangs ---
 
 
 FULL = """

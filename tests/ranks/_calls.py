@@ -1,4 +1,5 @@
-"""Objects whose methods are collectives, and ranks that never make a call. What each rank of a group does in a test."""
+"""Programs that each rank of a group runs in a test: objects whose methods are collectives, and ranks that never make a
+call."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Collective:
         self.loaded: Any = None
 
     def _meet(self, method: str) -> None:
-        """Every rank is here with the object of this name, or this raises on all of them."""
+        """Check that every rank is here with the object of this name; otherwise raise on all ranks."""
         said: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(said, [self.name, method])
         assert said == [[self.name, method]] * len(said), said
@@ -162,7 +163,7 @@ def heard() -> _Heard:
 
 
 def stuck(rank: int, world: int, directory: Path, method: str, who: int) -> dict[str, Any]:
-    """A method of an object does not return on one rank, until the others have raised."""
+    """On one rank a method of an object does not return until the other ranks have raised."""
     handler = heard()
     desk = directory / "others"
     desk.mkdir(exist_ok=True)

@@ -93,7 +93,7 @@ def other_stagers(rank: int, world: int, directory: Path) -> list[str]:
 
 
 def closed_loop(rank: int, world: int, directory: Path, who: int, turns: int) -> dict[str, Any]:
-    """One rank closes its loop under a save, and lives on without another call."""
+    """A program whose rank closes its loop during a save and continues to run without another call."""
     mesh = init_device_mesh("cpu", (world,))
     told: dict[str, Any] = {}
 

@@ -1,4 +1,5 @@
-"""Calls of all ranks: objects are asked in one order, and ranks that wait for others say so."""
+"""Calls of all ranks: ``state_dict()`` of objects is called in the same order, and ranks log that they wait for
+others."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_ranks_that_never_come(
         if rank in who:
             assert told == {"said": [], "events": []}
             continue
-        known = who if before or rank == 0 or 0 not in who else [0]  # nobody but rank 0 knows of the others
+        known = who if before or rank == 0 or 0 not in who else [0]  # only rank 0 knows which other ranks are missing
         names = f"rank {known[0]}" if len(known) == 1 else f"ranks {_spelled(known)}"
         (said,) = told["said"]
         assert f" s for {names}, which has not joined this {kind}: {remedy}. " in said, said

@@ -36,7 +36,7 @@ def test_other_ways_to_stage(groups: Groups, tmp_path: Path) -> None:
 @pytest.mark.parametrize("turns", [0, 20])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_closes_its_loop(who: int, turns: int, groups: Groups, tmp_path: Path) -> None:
-    """The others learn of it, although the process lives and makes no other call."""
+    """The other ranks are notified, although the process lives and makes no other call."""
     ended = groups.run("closed_loop", 2, tmp_path, who=who, turns=turns)
     for rank, told in enumerate(ended.results):
         assert told["outcome"] == ("committed" if told["visible"] else "absent"), told

@@ -1,4 +1,4 @@
-"""A run where a checkpoint is asked for, and a checkpoint where a run is: what is there is said, with what to do."""
+"""A run given as a checkpoint, and a checkpoint given as a run: the error says what was found and what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 async def not_found(url: str) -> str:
-    """What every reader says."""
+    """Return the message of the error that every reader raises."""
     said = set()
     for refuses in (
         sidestream.load(blank(), url),

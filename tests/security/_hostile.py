@@ -181,7 +181,7 @@ MANY = 2_000
 
 
 def colliding() -> dict[str, list[Any]]:
-    """Thousands of keys with one hash, of each kind that a file can hold. None of them is ever put into a dict here."""
+    """Thousands of keys with the same hash, of each kind that a file can hold. They are never put into a dict here."""
     bits = [[number >> bit & 1 for bit in range(15)] for number in range(MANY)]
     return {
         "integers": [number * _MODULUS for number in range(MANY)],

@@ -1,5 +1,5 @@
-"""What a hostile checkpoint may cost: time in proportion to its names, memory in proportion to its bytes, and no time
-of the event loop. Every function that works on a listing or on metadata is given 20,000 names here."""
+"""The cost of a hostile checkpoint is bounded: time in proportion to its names, memory in proportion to its bytes, and
+no time on the event loop. Every function that works on a listing or on metadata is given 20,000 names here."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ async def test_20_000_steps(tmp_path: Path) -> None:
 
 
 async def test_steps_that_hold_nothing(tmp_path: Path) -> None:
-    """Every directory is opened here, so there are fewer. None of them makes the run be listed once more."""
+    """Every directory is opened, so there are fewer of them. None of them causes another listing of the run."""
     for number in range(MANY // 20):
         (tmp_path / f"step-{number}").mkdir()
     store, deadline = locate_run(tmp_path, Where())[0], Deadline.after(600)
@@ -470,7 +470,7 @@ def test_compressed_values_share_one_budget(tmp_path: Path) -> None:
     told = in_a_process(tmp_path / "sound", tmp_path / "c")
     assert "expands to more" in told["state_dict"]
     assert "expands to more" in told["convert"]
-    assert told["verify"] == "returned"  # and tells damage
+    assert told["verify"] == "returned"  # and detects damage
     assert max(told["state_dict MiB"], told["convert MiB"], told["verify MiB"]) < 600
 
 
@@ -534,7 +534,7 @@ async def test_views_are_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_refused_is_a_typed_error(tmp_path: Path) -> None:
-    """With less room in the address space than a sound checkpoint takes."""
+    """Run with less address space than a sound checkpoint needs."""
     stock(tmp_path / "sound")
     stock(tmp_path / "stock", {"w": torch.zeros(100 << 20)})
     sidestream.blocking.save({"w": torch.zeros(100 << 20)}, tmp_path / "own")

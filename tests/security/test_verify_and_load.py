@@ -1,4 +1,4 @@
-"""``verify`` never calls good what a load calls damaged: each byte that is changed is shown to both."""
+"""``verify`` reports everything that a load reports as damaged: both read each checkpoint with one changed byte."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def changes(path: Path, count: int) -> Iterator[tuple[Path, int, int]]:
 
 
 async def damaged(path: Path) -> set[str]:
-    """The FQNs that a reader calls damaged."""
+    """Return the FQNs that a reader reports as damaged."""
     found = set()
     for fqn in ("model.weight", "model.flags", "step", "betas"):
         try:
@@ -82,7 +82,8 @@ async def said_to_be_good(path: Path) -> bool:
 
 
 async def compare(path: Path, count: int) -> int:
-    """How many changes a reader called damage, every one of which a verification found."""
+    """Return how many changes a reader reported as damage, after checking that a verification found every one of
+    them."""
     found = 0
     for file, at, mask in changes(path, count):
         raw = file.read_bytes()

@@ -1,5 +1,5 @@
-"""``verify`` of our checkpoints compares what ``.metadata`` means: how it is pickled is the writer's own affair, and
-another version of the writer may do it otherwise."""
+"""``verify`` of sidestream's checkpoints compares the content of ``.metadata`` and not its pickle, because another
+version of the writer may pickle it differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storms of Ctrl-C: a program that goes on is left whole, and one call ends soon after each of them."""
+"""Storms of Ctrl-C: each interrupt ends one call soon, and a program that continues stays consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full ``/dev/shm``: memory that is shared with the saver process is not taken from there."""
+"""A full ``/dev/shm``: memory that is shared with the saver process does not come from there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FULL = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && (yes > /dev/shm/full 2>/dev/
 
 @pytest.mark.parametrize("saver", ["thread", "process", "auto"])
 def test_a_full_dev_shm(saver: str, tmp_path: Path, judge: Oracle, row: Callable[..., Row], size: Size) -> None:
-    """In a mount namespace of its own, so that nobody else's is full."""
+    """Run in a mount namespace of its own, so that ``/dev/shm`` of other processes is not filled."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         cannot("mounting needs root, and unshare(1)")
     counts = row("full /dev/shm", saver)

@@ -43,7 +43,7 @@ def test_saves_without_end(place: Path, children: Trials, row: Callable[..., Row
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_garbage_collection_is_disabled(kind: str, place: Path, row: Callable[..., Row], size: Size) -> None:
-    """Programs do that for their latency: then what refers to itself stays for ever."""
+    """Some programs disable garbage collection to reduce latency: then reference cycles are never freed."""
     counts = row("garbage collection disabled", kind)
     rounds = max(SHORT_EACH, size.of(SHORT_EACH, LONG_EACH))
     objects, blocks, more = await growth(kind, place, rounds)

@@ -1,4 +1,4 @@
-"""Ours under the names and with the habits of DCP's: a target is overwritten, its keywords come by position too."""
+"""Sidestream under DCP's names and with DCP's behaviour: targets are overwritten, and keywords may be positional."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ARGUMENTS = ("path", "single_file_per_rank", "sync_files", "thread_count", "per
 
 
 class FileSystemWriter(StorageWriter):
-    """``StorageWriter``, with what ``FileSystemWriter`` does unless it is told otherwise."""
+    """``StorageWriter`` with the defaults of ``FileSystemWriter``."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options |= dict(zip(_ARGUMENTS, args, strict=False))
@@ -70,7 +70,7 @@ def _replace(modules: tuple[str, ...], names: dict[str, Any]) -> None:
 
 
 class _Verbs:
-    """DCP's calls, made to ``sidestream.blocking`` where they name our storage, and to DCP where they do not."""
+    """DCP's calls, forwarded to ``sidestream.blocking`` if they name sidestream's storage, and to DCP otherwise."""
 
     stock_save: Any
     stock_load: Any
@@ -159,7 +159,7 @@ class _Verbs:
 
 
 def _url_of(checkpoint_id: Any, storage: Any, kind: type[StorageWriter] | type[StorageReader]) -> str | None:
-    """None where it is not our storage that is named."""
+    """Returns None if the storage is not sidestream's."""
     if storage is not None:
         return (os.fspath(checkpoint_id) if checkpoint_id else storage.checkpoint_id) if type(storage) is kind else None
     taken = checkpoint_id is not None and kind.validate_checkpoint_id(checkpoint_id)
