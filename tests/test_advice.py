@@ -111,7 +111,7 @@ async def test_a_checkpoint_of_a_wrapped_module(tmp_path: Path) -> None:
     await sidestream.save({"model": Wrapper(wrapped)}, tmp_path / "c")
     plain = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     says = (
-        r"has all of these names with 'module\.' before them \('model\.module\.0\.weight'\)(.|\n)*"
+        r"has all of these names with the prefix 'module\.' \('model\.module\.0\.weight'\)(.|\n)*"
         r"load into \{'module\.' \+ name: tensor for name, tensor in module\.state_dict\(\)\.items\(\)\}"
     )
     for target in ({"model": plain}, {"model": plain.state_dict()}):
@@ -124,7 +124,9 @@ async def test_a_checkpoint_of_a_wrapped_module(tmp_path: Path) -> None:
 async def test_a_target_that_is_wrapped(tmp_path: Path) -> None:
     await sidestream.save({"model": model()}, tmp_path / "c")
     wrapped = Wrapper(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)))
-    says = r"without 'module\.' \('model\.0\.weight'\).*unwrap the module before state_dict\(\), as model\.module"
+    says = (
+        r"without the prefix 'module\.' \('model\.0\.weight'\).*unwrap the module before state_dict.., as model\.module"
+    )
     for target in ({"model": wrapped}, {"model": wrapped.state_dict()}):
         with pytest.raises(errors.Mismatch, match=says):
             await sidestream.load(target, tmp_path / "c")
@@ -136,7 +138,7 @@ async def test_prefixes_of_other_tools(tmp_path: Path) -> None:
     torch.save(
         {"state_dict": {f"model._orig_mod.{key}": one for key, one in model().state_dict().items()}}, tmp_path / "l.pt"
     )
-    with pytest.raises(errors.Mismatch, match=r"with 'state_dict\.model\._orig_mod\.' before them"):
+    with pytest.raises(errors.Mismatch, match=r"with the prefix 'state_dict\.model\._orig_mod\.'"):
         await sidestream.load(model().state_dict(), tmp_path / "l.pt")
 
 

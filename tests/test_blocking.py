@@ -266,7 +266,7 @@ def test_a_call_within_a_call_is_refused(tmp_path: Path) -> None:
             sidestream.blocking.save({}, tmp_path / "b")
             return super().state_dict()
 
-    with pytest.raises(WrongLoop, match=r"another call of sidestream\.blocking waits for"):
+    with pytest.raises(WrongLoop, match=r"within another call of sidestream\.blocking"):
         sidestream.blocking.save({"n": Nested()}, tmp_path / "a")
     sidestream.blocking.save({}, tmp_path / "b")
 

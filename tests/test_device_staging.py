@@ -548,7 +548,7 @@ async def test_closing_says_what_becomes_of_a_stage_whose_device_hangs(close: Ca
         await close(stager)
     with pytest.raises(Closed, match="before the device completed the copies"):
         await future
-    with pytest.raises(DeadlineExceeded, match="may still read the sources"):
+    with pytest.raises(DeadlineExceeded, match="do not change the sources before the device responds"):
         await synchronized
     assert driver.registered
     assert stager.statistics().leased_bytes > 0  # the copies may still come

@@ -59,8 +59,8 @@ def tar() -> bytes:
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 548105171\n"
 
 FILES: dict[str, tuple[str, Callable[[], bytes], str]] = {
-    "before zips": ("m.pth", lambda: older(2), r"before zips .*torch\.load it and torch\.save it again"),
-    "before zips, protocol 5": ("m.pt", lambda: older(5), r"torch\.load it and torch\.save it again"),
+    "before zips": ("m.pth", lambda: older(2), r"before torch 1\.6, .*torch\.load and write it again with torch\.save"),
+    "before zips, protocol 5": ("m.pt", lambda: older(5), r"torch\.load and write it again with torch\.save"),
     "TorchScript": ("m.pt", script, r"TorchScript program .*torch\.jit\.load it"),
     "exported": (
         "m.pt",
@@ -68,7 +68,7 @@ FILES: dict[str, tuple[str, Callable[[], bytes], str]] = {
         r"exported program .*torch\.export",
     ),
     "npz": ("m.pt", lambda: zip_of("a.npy", "b.npy"), "holds NumPy arrays"),
-    "other zip": ("m.bin", lambda: zip_of("word/document.xml"), r"a zip that torch\.save did not write"),
+    "other zip": ("m.bin", lambda: zip_of("word/document.xml"), r"a zip file that torch\.save did not write"),
     "text": ("notes.pt", lambda: b"learning rate: 0.1\n", "a text file"),
     "long text": ("notes.pt", lambda: "grün ".encode() * 200, "a text file"),
     "HTML": ("m.bin", lambda: b"<!DOCTYPE html><title>404</title>", "an HTML page"),
@@ -79,9 +79,13 @@ FILES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "numpy": ("m.pt", lambda: b"\x93NUMPY\x01\x00" + bytes(100), r"torch\.from_numpy"),
     "HDF5": ("m.pt", lambda: b"\x89HDF\r\n\x1a\n" + bytes(100), "h5py"),
     "misnamed safetensors": ("m.pt", lambda: save(WEIGHTS), r"a safetensors file: .*ends in \.safetensors"),
-    "misnamed zip": ("m.safetensors", newer, r"it is a zip; if torch\.save wrote it, .*ends in \.pt"),
+    "misnamed zip": ("m.safetensors", newer, r"it is a zip file; if torch\.save wrote it, .*ends in \.pt"),
     "text as safetensors": ("m.safetensors", lambda: POINTER, "git lfs pull"),
-    "before zips as safetensors": ("m.safetensors", lambda: older(2), r"torch\.load it and torch\.save it again"),
+    "before zips as safetensors": (
+        "m.safetensors",
+        lambda: older(2),
+        r"torch\.load and write it again with torch\.save",
+    ),
 }
 
 

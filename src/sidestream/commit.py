@@ -197,7 +197,7 @@ def settle(store: Store, attempt: str, verdict: Verdict, *, stuck: bool) -> None
     look = verdict.look
     if verdict.outcome == "unknown" and look is not None:
         deadline = Deadline.after(_READ_BACK_S)
-        Call(lambda: look(stuck)).result("reading back what came of the commit", stop=Stop(), deadline=deadline)
+        Call(lambda: look(stuck)).result("reading back the outcome of the commit", stop=Stop(), deadline=deadline)
     if verdict.outcome == "absent":
         store.discard_here(attempt)
 

@@ -41,7 +41,7 @@ async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Dea
                 what = other_zip(file, nbytes)
                 if what is None:
                     raise
-                raise UnsupportedCheckpoint(f"{name} is not a torch.save file: {what}") from error
+                raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
         return Manifest("", _entries(found, name), {name: nbytes})
 
     try:
@@ -53,7 +53,7 @@ async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Dea
             ) from error
         what = await find_other_kind(store, name, nbytes, deadline)
         if what is not None:
-            raise UnsupportedCheckpoint(f"{name} is not a torch.save file: {what}") from error
+            raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
         raise
 
 

@@ -219,7 +219,7 @@ class Writing:
 
     def _write(self, launched: Future[None]) -> None:
         order = self._order
-        launched.result(order.deadline.remaining_s())  # an interrupt may have cut off whoever launches
+        launched.result(order.deadline.remaining_s())  # an interrupt may have ended the launching thread
         write = order.location.store.write
         if order.saver is not None:
             order.saver.start()  # while the plan is made

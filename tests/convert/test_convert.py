@@ -245,7 +245,9 @@ async def test_targets_that_are_there_and_sources_that_are_not(tmp_path: Path) -
     for source in ("nothing", "b.pt/x", "nothing/x.pt"):
         with pytest.raises(errors.CheckpointNotFound):
             await sidestream.convert(tmp_path / source, tmp_path / "c")
-    with pytest.raises(errors.UnsupportedCheckpoint, match=r"b\.pt is no file of torch\.save: it is a text file"):
+    with pytest.raises(
+        errors.UnsupportedCheckpoint, match=r"b\.pt cannot be read as a torch\.save file: it is a text file"
+    ):
         await sidestream.convert(tmp_path / "b.pt", tmp_path / "c")
     assert (tmp_path / "b.pt").read_bytes() == b"mine"
     assert left_over(tmp_path, before) == set()

@@ -194,11 +194,10 @@ def test_values_that_went_through_an_extension_are_named_too(tmp_path: Path) -> 
 
 
 async def test_a_save_with_a_planner_says_it_too(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"p \(.*PosixPath.*sidestream\.load allow="):
+    with pytest.warns(UserWarning, match=r"p \(.*PosixPath.*allow=\[\.\.\.\] with the types to sidestream\.load"):
         await sidestream.save({"p": Path("x"), "w": torch.ones(2)}, tmp_path / "c", planner=DefaultSavePlanner())
-    await sidestream.save(
-        {"n": 1}, tmp_path / "own", planner=JsonPlanner()
-    )  # only that planner knows the format of its bytes
+    # Only this planner knows the format of its bytes, so there is no warning.
+    await sidestream.save({"n": 1}, tmp_path / "own", planner=JsonPlanner())
 
 
 async def test_a_value_too_large_to_be_read(tmp_path: Path) -> None:
@@ -215,9 +214,9 @@ def test_path_is_url(tmp_path: Path) -> None:
     dcp.load(target, storage_reader=StorageReader(path=str(tmp_path / "c")), no_dist=True)
     assert target == {"n": 1}
     for face in (StorageWriter, StorageReader):
-        with pytest.raises(InvalidOption, match="two names"):
+        with pytest.raises(InvalidOption, match="the same option"):
             face(tmp_path / "c", path=tmp_path / "c")
-        with pytest.raises(InvalidOption, match="give it a url"):
+        with pytest.raises(InvalidOption, match="pass url="):
             face()
 
 

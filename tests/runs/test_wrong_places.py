@@ -91,7 +91,7 @@ async def test_a_checkpoint_is_not_a_run(root: str) -> None:
 
 async def test_checkpoints_of_other_writers_are_no_runs(tmp_path: Path) -> None:
     stock_save({"w": torch.ones(3)}, tmp_path / "last")
-    with pytest.raises(errors.InvalidOption, match=f"its run is {tmp_path};"):
+    with pytest.raises(errors.InvalidOption, match=f"contains its checkpoints, here {tmp_path}:"):
         async with sidestream.Checkpointer(tmp_path / "last"):
             pass
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")

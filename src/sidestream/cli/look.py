@@ -136,7 +136,7 @@ def _compare(name: str, one: blocking.Checkpoint, other: blocking.Checkpoint) ->
             return Difference(name, "a tensor in one, a value in the other")
         found = list(islice(value_differences(one.value(name), other.value(name)), _PLACES + 1))
         inside, more = tuple(found[:_PLACES]), len(found) > _PLACES
-        return Difference(name, "values differ", inside=inside, more=more) if found else None
+        return Difference(name, "another value", inside=inside, more=more) if found else None
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         told = f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
         return Difference(name, told.replace("torch.", ""))

@@ -34,7 +34,7 @@ def other_kind(head: bytes, name: str) -> str | None:
     kind is unknown, or if the first bytes match the name."""
     if is_older(head) or _OLDER_NUMBER in head[:32]:
         return (
-            "it is a torch.save file in the format from before torch 1.6, which this version does not read: load it "
+            "it is in the format of torch.save from before torch 1.6, which this version does not read: load it "
             "with torch.load and write it again with torch.save"
         )
     for magic, what in _MAGICS:
