@@ -94,8 +94,6 @@ class Stop:
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
         _stops.add(self)
-        if _ending:
-            self._event.set()
 
     @contextmanager
     def waking(self, waker: Callable[[], None]) -> Iterator[None]:
@@ -278,9 +276,9 @@ class TorchThreads(Threads):
 
     Up to Python 3.13 a daemon thread that comes back from a call while the interpreter ends is ended by
     ``pthread_exit``. Its unwinding meets C++ frames of torch that must not throw, and the process aborts (PyTorch
-    # 38228). So when the interpreter is about to end, after the last non-daemon thread, all work is signalled to stop
-    # and waited for, for at most 4 s. Work that may block for longer, on a device that does not respond, must block in
-    # a call without C++ frames around it.
+    issue 38228). So when the interpreter is about to end, after the last non-daemon thread, all work is signalled to
+    stop and waited for, for at most 4 s. Work that may block for longer, on a device that does not respond, must block
+    in a call without C++ frames around it.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -356,30 +354,24 @@ def in_background(work: Callable[[], object], name: str) -> Future[object]:
 
 def look_for_abandoned() -> None:
     """End, in the background, the operations that were in flight on event loops that have ended. Costs nothing if there
-    are none."""
+    are none. Does nothing once the interpreter ends: ``_end_work`` then releases them in the main thread."""
+    if _ending:
+        return
     for home, reason in take_abandoned():
         try:
-            in_background(partial(home.release, reason), "sidestream-abandoned")
+            release = in_background(partial(home.release, reason), "sidestream-abandoned")
         except RuntimeError:  # the system cannot start another thread
             put_back(home)
-
-
-_AT_EXIT_S = 5.0
-
-
-def _release_at_exit() -> None:
-    """Release everything at the end of the interpreter. Runs in the main thread, when no thread can be started any more
-    and existing threads still run."""
-    for home, reason in take_abandoned(at_exit=True):
-        home.release(reason, _AT_EXIT_S)
-
-
-atexit.register(_release_at_exit)
+            continue
+        _releases.add(release)
+        release.add_done_callback(_releases.discard)
 
 
 _stops: weakref.WeakSet[Stop] = weakref.WeakSet()
 _calling_torch: set[Future[Any]] = set()
+_releases: set[Future[Any]] = set()
 _ending = False
+_RELEASES_S = 5.0
 
 
 def interpreter_ends() -> bool:
@@ -388,13 +380,26 @@ def interpreter_ends() -> bool:
 
 
 @atexit.register
-def _leave_torch() -> None:
+def _end_work() -> None:
+    """Stop the work that calls torch, then release what ended event loops have left.
+
+    Runs in the main thread after the last non-daemon thread. No thread can be started any more, and existing threads
+    still run. The order matters: a worker that ends would otherwise hand an ended loop to a new daemon thread, which
+    the interpreter kills before it has removed anything.
+    """
     global _ending
     _ending = True
     for stop in _all_stops():
         stop.set()
-    end = time.monotonic() + _LEAVING_S
-    while (left := list(_calling_torch)) and time.monotonic() < end:
+    _wait_for_all(_calling_torch, _LEAVING_S)
+    _wait_for_all(_releases, _RELEASES_S)
+    for home, reason in take_abandoned(at_exit=True):
+        home.release(reason, _RELEASES_S)
+
+
+def _wait_for_all(futures: set[Future[Any]], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while (left := list(futures)) and time.monotonic() < end:
         wait_for(left, end - time.monotonic())
 
 

@@ -17,7 +17,6 @@ from .errors import (
     Incomplete,
     InvalidOption,
     SidestreamError,
-    StorageError,
     UnsupportedCheckpoint,
 )
 from .foreign_file import FILE_SUFFIXES, TORCH_SUFFIXES, read_file_manifest
@@ -190,7 +189,7 @@ async def check_run(store: Store, deadline: Deadline) -> None:
         names = await store.sizes(".", deadline=deadline)
     except FileNotFoundError:
         return
-    if METADATA_NAME not in names and await io_threads().run(_manifest_among, names, deadline=deadline) is None:
+    if METADATA_NAME not in names and not await io_threads().run(_has_manifest, names, deadline=deadline):
         return
     run = store.url.rstrip("/").rpartition("/")[0]
     raise InvalidOption(
@@ -232,6 +231,11 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
     if (marker.step, marker.generation) != found.order:
         return replace(found, damage=Corrupt(f"{found.name}: its marker says step {marker.step}; was it renamed?"))
     return replace(found, marker=marker)
+
+
+def _has_manifest(names: Iterable[str]) -> bool:
+    """In a worker thread: whether a save of sidestream has written its manifest."""
+    return any(_MANIFEST.fullmatch(name) for name in politely(names))
 
 
 def _manifest_among(names: Iterable[str]) -> str | None:
@@ -335,12 +339,13 @@ async def read_root(
 
 _INTERRUPTED = "An interrupted save leaves no such file"
 _MOST_LOOKED_AT = 8
+_MANIFEST = re.compile("manifest-[0-9a-f]{32}")
 
 
 async def _instead(store: Store, name: str, url: str, files: Mapping[str, int], deadline: Deadline) -> str:
     """Describe what is at a place that has no checkpoint: a run, directories with checkpoints, or files. Empty if that
     is unknown. ``files`` are the files in the directory."""
-    with suppress(StorageError, FileNotFoundError):
+    with suppress(SidestreamError, FileNotFoundError):  # the caller raises its own error, with or without this advice
         names = await store.directories(name, deadline=deadline)
         steps = await _newest_committed(store, name, names, deadline)
         if steps:
@@ -388,9 +393,10 @@ async def _holds_checkpoint(store: Store, directory: str, deadline: Deadline) ->
     """Whether a directory is a checkpoint, or a run that has checkpoints."""
     with suppress(FileNotFoundError):
         files = await store.sizes(directory, deadline=deadline)
-        if METADATA_NAME in files or is_foreign(files):
+        if METADATA_NAME in files or await io_threads().run(is_foreign, files, deadline=deadline):
             return True
-    return any(_STEP.fullmatch(one) for one in await store.directories(directory, deadline=deadline))
+    names = await store.directories(directory, deadline=deadline)
+    return bool(await io_threads().run(_steps_among, names, deadline=deadline))
 
 
 async def _read_unmarked(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import math
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import torch
 
-from ._threads import Deadline, io_threads, politely
-from .errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
+from ._threads import Deadline, Threads, TorchThreads, io_threads, politely
+from .errors import Closed, Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
 from .format.checksum import crc32
 from .format.dtypes import itemsize
 from .format.foreign_values import ValueBudget
@@ -63,6 +64,10 @@ _BARE = {"stored": "bytes"}  # bytes in a format of the planner
 MAX_VALUE_BYTES = 64 << 20
 """The largest item of a value from another writer that is read."""
 _FEW_CHUNKS = 8
+_PARSING_THREADS = 4
+_LOOP_GRACE_S = 5.0
+
+T = TypeVar("T")
 
 
 async def read_values(
@@ -296,16 +301,16 @@ def _check_records(content: bytearray) -> None:
 async def check_opaque_item(store: Store, directory: str, fqn: str, chunk: Chunk, deadline: Deadline) -> None:
     """Read an item that only its writer can decode in pieces, and verify the checksums of all its records.
 
-    Compressed items are skipped. Check one item at a time: the thread that verifies waits for threads that read."""
+    Compressed items are skipped."""
     if chunk.transform:
         return
     item = StoreFile(store, f"{directory}/{chunk.file}", chunk.item_bytes, deadline, chunk.item_offset)
 
-    def check() -> None:
-        with _about(chunk, fqn), io.BufferedReader(item, _END_BYTES) as file:
+    def check(file: BinaryIO) -> None:
+        with _about(chunk, fqn):
             TorchZip(file, chunk.item_bytes).check()
 
-    await io_threads().run(check, deadline=deadline)
+    await item.run(check, _END_BYTES)
 
 
 async def why_opaque(store: Store, directory: str, fqn: str, entry: OpaqueEntry, deadline: Deadline) -> SidestreamError:
@@ -435,26 +440,81 @@ class _Seekable(io.RawIOBase):
 
 
 class StoreFile(_Seekable):
-    """A readable view of ``nbytes`` of a file in a store, from ``start`` on, for code in a worker thread. The loop on
-    which this object was created reads the bytes."""
+    """A readable view of ``nbytes`` of a file in a store, from ``start`` on, for code in a worker thread.
+
+    The loop on which this object was created reads the bytes, and ``run`` runs the code. A thread of the shared pool
+    must not wait for these reads, because they need a thread of that pool themselves.
+    """
 
     def __init__(self, store: Store, name: str, nbytes: int, deadline: Deadline, start: int = 0) -> None:
         super().__init__(nbytes)
         self._store, self._name, self._deadline, self._start = store, name, deadline, start
         self._loop = asyncio.get_running_loop()
+        self._failure: BaseException | None = None
+
+    async def run(self, parse: Callable[[BinaryIO], T], buffer_bytes: int) -> T:
+        """Run ``parse`` in a thread, with this file. Raises what reading the file raised, if it failed, and otherwise
+        what ``parse`` raises: parsers such as ``zipfile`` take a failed read for a damaged file."""
+
+        def work() -> T:
+            try:
+                with io.BufferedReader(self, buffer_bytes) as file:
+                    return parse(file)
+            except BaseException:
+                if self._failure is not None:
+                    raise self._failure from None
+                raise
+
+        return await _parsing_threads().run(work, deadline=self._deadline)
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         nbytes = max(0, min(len(buffer), self._nbytes - self._position))
         if nbytes:
-            into = memoryview(buffer)[:nbytes]
-            one = ReadRange(self._start + self._position, into)
-            read = self._store.read(self._name, [one], deadline=self._deadline)
             try:
-                asyncio.run_coroutine_threadsafe(read, self._loop).result()
-            except FileNotFoundError as error:
-                raise Corrupt(f"{self._name} was deleted while it was read") from error
+                self._read(memoryview(buffer)[:nbytes])
+            except BaseException as error:
+                self._failure = error
+                raise
         self._position += nbytes
         return nbytes
+
+    def _read(self, into: memoryview) -> None:
+        one = ReadRange(self._start + self._position, into)
+        read = self._store.read(self._name, [one], deadline=self._deadline)
+        try:
+            future = asyncio.run_coroutine_threadsafe(read, self._loop)
+        except RuntimeError as error:
+            read.close()
+            raise Closed(f"the event loop was closed while {self._name} was read") from error
+        try:
+            future.result(self._deadline.remaining_s() + _LOOP_GRACE_S)
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self._name} was deleted while it was read") from error
+        except TimeoutError as error:
+            if isinstance(error, SidestreamError):
+                raise
+            raise self._deadline.exceeded(f"reading {self._name}") from error
+
+
+_parsing: Threads | None = None
+_parsing_lock = threading.Lock()
+
+
+def _parsing_threads() -> Threads:
+    """The threads of this process that parse files while the shared pool reads them."""
+    global _parsing
+    with _parsing_lock:
+        if _parsing is None:
+            _parsing = TorchThreads("sidestream-parse", _PARSING_THREADS)
+        return _parsing
+
+
+def _forget_after_fork() -> None:
+    global _parsing, _parsing_lock
+    _parsing, _parsing_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class _Ends(_Seekable):

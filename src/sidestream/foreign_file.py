@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
+from typing import BinaryIO
 
 import torch
 
-from ._threads import Deadline, io_threads, politely
+from ._threads import Deadline, politely
 from .errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from .foreign import StoreFile
 from .foreign_manifest import find_other_kind, read_safetensors_file
@@ -33,19 +33,18 @@ async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Dea
         return await read_safetensors_file(store, ".", name, {name: nbytes}, deadline)
     reader = StoreFile(store, name, nbytes, deadline)
 
-    def read() -> Manifest:
-        with io.BufferedReader(reader, 1 << 16) as file:
-            try:
-                found = read_torch_file(file, nbytes)
-            except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
-                what = other_zip(file, nbytes)
-                if what is None:
-                    raise
-                raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
+    def read(file: BinaryIO) -> Manifest:
+        try:
+            found = read_torch_file(file, nbytes)
+        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+            what = other_zip(file, nbytes)
+            if what is None:
+                raise
+            raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
         return Manifest("", _entries(found, name), {name: nbytes})
 
     try:
-        return await io_threads().run(read, deadline=deadline)
+        return await reader.run(read, 1 << 16)
     except (Corrupt, UnsupportedCheckpoint) as error:
         if part_of_checkpoint(name):
             raise UnsupportedCheckpoint(

@@ -180,7 +180,7 @@ class Verification:
         self.total_bytes = self.done_bytes + counted + opaque_bytes
         self._tell(0)
         await self._in_parallel(runs, self._check_run)
-        await self.check_whole_items()
+        await self._check_items(whole)
 
     async def plan(self) -> list[Piece]:
         """What is to be read and compared, after all that the metadata says of itself."""
@@ -191,15 +191,16 @@ class Verification:
         else:
             located = await self._locate()
             await io_threads().run(self._plan_foreign, located, pieces, deadline=self.deadline)
-            for fqn, entry in (
-                await io_threads().run(opaque_entries, self.manifest.entries, deadline=self.deadline)
-            ).items():
+            opaque = await io_threads().run(opaque_entries, self.manifest.entries, deadline=self.deadline)
+            for fqn, entry in opaque.items():
                 await self._plan_opaque(fqn, entry)
         return pieces
 
     async def check_whole_items(self) -> None:
-        """What cannot be compared piece by piece."""
-        whole = await io_threads().run(self._whole_items, deadline=self.deadline)
+        """Compare what cannot be compared piece by piece."""
+        await self._check_items(await io_threads().run(self._whole_items, deadline=self.deadline))
+
+    async def _check_items(self, whole: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]) -> None:
         await self._in_parallel(whole, lambda item: self._check_whole(*item))
         for fqn, chunk in self._opaque:
             with self._noting(fqn):

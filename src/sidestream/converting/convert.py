@@ -125,7 +125,9 @@ async def convert(
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
     if values:
         listed = ", ".join(values[:5])
-        raise InvalidOption(f"safetensors files hold only tensors, and {listed} are values: leave them out with select=")
+        raise InvalidOption(
+            f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
+        )
     files = await io_threads().run(
         _plan, selection, chosen, where.name if single else None, budget_bytes, shard_bytes, deadline=deadline
     )

@@ -84,7 +84,7 @@ class ValueBudget:
         if self._parts_left < 0:
             raise Corrupt("the values expand to far more parts than their pickles have bytes")
         if not self._parts_left % _PARTS_IN_A_ROW:
-            next(self._pace)
+            next(self._pace, None)  # it is exhausted once a deadline has ended it
 
     def spend_bytes(self, count: int) -> None:
         """Take bytes from the budget. Raises ``Corrupt`` if it has fewer left."""
