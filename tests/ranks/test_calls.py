@@ -85,7 +85,7 @@ def test_ranks_that_never_come(
         known = who if before or rank == 0 or 0 not in who else [0]  # only rank 0 knows which other ranks are missing
         names = f"rank {known[0]}" if len(known) == 1 else f"ranks {_spelled(known)}"
         (said,) = told["said"]
-        assert f" s for {names}, which has not joined this {kind}: {remedy}. " in said, said
+        assert f" s for {names}, which did not join this {kind}: {remedy}. " in said, said
         assert said.startswith(f"rank {rank} has waited ")
         assert said.endswith("It waits for at most rank_wait_s=7")
         assert told["events"] == [[kind, rank, known]]

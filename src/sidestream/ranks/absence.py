@@ -51,7 +51,7 @@ def give_notice(operation: Operation, missing: Sequence[int]) -> None:
     waited_s = time.monotonic() - operation.began_at
     at_most = min(("rank_wait_s", operation.rank_wait_s), ("timeout_s", operation.deadline.timeout_s), key=_seconds)
     _log.warning(
-        "rank %d has waited %.0f s for %s, which has not joined this %s: %s. It waits for at most %s=%g",
+        "rank %d has waited %.0f s for %s, which did not join this %s: %s. It waits for at most %s=%g",
         operation.rank,
         waited_s,
         _spell(missing),
