@@ -208,7 +208,7 @@ async def test_cast_select_and_rename(tmp_path: Path) -> None:
     ("options", "kind", "says"),
     [
         ({"select": "no.*"}, errors.MissingKeys, "no"),
-        ({"select": []}, errors.MissingKeys, "that"),
+        ({"select": []}, errors.MissingKeys, "an empty selection"),
         ({"rename": lambda _: "same"}, errors.KeyCollision, "same"),
         ({"rename": lambda _: ""}, errors.InvalidOption, "empty"),
         ({"rename": lambda _: 3}, errors.InvalidOption, "no name"),
