@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import pickle
@@ -10,9 +11,11 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save, save_file
 
 import sidestream
@@ -138,3 +141,34 @@ async def test_damage_is_damage(name: str, content: Callable[[], bytes], tmp_pat
     with pytest.raises(errors.Corrupt, match=name):
         await sidestream.open_checkpoint(tmp_path / name)
     assert not (await sidestream.verify(tmp_path / name)).ok
+
+
+class FailingFileSystem(MemoryFileSystem):
+    """Reads the end of a file, by which it is recognised as a zip, and fails every other read."""
+
+    cachable = False
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        content: bytes = super().cat_file(path, start, end, **options)
+        if end is None or end < len(super().cat_file(path)):
+            raise OSError(5, "the disk of the server is broken")
+        return content
+
+
+async def test_a_read_that_fails_is_not_damage() -> None:
+    """``zipfile`` takes an ``OSError`` for the end of its search, and calls the file damaged."""
+    filesystem = FailingFileSystem()
+    buffer = io.BytesIO()
+    torch.save({"w": torch.zeros(1 << 18)}, buffer)
+    filesystem.pipe_file("/models/m.pt", buffer.getvalue())
+    with pytest.raises(errors.StorageError, match="broken"):
+        await sidestream.open_checkpoint("memory://models/m.pt", filesystem=filesystem)
+
+
+async def test_more_files_at_a_time_than_the_shared_pool_has_threads(tmp_path: Path) -> None:
+    """A thread that parses a file waits for threads that read it, and must not take their place."""
+    paths = [tmp_path / f"{index}.pt" for index in range(24)]
+    for path in paths:
+        path.write_bytes(newer())
+    opened = await asyncio.gather(*(sidestream.open_checkpoint(path, timeout_s=60) for path in paths))
+    assert all(list(one) == ["w"] for one in opened)

@@ -301,6 +301,9 @@ class _Child:
         await self.steps(run)
 
 
+_OF_THE_PROCESS = ("sidestream-io", "sidestream-parse", "sidestream-watch")
+
+
 def usage() -> dict[str, int]:
     """Of this process: resident bytes once all garbage has been given back, descriptors, threads."""
     gc.collect()
@@ -311,7 +314,9 @@ def usage() -> dict[str, int]:
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),
         "fds": len(os.listdir("/proc/self/fd")),
         # the pool of the process grows to its size when several hops happen to meet
-        "threads": sum(one.name not in ("sidestream-io", "sidestream-watch") for one in threading.enumerate()),
+        "threads": sum(
+            one.name not in ("sidestream-io", "sidestream-parse", "sidestream-watch") for one in threading.enumerate()
+        ),
     }
 
 

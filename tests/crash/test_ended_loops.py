@@ -39,7 +39,7 @@ def until(holds: Callable[[], object]) -> None:
 
 def ours() -> list[str]:
     """Return the threads that work for one operation; threads of the shared pool are left out."""
-    kept = ("sidestream-io", "sidestream-storage", "sidestream-saver")
+    kept = ("sidestream-io", "sidestream-parse", "sidestream-storage", "sidestream-saver", "sidestream-watch")
     names = [thread.name for thread in threading.enumerate()]
     return [name for name in names if name.startswith("sidestream") and name not in kept]
 
@@ -422,7 +422,7 @@ def slowly(descriptor):
 local.os.fsync = slowly
 
 async def begin():
-    return sidestream.async_save({"w": torch.ones(1000)}, sys.argv[1] + "/step-1")
+    return sidestream.async_save({"w": torch.ones(int(sys.argv[2]))}, sys.argv[1] + "/step-1")
 
 loop = asyncio.new_event_loop()
 pending = loop.run_until_complete(begin())
@@ -430,11 +430,12 @@ held.wait(0.1)
 """
 
 
-@pytest.mark.parametrize("end", ["", "loop.close()", "raise SystemExit(3)"])
-def test_at_exit(end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("elements", [1000, 32 << 20])
+@pytest.mark.parametrize("end", ["", "loop.close()", "loop.close(); pending.done()", "raise SystemExit(3)"])
+def test_at_exit(end: str, elements: int, tmp_path: Path) -> None:
     program = textwrap.dedent(AT_EXIT) + end
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", program, str(tmp_path), str(elements)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
