@@ -137,21 +137,32 @@ def dcp_suite(session: nox.Session) -> None:
     _install(session, ".[fast]", groups=("tests",))
     session.install("expecttest", "psutil", silent=True)
     ours = str(Path("tests", "dcp", "torch_suite").absolute())
-    for what in ("storage", "verbs"):
+    for what, other in DCP_DIFFERENCES.items():
         session.run(
             "python", "-m", "pytest", "-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider", "-W", "ignore",
+            *(f"--deselect={test}" for test in other),
             *(session.posargs or [str(path) for path in dcp_tests(Path(folder))]),
             env={"PYTHONPATH": ours, "SIDESTREAM_TORCH_SUITE": what, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
 
+_ROT13 = "test_file_system_checkpoint_cpu.py::TestDistributedStateDictSaveLoadRot13"
+DCP_DIFFERENCES = {
+    "storage": (_ROT13,),
+    "verbs": (
+        _ROT13,
+        "e2e/test_e2e_save_and_load.py::TestE2ESaveAndLoad::test_stateful_and_non_stateful_loads",
+        "test_compatibility.py::TestDCPCompatbility::test_storage_meta",
+    ),
+}
+"""What each mode does otherwise than DCP on purpose. docs/from_dcp.md gives the reasons."""
+
+
 def dcp_tests(folder: Path) -> list[Path]:
     """Of PyTorch's files those that save and load with the default storage and run without a GPU."""
-    chosen = (
-        *("test_file_system_checkpoint_cpu.py", "test_planner.py", "test_checkpoint.py", "test_save_load_api.py"),
-        *("test_compatibility.py", "test_dtensor_checkpoint.py", "test_state_dict_stager.py"),
-        *("e2e/test_e2e_save_and_load.py", "test_utils.py", "test_nested_dict.py", "test_traverse.py"),
-    )
+    storing = ("file_system_checkpoint_cpu", "checkpoint", "save_load_api", "compatibility", "format_utils")
+    other = ("planner", "dtensor_checkpoint", "state_dict_stager", "utils", "nested_dict", "traverse", "dedup_tensors")
+    chosen = ("e2e/test_e2e_save_and_load.py", *(f"test_{name}.py" for name in (*storing, *other)))
     return [folder / name for name in chosen if (folder / name).exists()]
 
 

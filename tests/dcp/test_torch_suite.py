@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent / "torch_suite"
 PROGRAM = """
 import sys, torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
 import sidestream
@@ -31,6 +32,10 @@ target = {"w": torch.zeros(5), "n": 0}
 dcp.load(target, checkpoint_id=path)
 assert torch.equal(target["w"], state["w"]) and target["n"] == 3
 dcp.load_state_dict(target, FileSystemReader(path), no_dist=True)
+dcp.save(state, FileSystemWriter(path))  # by position
+target = {"w": torch.zeros(5), "n": 0}
+dcp.load(target, FileSystemReader(path), planner=DefaultLoadPlanner())
+assert torch.equal(target["w"], state["w"]) and target["n"] == 3
 dcp.async_save(state, checkpoint_id=path, async_stager=DefaultStager()).upload_completion.result()
 assert (dcp.save.__module__ == "_substitutes") is (sys.argv[2] == "verbs")
 assert sidestream.open_checkpoint is not None

@@ -78,9 +78,9 @@ class _Verbs:
     @staticmethod
     def save(
         state_dict: Any,
+        storage_writer: Any = None,  # by position too, as in the calls of torch 2.2
         *,
         checkpoint_id: Any = None,
-        storage_writer: Any = None,
         planner: Any = None,
         process_group: Any = None,
         no_dist: bool = False,
@@ -107,9 +107,9 @@ class _Verbs:
     @staticmethod
     def load(
         state_dict: Any,
+        storage_reader: Any = None,
         *,
         checkpoint_id: Any = None,
-        storage_reader: Any = None,
         planner: Any = None,
         process_group: Any = None,
         no_dist: bool = False,
@@ -125,11 +125,12 @@ class _Verbs:
                 no_dist=no_dist,
             )
             return
-        lenient = {"cast", "ignore_unexpected"}  # as DCP is
+        group = _group(process_group, no_dist)
         with _as_dcp_raises():
-            sidestream.blocking.load(
-                state_dict, url, planner=planner, strict=lenient, process_group=_group(process_group, no_dist)
-            )
+            if planner is not None:  # which says itself what may differ
+                sidestream.blocking.load(state_dict, url, planner=planner, process_group=group)
+            else:
+                sidestream.blocking.load(state_dict, url, strict={"cast", "ignore_unexpected"}, process_group=group)
 
     @staticmethod
     def save_state_dict(
