@@ -4,58 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from _disk_model import Recording, record
 from _look import Found
+from _saver_trial import environment, processes_in
 from _seeded import make_state
 
 import sidestream
+from sidestream.options import SaverChoice
+from sidestream.saver.client import saver_process
+
+Acked = Callable[[str, int], None]
 
 
-async def one_step(run: Path, acked: Callable[[str, int], None], *, step: int) -> None:
+async def one_step(run: Path, acked: Acked, saver: SaverChoice, *, step: int) -> None:
     async with (
         sidestream.AsyncStager(budget_bytes=1 << 20) as stager,
-        sidestream.Checkpointer(run, stager=stager) as checkpoints,
+        sidestream.Checkpointer(run, stager=stager, saver=saver) as checkpoints,
     ):
         info = await (await checkpoints.save(make_state(12), step=step))
         acked(Path(info.url).name, 12)
 
 
-async def next_step(run: Path, acked: Callable[[str, int], None]) -> None:
-    await one_step(run, acked, step=2)
+async def next_step(run: Path, acked: Acked, saver: SaverChoice) -> None:
+    await one_step(run, acked, saver, step=2)
 
 
-async def same_step(run: Path, acked: Callable[[str, int], None]) -> None:
-    await one_step(run, acked, step=1)
+async def same_step(run: Path, acked: Acked, saver: SaverChoice) -> None:
+    await one_step(run, acked, saver, step=1)
 
 
-async def new_run(run: Path, acked: Callable[[str, int], None]) -> None:
+async def new_run(run: Path, acked: Acked, saver: SaverChoice) -> None:
     """Directories that are made on the way have to be synced too."""
-    await one_step(run / "new" / "below", acked, step=2)
+    await one_step(run / "new" / "below", acked, saver, step=2)
 
 
-async def plain(run: Path, acked: Callable[[str, int], None]) -> None:
-    info = await sidestream.save(make_state(12), run / "plain", snapshot=False)
+async def plain(run: Path, acked: Acked, saver: SaverChoice) -> None:
+    info = await sidestream.save(make_state(12), run / "plain", snapshot=saver != "thread", saver=saver)
     acked(Path(info.url).name, 12)
 
 
-async def prune(run: Path, acked: Callable[[str, int], None]) -> None:
+async def prune(run: Path, acked: Acked, saver: SaverChoice) -> None:
     """Step 1 may go as soon as step 2 is there."""
     async with (
         sidestream.AsyncStager(budget_bytes=1 << 20) as stager,
-        sidestream.Checkpointer(run, stager=stager, keep=sidestream.KeepLast(1)) as checkpoints,
+        sidestream.Checkpointer(run, stager=stager, keep=sidestream.KeepLast(1), saver=saver) as checkpoints,
     ):
         info = await (await checkpoints.save(make_state(12), step=2))
         acked(Path(info.url).name, 12)
 
 
-WORK: dict[str, Callable[..., Any]] = {
+WORK: dict[str, Callable[[Path, Acked, SaverChoice], Any]] = {
     "the next step": next_step,
     "the same step again": same_step,
     "a new run": new_run,
     "a plain save": plain,
     "a retention pass": prune,
 }
+
+Writer = Literal["threads", "a saver process"]
+
+
+async def recorded(place: Path, name: str, writer: Writer) -> Recording:
+    """``WORK[name]`` below ``place / "root"``, in a run that has step 1, with what either process did to the disk."""
+    root, options = place / "root", sidestream.SaverProcess(retries=0)
+    async with sidestream.Checkpointer(root / "run") as checkpoints:
+        await (await checkpoints.save(make_state(11), step=1))
+
+    async def work(acked: Acked, journal: Path) -> None:
+        if writer == "threads":
+            await WORK[name](root / "run", acked, "thread")
+            return
+        saver_process(options).close()
+        try:
+            with processes_in(environment(place / "notes", root, "nothing", journal=journal)):
+                await WORK[name](root / "run", acked, options)
+        finally:
+            saver_process(options).close()
+
+    return await record(root, place / "before", work)
 
 
 def judged(found: Found, acked: dict[str, int], older: Found, name: str) -> list[str]:

@@ -2,18 +2,22 @@
 
 A file system may keep more than it was asked to, and ext4 and xfs do. This one does not: content is safe when its file
 was synced after it was written, a name when its directory was synced after the name came to be. Everything else is
-there, or is not, as the ``Cut`` has it. Operations are recorded while they really happen, with what they wrote.
+there, or is not, as the ``Cut`` has it. Operations are recorded while they really happen, with what they wrote: those
+of this process and of its saver process, in one order.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from _operations import Intercept, Operation
 
@@ -33,13 +37,33 @@ class Folder:
     safe: dict[str, File | Folder] = field(default_factory=dict)
 
 
+T = TypeVar("T", bound=File | Folder)
+
+
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to the model; ``operation`` is the name of the call, ``index`` its number."""
+    """A change of the tree. ``operation`` is the name of the call, ``index`` its number in ``process``.
 
+    A sync is two events, of which the first is only ``begun``.
+    """
+
+    process: int
     index: int
     operation: str
-    happen: Callable[[Model], None]
+    path: str
+    target: str = ""
+    flags: int = 0
+    at: int = 0
+    content: bytes = b""
+    begun: bool = False
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """The save to the directory ``name``, of the state of ``seed``, returned."""
+
+    name: str
+    seed: int
 
 
 class Model:
@@ -48,7 +72,7 @@ class Model:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.top = _loaded(root)
-        self.begun: dict[int, Any] = {}  # what a sync that has not ended will have made safe
+        self.begun: dict[tuple[int, int], Any] = {}  # what a sync that has not ended will have made safe
 
     def find(self, path: str) -> File | Folder | None:
         node: File | Folder | None = self.top
@@ -59,6 +83,65 @@ class Model:
     def folder(self, path: str) -> Folder:
         node = self.find(os.path.dirname(path))
         assert isinstance(node, Folder), path
+        return node
+
+    def happen(self, event: Event) -> None:
+        """Change as the tree did."""
+        getattr(self, f"_{event.operation}")(event)
+
+    def _open(self, event: Event) -> None:
+        file = self.find(event.path)
+        if not isinstance(file, File):
+            file = self._add(event.path, File())
+        if event.flags & os.O_TRUNC:
+            file.content = bytearray()
+
+    def _mkdir(self, event: Event) -> None:
+        self._add(event.path, Folder())
+
+    def _pwrite(self, event: Event) -> None:
+        file = self.find(event.path)
+        if isinstance(file, File):
+            file.content += bytes(max(0, event.at - len(file.content)))
+            file.content[event.at : event.at + len(event.content)] = event.content
+
+    _write = _pwrite
+
+    def _posix_fallocate(self, event: Event) -> None:
+        file = self.find(event.path)
+        if isinstance(file, File):
+            file.content += bytes(max(0, event.at - len(file.content)))
+
+    def _fsync(self, event: Event) -> None:
+        """What is safe afterwards is what was there when it began."""
+        node, sync = self.find(event.path), (event.process, event.index)
+        if node is None:
+            return
+        if event.begun:
+            self.begun[sync] = bytes(node.content) if isinstance(node, File) else dict(node.names)
+        elif sync in self.begun:
+            node.safe = self.begun.pop(sync)
+
+    _fdatasync = _fsync
+
+    def _rename(self, event: Event) -> None:
+        self._add(event.target, self.folder(event.path).names.pop(os.path.basename(event.path)))
+
+    _replace = _rename
+
+    def _link(self, event: Event) -> None:
+        node = self.find(event.path)
+        assert node is not None
+        self._add(event.target, node)
+
+    def _unlink(self, event: Event) -> None:
+        del self.folder(event.path).names[os.path.basename(event.path)]
+
+    _remove = _unlink
+    _rmdir = _unlink
+
+    def _add(self, path: str, node: T) -> T:
+        self.folder(path).names[os.path.basename(path)] = node
         return node
 
     def write_to(self, folder: Path, keeps: Keeps, random: Any) -> None:
@@ -128,12 +211,44 @@ def _content(file: File, keeps: Keeps, random: Any) -> bytes:
 # --- recording --------------------------------------------------------------------------------------------------------
 
 
-class Recorder:
-    """A hook for ``Intercept`` that notes every change. ``events`` are in the order in which they took effect."""
+class Journal:
+    """A file to which all processes that take part add what they did, one at a time."""
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self._lock = threading.Lock()
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab")
+        self._lock = threading.Lock()  # flock(2) excludes other processes, not other threads
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else changes the tree, or adds to the journal, within this."""
+        with self._lock:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def add(self, entry: Event | Acknowledged) -> None:
+        """Within ``alone()``."""
+        pickle.dump(entry, self._file)
+        self._file.flush()
+
+    def entries(self) -> Iterator[Event | Acknowledged]:
+        with self._path.open("rb") as file:
+            while file.peek(1):
+                yield pickle.load(file)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Recorder:
+    """A hook for ``Intercept`` that adds every change to a journal, in the order in which they take effect."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._process = os.getpid()
 
     def __call__(self, operation: Operation) -> Any:
         record = getattr(self, f"_{operation.name}", None)
@@ -141,51 +256,26 @@ class Recorder:
             return operation.call()
         return record(operation)
 
-    def _note(self, operation: Operation, happen: Callable[[Model], None]) -> None:
-        self.events.append(Event(operation.index, operation.name, happen))
+    def _event(self, operation: Operation, **what: Any) -> Event:
+        return Event(self._process, operation.index, operation.name, operation.path, **what)
 
-    def _changing(self, operation: Operation, happen: Callable[[Model], None]) -> Any:
-        """The call and its event are one step: another thread's operation on the same names is before or after it."""
-        with self._lock:
+    def _changing(self, operation: Operation, **what: Any) -> Any:
+        """The call and its event are one step: another operation on the same names is before or after it."""
+        with self._journal.alone():
             result = operation.call()
-            self._note(operation, happen)
+            self._journal.add(self._event(operation, **what))
             return result
 
     def _open(self, operation: Operation) -> Any:
-        path, flags = operation.path, operation.args[1]
+        flags = operation.args[1]
         if not flags & (os.O_CREAT | os.O_TRUNC):
             return operation.call()
-
-        def happen(model: Model) -> None:
-            file = model.find(path)
-            if not isinstance(file, File):
-                file = model.folder(path).names[os.path.basename(path)] = File()
-            if flags & os.O_TRUNC:
-                file.content = bytearray()
-
-        return self._changing(operation, happen)
-
-    def _mkdir(self, operation: Operation) -> Any:
-        path = operation.path
-
-        def happen(model: Model) -> None:
-            model.folder(path).names[os.path.basename(path)] = Folder()
-
-        return self._changing(operation, happen)
+        return self._changing(operation, flags=flags)
 
     def _written(self, operation: Operation, content: bytes, at: int) -> Any:
-        path = operation.path
-        with self._lock:
+        with self._journal.alone():
             count = operation.call()
-
-            def happen(model: Model) -> None:
-                file = model.find(path)
-                if isinstance(file, File):
-                    missing = at - len(file.content)
-                    file.content += bytes(max(0, missing))
-                    file.content[at : at + count] = content[:count]
-
-            self._note(operation, happen)
+            self._journal.add(self._event(operation, at=at, content=content[:count]))
             return count
 
     def _pwrite(self, operation: Operation) -> Any:
@@ -197,69 +287,27 @@ class Recorder:
         return self._written(operation, bytes(buffer), os.lseek(descriptor, 0, os.SEEK_CUR))
 
     def _posix_fallocate(self, operation: Operation) -> Any:
-        path, nbytes = operation.path, operation.args[1] + operation.args[2]
-
-        def happen(model: Model) -> None:
-            file = model.find(path)
-            if isinstance(file, File):
-                file.content += bytes(max(0, nbytes - len(file.content)))
-
-        return self._changing(operation, happen)
+        return self._changing(operation, at=operation.args[1] + operation.args[2])
 
     def _fsync(self, operation: Operation) -> Any:
-        """What is safe afterwards is what was there when it began."""
-        path, index = operation.path, operation.index
-
-        def begin(model: Model) -> None:
-            node = model.find(path)
-            if node is not None:
-                model.begun[index] = bytes(node.content) if isinstance(node, File) else dict(node.names)
-
-        def end(model: Model) -> None:
-            node = model.find(path)
-            if node is not None and index in model.begun:
-                node.safe = model.begun.pop(index)
-
-        with self._lock:
-            self._note(operation, begin)
+        with self._journal.alone():
+            self._journal.add(self._event(operation, begun=True))
         result = operation.call()
-        with self._lock:
-            self._note(operation, end)
+        with self._journal.alone():
+            self._journal.add(self._event(operation))
         return result
 
     _fdatasync = _fsync
 
     def _rename(self, operation: Operation) -> Any:
-        source, target = operation.path, _target(operation)
-
-        def happen(model: Model) -> None:
-            node = model.folder(source).names.pop(os.path.basename(source))
-            model.folder(target).names[os.path.basename(target)] = node
-
-        return self._changing(operation, happen)
+        return self._changing(operation, target=_target(operation))
 
     _replace = _rename
-
-    def _link(self, operation: Operation) -> Any:
-        source, target = operation.path, _target(operation)
-
-        def happen(model: Model) -> None:
-            node = model.find(source)
-            assert node is not None
-            model.folder(target).names[os.path.basename(target)] = node
-
-        return self._changing(operation, happen)
-
-    def _unlink(self, operation: Operation) -> Any:
-        path = operation.path
-
-        def happen(model: Model) -> None:
-            del model.folder(path).names[os.path.basename(path)]
-
-        return self._changing(operation, happen)
-
-    _remove = _unlink
-    _rmdir = _unlink
+    _link = _rename
+    _mkdir = _changing
+    _unlink = _changing
+    _remove = _changing
+    _rmdir = _changing
 
 
 def _target(operation: Operation) -> str:
@@ -279,7 +327,7 @@ class Recording:
     root: Path
     before: Path
     events: list[Event]
-    acked: list[tuple[int, str, int]]
+    acked: list[tuple[int, Acknowledged]]
 
     def moments(self) -> Iterator[tuple[int, Model]]:
         """The model after each number of events, from none to all; it is one object that changes."""
@@ -287,18 +335,37 @@ class Recording:
         model.root = self.root
         yield 0, model
         for number, event in enumerate(self.events, 1):
-            event.happen(model)
+            model.happen(event)
             yield number, model
 
     def acknowledged(self, number: int) -> dict[str, int]:
-        return {name: seed for at, name, seed in self.acked if at <= number}
+        return {one.name: one.seed for at, one in self.acked if at <= number}
 
 
-async def record(root: Path, before: Path, work: Callable[[Callable[[str, int], None]], Any]) -> Recording:
-    """Run ``work`` in ``root``; it is handed a function that notes an acknowledgement (directory, seed)."""
+Work = Callable[[Callable[[str, int], None], Path], Any]
+
+
+async def record(root: Path, before: Path, work: Work) -> Recording:
+    """Run ``work`` in ``root``. It is handed a function that notes an acknowledgement (directory, seed), and the path
+    of the journal, for another process that changes the tree."""
     shutil.copytree(root, before)
-    recorder = Recorder()
-    acked: list[tuple[int, str, int]] = []
-    with Intercept(root, recorder).installed():
-        await work(lambda name, seed: acked.append((len(recorder.events), name, seed)))
-    return Recording(root, before, recorder.events, acked)
+    path = before.with_suffix(".journal")
+    journal = Journal(path)
+
+    def acknowledge(name: str, seed: int) -> None:
+        with journal.alone():
+            journal.add(Acknowledged(name, seed))
+
+    try:
+        with Intercept(root, Recorder(journal)).installed():
+            await work(acknowledge, path)
+        events: list[Event] = []
+        acked: list[tuple[int, Acknowledged]] = []
+        for entry in journal.entries():
+            if isinstance(entry, Event):
+                events.append(entry)
+            else:
+                acked.append((len(events), entry))
+    finally:
+        journal.close()
+    return Recording(root, before, events, acked)

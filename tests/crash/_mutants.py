@@ -52,14 +52,16 @@ _IN_USE = (
 )
 _CANDIDATES = "                candidates = [steps[name] for name in chosen if steps[name].order < newest.order]\n"
 _LOCAL = "storage/local.py"
-_RENAME = "            os.rename(attempt, target)\n"
-_SYNC_AND_RENAME = """        if durability == "fsync":
+_RENAME = "        exchange(attempt, target) if swap else os.rename(attempt, target)\n        try:\n"
+_TRY = "        try:\n"
+_SYNC_AND_RENAME = (
+    """        if durability == "fsync":
             _sync_directory(attempt)
-        if replacing and not _is_vacant(target):
-            exchange(attempt, target)
-        else:
-            os.rename(attempt, target)
+        swap = replacing and not _is_vacant(target)
+        _check_whole(attempt, names, target)
 """
+    + _RENAME
+)
 _SYNC_NEW_DIRECTORY = """        made.append(path)
         if durability == "fsync":
             _sync_directory(path.parent)
@@ -84,28 +86,30 @@ MUTANTS = (
     Mutant("directories are opened and not synced", _LOCAL, _SYNC_DIRECTORY,
            _SYNC_DIRECTORY.replace("os.fsync(descriptor)", "pass"), "cuts"),
     Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_RENAME,
-           "        os.rename(attempt, target)\n"
-           "        if durability == 'fsync':\n            _sync_directory(target)\n",
+           "        swap = False\n        os.rename(attempt, target)\n"
+           "        if durability == 'fsync':\n            _sync_directory(target)\n" + _TRY,
            "cuts"),
     Mutant("the parent is synced before the rename", _LOCAL, _SYNC_AND_RENAME,
            "        _sync_directory(attempt)\n        _sync_directory(target.parent)\n"
-           "        os.rename(attempt, target)\n        return\n", "cuts"),
+           "        os.rename(attempt, target)\n        return\n" + _TRY, "cuts"),
     Mutant("files are synced before they are written", _LOCAL,
            "            _Parts(descriptor, direct, body, deadline).write(stop, threads)\n",
            "            os.fsync(descriptor)\n            durability = 'flush'\n"
            "            _Parts(descriptor, direct, body, deadline).write(stop, threads)\n", "cuts"),
     Mutant("a deletion is not synced before it goes on", _LOCAL, "            _sync_directory(root)\n        except",
            "            pass\n        except", "cuts"),
+    Mutant("a saver process syncs nothing", "saver/work.py", "                durability=order.durability,\n",
+           '                durability="flush",\n', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
-           "            shutil.copytree(attempt, target)\n            shutil.rmtree(attempt)\n", "kills"),
+           "        shutil.copytree(attempt, target)\n        shutil.rmtree(attempt)\n" + _TRY, "kills"),
     Mutant("a deletion begins with the files", _LOCAL, "    hidden = _take_away(root, directory)\n",
            "    _discard(root / directory)\n    hidden = _take_away(root, directory)\n", "kills"),
     Mutant("the marker is written first and published alone", _LOCAL, _RENAME,
-           "            target.mkdir()\n            for one in sorted(attempt.iterdir()):\n"
-           "                os.rename(one, target / one.name)\n            attempt.rmdir()\n", "kills"),
+           "        target.mkdir()\n        for one in sorted(attempt.iterdir()):\n"
+           "            os.rename(one, target / one.name)\n        attempt.rmdir()\n" + _TRY, "kills"),
     Mutant("an occupied target is replaced", _LOCAL, _RENAME,
-           "            shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
+           "        shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
     Mutant("a generation that is there is taken again", "catalog.py",
            "    return max((found.generation for found in found), default=0) + 1",
            "    return 1", "conflicts"),
@@ -127,8 +131,8 @@ MUTANTS = (
     Mutant("a commit that was sent counts as absent", "commit.py", '    verdict.outcome = "unknown"\n',
            '    verdict.outcome = "absent"\n', "faults"),
     Mutant("a sent commit is not read back", "commit.py",
-           "    await finish(lambda: _read_back(store, name, tail, error, verdict))\n    return verdict.outcome\n",
-           '    verdict.outcome = "absent"\n    return verdict.outcome\n', "faults"),
+           '    await finish(lambda: _read_back(store, name, tail, getattr(error, "left_behind", False), verdict))\n',
+           '    verdict.outcome = "absent"\n', "faults"),
     Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
     Mutant("a short read counts as a whole one", _LOCAL, "        buffers = _rest(buffers, count)\n",
            "        break\n", "reads"),
@@ -162,37 +166,42 @@ def mutate(mutant: Mutant, source: Path, to: Path) -> None:
     path = to / "sidestream" / mutant.file
     text = path.read_text()
     assert text.count(mutant.old) == 1, f"{mutant.name}: found {text.count(mutant.old)} times in {mutant.file}"
-    path.write_text(text.replace(mutant.old, mutant.new))
+    mutated = text.replace(mutant.old, mutant.new)
+    compile(mutated, path, "exec")  # one that cannot be imported would count as caught
+    path.write_text(mutated)
 
 
 # --- the rows, one violation at a time --------------------------------------------------------------------------------
 
 
+CUTS = ("nothing", "names", "chance", "chance", "chance")
+
+
 async def cuts(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
-    """Modelled power cuts, the last moments first."""
-    async for wrong in modelled(place, chance, ("nothing", "names", "chance", "chance", "chance")):
+    """Modelled power cuts."""
+    async for wrong in modelled(place, chance, CUTS, "threads"):
+        yield wrong
+
+
+async def saver_cuts(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+    """Modelled power cuts, where a saver process writes."""
+    async for wrong in modelled(place, chance, CUTS, "a saver process"):
         yield wrong
 
 
 async def kills(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
     """What a kill leaves: all that was done until then."""
-    async for wrong in modelled(place, chance, ("everything",)):
+    async for wrong in modelled(place, chance, ("everything",), "threads"):
         yield wrong
 
 
-async def modelled(place: Path, chance: random.Random, keeps: tuple[Any, ...]) -> AsyncIterator[list[str]]:
-    from _cutting import WORK, judged
-    from _disk_model import record
+async def modelled(place: Path, chance: random.Random, keeps: tuple[Any, ...], writer: Any) -> AsyncIterator[list[str]]:
+    from _cutting import WORK, judged, recorded
     from _look import look
-    from _seeded import make_state
 
-    import sidestream
-
-    for number, (name, work) in enumerate(WORK.items()):
-        root, cut = place / f"root-{number}", place / f"cut-{number}"
-        async with sidestream.Checkpointer(root / "run") as checkpoints:
-            await (await checkpoints.save(make_state(11), step=1))
-        recording = await record(root, place / f"before-{number}", lambda acked, w=work, r=root: w(r / "run", acked))
+    for number, name in enumerate(WORK):
+        cut = place / f"cut-{number}"
+        recording = await recorded(place / str(number), name, writer)
         new = "run/new/below" if name == "a new run" else "run"
         last = len(recording.events)
         telling = ("rename", "fsync", "unlink", "rmdir", "mkdir")
@@ -328,7 +337,7 @@ async def cancels(place: Path, chance: random.Random) -> AsyncIterator[list[str]
 
 CATCHERS: dict[str, Callable[[Path, random.Random], AsyncIterator[list[str]]]] = {
     each.__name__: each
-    for each in (cuts, kills, faults, reads, corruption, stock, renamed, conflicts, retention, cancels)
+    for each in (cuts, saver_cuts, kills, faults, reads, corruption, stock, renamed, conflicts, retention, cancels)
 }
 
 

@@ -1,4 +1,5 @@
-"""Inside a saver process: something happens at the file operation that it is told. Imports no torch.
+"""Inside a saver process: something happens at the file operation that it is told, or all of them are recorded.
+Imports no torch.
 
 The other end: ``environment`` puts this into the processes that a trainer starts.
 """
@@ -10,24 +11,46 @@ import json
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from _disk_model import Journal, Recorder
 from _operations import Intercept, Operation
 
 HERE = Path(__file__).parent
 _kept: list[Any] = []
 
 
-def environment(folder: Path, root: Path, what: str, at: int | str = 0, when: str = "before") -> dict[str, str]:
+def environment(
+    folder: Path, root: Path, what: str, at: int | str = 0, when: str = "before", journal: Path | None = None
+) -> dict[str, str]:
     """At the ``at``-th operation below ``root`` (or the first of that name) of the first saver that gets there,
-    ``what`` happens, once. ``folder`` gets the ids of all saver processes, and how many operations each has done."""
+    ``what`` happens, once. ``folder`` gets the ids of all saver processes, and how many operations each has done.
+    ``journal``: every change below ``root`` is added to it."""
     folder.mkdir(parents=True, exist_ok=True)
     trial = {"folder": str(folder), "root": str(root), "what": what, "at": at, "when": when}
+    if journal is not None:
+        trial["journal"] = str(journal)
     inherited = os.environ.get("PYTHONPATH", "")
     paths = os.pathsep.join(filter(None, (str(HERE / "_in_saver"), inherited)))
     return {"SIDESTREAM_SAVER_TRIAL": json.dumps(trial), "PYTHONPATH": paths}
+
+
+@contextmanager
+def processes_in(environment: dict[str, str]) -> Iterator[None]:
+    """Processes that this one starts within this are in ``environment``, too."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def savers(folder: Path) -> dict[int, int]:
@@ -59,14 +82,15 @@ def wait_until_gone(folder: Path, timeout_s: float = 60.0) -> list[int]:
 def begin(trial: dict[str, Any]) -> None:
     folder = Path(trial["folder"])
     log = os.open(folder / str(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
+    call = Recorder(Journal(Path(trial["journal"]))) if "journal" in trial else Operation.call
 
     def hook(operation: Operation) -> Any:
         os.write(log, b".")
         if trial["at"] not in (operation.index, operation.name) or not _first(folder):
-            return operation.call()
-        done = operation.call() if trial["when"] == "after" else None
+            return call(operation)
+        done = call(operation) if trial["when"] == "after" else None
         _do(trial["what"])
-        return done if trial["when"] == "after" else operation.call()
+        return done if trial["when"] == "after" else call(operation)
 
     installed = Intercept(Path(trial["root"]), hook).installed()
     installed.__enter__()

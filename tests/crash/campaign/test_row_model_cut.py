@@ -1,35 +1,41 @@
-"""Power cuts on a modelled disk that keeps nothing that it was not asked to: after every change, in several ways."""
+"""Power cuts on a modelled disk that keeps nothing that it was not asked to: after every change, in several ways.
+
+Where a saver process writes, its changes and those of the trainer are in one order, and the power is cut after each.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from _cutting import WORK, judged
-from _disk_model import Keeps, Model, record
+from _cutting import WORK, Writer, judged, recorded
+from _disk_model import Keeps, Model
 from _judge import Oracle
 from _rows import Row, Size, spread
-from _seeded import make_state
-
-import sidestream
 
 SHORT, LONG = 500, 20_000
+ROWS: dict[Writer, str] = {
+    "threads": "power cuts, modelled",
+    "a saver process": "power cuts, modelled, a saver process writes",
+}
 OTHERS: tuple[Keeps, ...] = ("everything", "names", "content", "chance", "chance")
 
 
+@pytest.mark.parametrize("writer", ROWS)
 @pytest.mark.parametrize("name", WORK)
 async def test_the_power_is_cut_after_every_change(
-    name: str, place: Path, judge: Oracle, row: Callable[..., Row], size: Size
+    name: str, writer: Writer, place: Path, judge: Oracle, row: Callable[..., Row], size: Size
 ) -> None:
-    counts = row("power cuts, modelled", name)
+    counts = row(ROWS[writer], name)
     random = size.random(name)
-    root, cut = place / "root", place / "cut"
-    async with sidestream.Checkpointer(root / "run") as checkpoints:
-        await (await checkpoints.save(make_state(11), step=1))
-    recording = await record(root, place / "before", lambda acked: WORK[name](root / "run", acked))
+    cut = place / "cut"
+    recording = await recorded(place, name, writer)
+    of_others = {event.operation for event in recording.events if event.process != os.getpid()}
+    assert of_others >= ({"pwrite", "fsync"} if writer == "a saver process" else set()), of_others
     total = spread(size.of(SHORT, LONG), WORK)[name]
     new = "run/new/below" if name == "a new run" else "run"
 

@@ -30,7 +30,8 @@ def test_a_mutant_is_caught(mutant: Mutant, place: Path, catching: Warm, row: Ca
 
 
 @pytest.mark.parametrize(
-    "catcher", [name for name in CATCHERS if name not in ("corruption", "cuts", "kills", "faults", "retention")]
+    "catcher",
+    [name for name in CATCHERS if name not in ("corruption", "cuts", "saver_cuts", "kills", "faults", "retention")],
 )
 def test_without_a_mutant_nothing_is_caught(catcher: str, place: Path, catching: Warm, size: Size) -> None:
     """The longer ones are rows of their own."""
