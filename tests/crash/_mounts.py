@@ -36,7 +36,7 @@ class Disk:
     def __init__(self, kind: str, folder: Path) -> None:
         self._base, self._image, self._place = folder / "base.img", folder / "trial.img", folder / "disk"
         self._options = "loop,nouuid" if kind == "xfs" else "loop"
-        {"ext4": self._make_ext4, "xfs": self._unpack_xfs}[kind]()
+        self._make_ext4() if kind == "ext4" else self._unpack(kind)
 
     def _make_ext4(self) -> None:
         make = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
@@ -46,10 +46,13 @@ class Disk:
             image.truncate(_EXT4_BYTES)
         subprocess.run([make, "-q", str(self._base)], check=True, capture_output=True)
 
-    def _unpack_xfs(self) -> None:
-        """Few machines have mkfs.xfs. The image is what ``truncate -s 64M xfs.img; mkfs.xfs --unsupported xfs.img;
-        xz -9e xfs.img`` of xfsprogs 6.1 makes."""
-        with lzma.open(HERE / "xfs.img.xz") as packed, self._base.open("wb") as image:
+    def _unpack(self, kind: str) -> None:
+        """Few machines have the programs. The images are what these make:
+
+        - xfsprogs 6.1: ``truncate -s 64M xfs.img; mkfs.xfs --unsupported xfs.img; xz -9e xfs.img``
+        - btrfs-progs 6.2: ``truncate -s 128M btrfs.img; mkfs.btrfs -m single -d single btrfs.img; xz -9e btrfs.img``
+        """
+        with lzma.open(HERE / f"{kind}.img.xz") as packed, self._base.open("wb") as image:
             while block := packed.read(1 << 20):
                 if block.count(0) == len(block):
                     image.truncate(image.seek(len(block), os.SEEK_CUR))
