@@ -1,4 +1,5 @@
-"""A full ``/dev/shm``: memory that is shared with the saver process does not come from there."""
+"""No memory to share with a saver process: a full ``/dev/shm``, which is not used for it; system calls that refuse memory;
+a saver process that has reached its limit of descriptors or memory."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from _judge import Oracle
+from _no_shared_memory import LACKS
 from _rows import HERE, SOURCE, Row, Size, cannot
 
 SHORT, LONG = 1, 40
@@ -44,4 +46,39 @@ def test_a_full_dev_shm(saver: str, tmp_path: Path, judge: Oracle, row: Callable
         wrong += [] if told.get("free_bytes", 1) == 0 else [f"it was not full: {told}"]
         wrong += [] if found.steps == {1: 1, 2: 2} else [f"found {found.steps}, refused {told.get('refused')}"]
         counts.trial(number, wrong)
+    counts.end(at_least=total)
+
+
+LACKING = (len(LACKS), 20 * len(LACKS))
+
+
+@pytest.mark.parametrize("saver", ["process", "auto"])
+def test_no_memory_to_share(saver: str, tmp_path: Path, judge: Oracle, row: Callable[..., Row], size: Size) -> None:
+    """Two saves that may be refused, with an error of ours, and one that lacks nothing; no signal ends the program."""
+    counts = row("no memory to share", saver)
+    total = size.of(*LACKING)
+    for number in range(total):
+        run, lack = tmp_path / str(number), LACKS[number % len(LACKS)]
+        ended = subprocess.run(
+            [sys.executable, str(HERE / "_no_shared_memory.py"), str(run), saver, lack],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"},
+        )
+        told = json.loads(ended.stdout) if ended.stdout else {}
+        if "cannot" in told:
+            cannot(told["cannot"])
+        wrong = list(told.get("wrong", []))
+        wrong += [] if ended.returncode == 0 else [f"exit {ended.returncode}: {ended.stderr[-3000:]}"]
+        found = judge.look(run)
+        wrong += found.violations
+        wrong += [] if list(found.steps) == told.get("acked") else [f"found {found.steps}, told {told}"]
+        wrong += [] if 3 in found.steps else ["a save that lacks nothing failed"]
+        if not told.get("refused") and not (saver == "auto" and "saver process" in lack):  # which starts another one
+            wrong.append(f"nothing was lacking: {told}")
+        counts.trial(lack, wrong)
+        counts.note("refused", len(told.get("refused", [])))
+        counts.note("saved", len(told.get("acked", [])))
     counts.end(at_least=total)
