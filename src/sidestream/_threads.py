@@ -137,7 +137,8 @@ class Threads(Executor):
         self._lock = threading.Lock()
         self._count = 0
         self._closed = False
-        self._idle = threading.Semaphore(0)
+        # Not a Semaphore: a KeyboardInterrupt within its Python code leaves it locked, for ever and for all threads.
+        self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         weakref.finalize(self, self._work.put, None).atexit = False
 
@@ -163,8 +164,11 @@ class Threads(Executor):
             if self._closed:
                 raise Closed("these threads take no more work: their owner was closed")
             self._work.put(work)
-            if not self._idle.acquire(blocking=False) and self._count < self._size:
-                self._start_thread(future)
+            try:
+                self._idle.get_nowait()
+            except queue.Empty:
+                if self._count < self._size:
+                    self._start_thread(future)
         return future
 
     def _start_thread(self, future: Future[T]) -> None:
@@ -316,7 +320,7 @@ def let_go(*containers: dict[Any, Any] | list[Any]) -> None:
             container.popitem() if isinstance(container, dict) else container.pop()
 
 
-def _serve(work: queue.SimpleQueue[Callable[[], None] | None], idle: threading.Semaphore) -> None:
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None], idle: queue.SimpleQueue[None]) -> None:
     while True:
         item = work.get()
         if item is None:
@@ -324,7 +328,7 @@ def _serve(work: queue.SimpleQueue[Callable[[], None] | None], idle: threading.S
             return
         item()
         del item  # an idle thread keeps nothing alive
-        idle.release()
+        idle.put(None)
 
 
 def _stop_work(future: Future[T], stop: Stop | None) -> None:

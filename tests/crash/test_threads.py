@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -325,3 +327,29 @@ async def test_cancelled_at_once_many_times(threads: Threads) -> None:
             if running[0]:
                 wrong.append(number)
     assert wrong == []
+
+
+def test_an_interrupt_in_code_of_the_standard_library_leaves_the_threads_usable() -> None:
+    """Ctrl-C reaches the thread of a loop wherever it is: no lock that all work needs may be held by Python code."""
+    for at in range(1, 20):
+        threads = Threads("interrupted", 1)
+        threads.submit(int).result(60)
+        returns = itertools.count(1)
+
+        def trace(frame: Any, event: str, _: Any, returns: Any = returns, at: int = at) -> Any:
+            if frame.f_code.co_filename == threading.__file__ and event == "return" and next(returns) == at:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            threads.submit(int)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        done = threading.Event()
+        threading.Thread(target=lambda t=threads, d=done: t.submit(d.set), daemon=True).start()
+        assert done.wait(10), f"interrupted at return {at}"
+        threads.close()
