@@ -7,6 +7,7 @@ where it has none of them the sessions fail.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -185,6 +186,52 @@ def _azurite(session: nox.Session) -> Path:
         quiet = ("--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error")
         session.run("npm", "install", *quiet, "--prefix", str(folder), AZURITE, external=True, silent=True)
     return folder
+
+
+CUDA_TORCH = os.environ.get("SIDESTREAM_CUDA_TORCH", "2.13.0")
+"""The release of torch for `cuda_sim`. Its build on the package index has to be one for CUDA 13."""
+
+CUDA_SIM = Path("tests", "cudasim")
+CUDA_TESTS = ("tests/test_streams.py", "tests/test_mapped.py")
+"""Other files with tests that need a CUDA device, which the other sessions skip."""
+
+
+@nox.session(python=ONE)
+@nox.parametrize("torch", [CUDA_TORCH], ids=[CUDA_TORCH])
+def cuda_sim(session: nox.Session, torch: str) -> None:
+    """Run what needs a CUDA device on a simulated runtime, under several schedules: ``-- --seeds 10``, default 3.
+
+    It needs Linux on x86-64, g++ 12, 8 GB of disk and 12 GB of memory. Other arguments after ``--`` go to pytest and
+    replace the list of tests. ``SIDESTREAM_CUDA_TORCH=2.11.0`` takes another release, in an environment of its own.
+    """
+    options = argparse.ArgumentParser(prog="nox -s cuda_sim --", add_help=False)
+    options.add_argument("--seeds", type=int, default=3)
+    chosen, arguments = options.parse_known_args(session.posargs)
+    # The CPU build that constraints.txt may find has the same version and a local part, which `===` excludes.
+    session.install("--no-compile", f"torch==={torch}", silent=True)
+    packages = ("numpy", "hypothesis", "pytest", "pytest-asyncio", "pytest-xdist")
+    session.install("--no-compile", *packages, "anyio", "fsspec", "isal", silent=True)
+    version = str(session.run("python", "-c", "import torch; print(torch.version.cuda)", silent=True)).strip()
+    if not version.startswith("13."):
+        session.error(f"torch {torch} is a build for CUDA {version}: one for CUDA 13 is needed")
+    session.install(f"nvidia-cuda-crt=={version}.*", silent=True)  # headers that the packages of torch leave out
+    # tests/gpu runs by itself, because it takes the options of its own pytest.ini then.
+    runs = (arguments,) if arguments else ([str(CUDA_SIM)], ["tests/gpu"], list(CUDA_TESTS))
+    for seed in range(1, chosen.seeds + 1):
+        for run in runs:
+            session.run(
+                "bash", str(CUDA_SIM / "run.sh"), "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *run,
+                env={"CUDASIM_SEED": str(seed), **SCHEDULES[(seed - 1) % len(SCHEDULES)]}, external=True,
+            )  # fmt: skip
+
+
+SCHEDULES: tuple[dict[str, str], ...] = (
+    {"CUDASIM_DELAY_US": "20000", "CUDASIM_DELAY_CHANCE": "0.7"},  # late
+    {},  # as it is by default
+    {"CUDASIM_DELAY_US": "0", "CUDASIM_ENGINES": "1"},  # at once, one copy at a time in each direction
+    {"CUDASIM_SLICE_KB": "64", "CUDASIM_DELAY_US": "3000"},  # finely interleaved
+)
+"""How the simulator orders work, beside the seed: successive seeds take them in turn."""
 
 
 @nox.session(python=ONE)
