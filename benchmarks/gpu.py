@@ -1,9 +1,10 @@
 """Staging from a GPU: which of its settings are right on this one, and what a checkpoint costs a training loop.
 
-    python benchmarks/gpu.py [--sections NAMES] [--gigabytes N] [--json FILE]
+    python benchmarks/gpu.py [--sections NAMES] [--gigabytes N] [--json FILE] [--rehearsal]
 
 Without CUDA it says so and ends. Each section is bounded in time, all of them together to eight minutes, and the JSON
-is written after each. What the figures decide stands in ``docs/gpu.md``.
+is written after each. What the figures decide stands in ``docs/gpu.md``. ``--rehearsal`` executes every line with
+small sizes, on a simulated device too; its figures mean nothing.
 
 - copies: the rate of a stage against one copy of the same bytes into pinned memory, on an idle device and beside matrix
   products; how much slower the products get; how long ``item()`` on another stream takes meanwhile. For several chunk
@@ -46,6 +47,7 @@ Results = dict[str, Any]
 DEVICE = "cuda"
 MIB = 1 << 20
 LIMIT_S = 480
+REHEARSAL = False
 clock = time.perf_counter
 
 
@@ -168,7 +170,7 @@ class Product:
     """Matrix products that keep all of the device busy."""
 
     def __init__(self, size: int = 8192, count: int = 100) -> None:
-        if DEVICE == "cpu":
+        if REHEARSAL:
             size, count = 64, 2
         self._a = torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16)
         self._out = torch.empty_like(self._a)
@@ -270,7 +272,7 @@ def small(budget: Budget, _: State) -> Results:
 
 
 def hazard(budget: Budget, _: State) -> Results:
-    source = torch.zeros(64 * MIB if DEVICE == "cuda" else MIB, device=DEVICE)
+    source = torch.zeros(MIB if REHEARSAL else 64 * MIB, device=DEVICE)
     stager, stock = new_stager(source.nbytes), dcp_stager()
     tries: dict[str, Callable[[int], bool]] = {
         "sidestream, queued before": lambda value: queued_before(stager, source, value),
@@ -325,7 +327,7 @@ class Loop:
     """A training loop: 24 layers of 4096 x 4096 in float32 under autocast, AdamW, 8192 rows a micro-batch."""
 
     def __init__(self) -> None:
-        layers, width, rows = (24, 4096, 8192) if DEVICE == "cuda" else (2, 64, 16)
+        layers, width, rows = (2, 64, 16) if REHEARSAL else (24, 4096, 8192)
         linear = (torch.nn.Linear(width, width, bias=False, device=DEVICE) for _ in range(layers))
         self.model = torch.nn.Sequential(*(part for one in linear for part in (one, torch.nn.ReLU())))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=DEVICE == "cuda")
@@ -569,7 +571,11 @@ if __name__ == "__main__":
     parser.add_argument("--sections", default=",".join(SECTIONS), help="separated by commas (default: all)")
     parser.add_argument("--gigabytes", type=float, default=4.3, help="of the state, where the section does not say")
     parser.add_argument("--json", help="write all figures to this file too")
+    parser.add_argument("--rehearsal", action="store_true", help="execute every line with small sizes, measure nothing")
     arguments = parser.parse_args()
+    REHEARSAL = arguments.rehearsal
+    if REHEARSAL:
+        arguments.gigabytes = min(arguments.gigabytes, 0.1)
     if not torch.cuda.is_available():
         print("torch sees no CUDA device here: there is nothing to measure")
         sys.exit(0)
