@@ -217,12 +217,15 @@ def cuda_sim(session: nox.Session, torch: str) -> None:
     session.install(f"nvidia-cuda-crt=={version}.*", silent=True)  # headers that the packages of torch leave out
     # tests/gpu runs by itself, because it takes the options of its own pytest.ini then.
     runs = (arguments,) if arguments else ([str(CUDA_SIM)], ["tests/gpu"], list(CUDA_TESTS))
+    simulated = ("bash", str(CUDA_SIM / "run.sh"), "python")
     for seed in range(1, chosen.seeds + 1):
         for run in runs:
             session.run(
-                "bash", str(CUDA_SIM / "run.sh"), "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *run,
+                *simulated, "-m", "pytest", "-q", "-p", "no:cacheprovider", *run,
                 env={"CUDASIM_SEED": str(seed), **SCHEDULES[(seed - 1) % len(SCHEDULES)]}, external=True,
             )  # fmt: skip
+    if not arguments:
+        session.run(*simulated, "benchmarks/gpu.py", "--rehearsal", external=True)
 
 
 SCHEDULES: tuple[dict[str, str], ...] = (
