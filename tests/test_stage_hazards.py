@@ -9,6 +9,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -428,3 +429,35 @@ def test_a_timeout_is_not_hearing() -> None:
     with pytest.raises(ValueError, match="late"):
         future.result(0)
     assert future.heard
+
+
+LATE_DESTRUCTOR = """
+import os, threading, time
+from sidestream._threads import TorchThreads
+
+submitted = threading.Event()
+
+
+class Tensor:
+    def __del__(self):
+        time.sleep(1)  # torch's destructors give the GIL up too
+        os.write(1, b"destroyed")
+
+
+def work(tensor):
+    submitted.wait()  # from then on only the thread refers to the tensor
+
+
+threads = TorchThreads("t", 1)
+future = threads.submit(work, Tensor())
+submitted.set()
+future.result(60)
+"""
+
+
+def test_the_interpreter_waits_until_a_thread_has_dropped_what_it_worked_on() -> None:
+    """A thread that destroys a tensor or an event while the interpreter ends would make the process abort."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE_DESTRUCTOR], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "destroyed"), ended.stderr

@@ -139,7 +139,7 @@ class Threads(Executor):
         self._closed = False
         # Not a Semaphore: a KeyboardInterrupt within its Python code leaves it locked, for ever and for all threads.
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -163,15 +163,20 @@ class Threads(Executor):
         with self._lock:
             if self._closed:
                 raise Closed("these threads take no more work: their owner was closed")
-            self._work.put(work)
+            item = _Item(work, self._left())
+            self._work.put(item)
             try:
                 self._idle.get_nowait()
             except queue.Empty:
                 if self._count < self._size:
-                    self._start_thread(future)
+                    self._start_thread(future, item.left)
         return future
 
-    def _start_thread(self, future: Future[T]) -> None:
+    def _left(self) -> Callable[[], object]:
+        """Return what the thread calls when it refers to nothing of the work any more."""
+        return _nothing
+
+    def _start_thread(self, future: Future[T], left: Callable[[], object]) -> None:
         arguments = (self._work, self._idle)
         try:
             threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True).start()
@@ -179,6 +184,7 @@ class Threads(Executor):
         except RuntimeError:  # the system cannot start another thread
             if self._count == 0:
                 future.cancel()
+                left()
                 raise
 
     async def run(
@@ -285,12 +291,13 @@ class TorchThreads(Threads):
     in a call without C++ frames around it.
     """
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Submit work, as in ``Threads``."""
-        future = super().submit(fn, *args, **kwargs)
-        _calling_torch.add(future)
-        future.add_done_callback(_calling_torch.discard)
-        return future
+    def _left(self) -> Callable[[], object]:
+        # Not the future of the work: it is done before the thread drops the arguments and the result, and to destroy
+        # a tensor or an event is a call of torch too.
+        left: Future[None] = Future()
+        _calling_torch.add(left)
+        left.add_done_callback(_calling_torch.discard)
+        return left.cancel  # wakes the thread that waits for it; harmless when repeated
 
 
 def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
@@ -320,13 +327,27 @@ def let_go(*containers: dict[Any, Any] | list[Any]) -> None:
             container.popitem() if isinstance(container, dict) else container.pop()
 
 
-def _serve(work: queue.SimpleQueue[Callable[[], None] | None], idle: queue.SimpleQueue[None]) -> None:
+@dataclass(slots=True)
+class _Item:
+    """Work for a thread. ``left`` is called by the thread when it has dropped ``work`` and all that it refers to."""
+
+    work: Callable[[], None] | None
+    left: Callable[[], object]
+
+
+def _nothing() -> None: ...
+
+
+def _serve(work: queue.SimpleQueue[_Item | None], idle: queue.SimpleQueue[None]) -> None:
     while True:
         item = work.get()
         if item is None:
             work.put(None)  # for the next thread
             return
-        item()
+        if item.work is not None:
+            item.work()
+        item.work = None
+        item.left()
         del item  # an idle thread keeps nothing alive
         idle.put(None)
 
