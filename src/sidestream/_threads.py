@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -297,7 +297,7 @@ class TorchThreads(Threads):
         left: Future[None] = Future()
         _calling_torch.add(left)
         left.add_done_callback(_calling_torch.discard)
-        return left.cancel  # wakes the thread that waits for it; harmless when repeated
+        return partial(_resolve, left)
 
 
 def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
@@ -335,7 +335,14 @@ class _Item:
     left: Callable[[], object]
 
 
-def _nothing() -> None: ...
+def _nothing() -> None:
+    """Do nothing: threads that do not call torch are not waited for at exit."""
+
+
+def _resolve(left: Future[None]) -> None:
+    """Mark ``left`` as done, once. ``Future.cancel`` would not wake ``concurrent.futures.wait``."""
+    with suppress(InvalidStateError):
+        left.set_result(None)
 
 
 def _serve(work: queue.SimpleQueue[_Item | None], idle: queue.SimpleQueue[None]) -> None:

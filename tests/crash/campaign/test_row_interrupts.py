@@ -1,7 +1,7 @@
 """Storms of Ctrl-C: each interrupt ends one call soon, and a program that continues stays consistent.
 
-Under ``asyncio.run`` only the first signal is a cancel; the next one raises ``KeyboardInterrupt`` wherever the thread of
-the loop is. There, attempts may stay until the process ends, or until retention collects them.
+Under ``asyncio.run`` only the first signal is a cancel; the next one raises ``KeyboardInterrupt`` wherever the thread
+of the loop is. There, attempts may stay until the process ends, or until retention collects them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""No memory to share with a saver process: a full ``/dev/shm``, which is not used for it; system calls that refuse memory;
-a saver process that has reached its limit of descriptors or memory."""
+"""No memory to share with a saver process: a full ``/dev/shm``, which is not used for it; system calls that refuse
+memory; a saver process that has reached its limit of descriptors or memory."""
 
 from __future__ import annotations
 
