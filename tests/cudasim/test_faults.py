@@ -1,0 +1,575 @@
+"""Devices that fail, have no memory, do not answer, or record graphs, and processes that fork or end, at each phase.
+
+Each row ends the same way: a typed error in bounded time, everything given back, and the next stage is right. An
+asynchronous error stays on a real device until the process ends; ``cudasim.heal()`` ends it, so that the rows can show
+that nothing was left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sidestream
+from sidestream._threads import Deadline
+from sidestream.errors import ArenaExhausted, CapturingGraph, Closed, DeadlineExceeded, DeviceFailed
+from sidestream.staging import AsyncStager, StageMode
+from sidestream.staging.registration import settle
+
+cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
+if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
+    pytest.skip("needs the simulated CUDA runtime", allow_module_level=True)
+
+MODES: tuple[StageMode, ...] = ("lazy", "snapshot", "hybrid")
+BUDGET_BYTES = 1 << 28
+LARGE = 1 << 20  # elements: 4 MiB of float32, beyond what is coalesced
+BOUND_S = 20.0  # against a hang
+DEVICES = range(torch.cuda.device_count())
+
+
+def synchronize() -> None:
+    for device in DEVICES:
+        torch.cuda.synchronize(device)
+
+
+def left() -> tuple[str, str, tuple[int, ...]]:
+    """Registrations, contexts and device memory, once everything that is on its way back has come back."""
+    gc.collect()
+    synchronize()
+    assert settle(Deadline.after(BOUND_S))
+    state = cudasim.state()
+    return state["registrations"], state["contexts"], tuple(map(torch.cuda.memory_allocated, DEVICES))
+
+
+def heal() -> None:
+    """What no real device does: forget all errors, the last one of this thread too."""
+    cudasim.heal()
+    cudasim._library().cudaGetLastError()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    heal()
+    for device in DEVICES:
+        torch.ones(1, device=f"cuda:{device}")
+    before = left()
+    yield
+    cudasim.hold_sides(False)
+    heal()
+    end = time.monotonic() + BOUND_S
+    while left() != before and time.monotonic() < end:
+        time.sleep(0.01)  # a device's thread may still be leaving the call that resolved the last future
+    assert left() == before
+    assert cudasim.state()["violations"] == "0"
+    assert cudasim.state()["queued"] == "0"
+
+
+def state_of(value: float, device: str = "cuda:0") -> dict[str, Any]:
+    """Large, small, strided and lazily conjugated tensors, and one in host memory."""
+    whole = torch.full((LARGE,), value, device=device)
+    return {
+        "large": whole,
+        "part": torch.full((LARGE,), value, device=device)[1::2],
+        "conj": torch.full((LARGE // 2,), complex(value, 0), device=device).conj(),
+        "small": [torch.full((7,), value, device=device), torch.full((), value, device=device)],
+        "host": torch.full((100,), value),
+    }
+
+
+def assert_holds(copies: Any, value: float) -> None:
+    for tensor in (copies["large"], copies["part"], copies["conj"].real, *copies["small"], copies["host"]):
+        assert tensor.device.type == "cpu"
+        assert bool((tensor == value).all())
+
+
+async def assert_works(stager: AsyncStager, value: float, device: str = "cuda:0") -> None:
+    async with asyncio.timeout(BOUND_S):
+        copies = await stager.stage(state_of(value, device))
+    assert_holds(copies, value)
+    copies.release()
+
+
+# --- registering fails ---
+
+
+async def _stage(stager: AsyncStager, _: Path) -> None:
+    await stager.stage(state_of(1.0))
+
+
+async def _prewarm(stager: AsyncStager, _: Path) -> None:
+    await stager.prewarm(state_of(1.0))
+
+
+async def _save(stager: AsyncStager, target: Path) -> None:
+    await sidestream.save(state_of(1.0), target, stager=stager)
+
+
+async def _save_alone(_: AsyncStager, target: Path) -> None:
+    await sidestream.save(state_of(1.0), target)
+
+
+ROWS = [(_stage, mode) for mode in MODES] + [(_prewarm, "lazy"), (_save, "snapshot"), (_save_alone, "lazy")]
+
+
+@pytest.mark.parametrize(("call", "mode"), ROWS)
+@pytest.mark.parametrize("code", [2, 700, 712, 900])
+def test_a_registration_fails(
+    code: int, call: Callable[..., Awaitable[None]], mode: StageMode, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        async with AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode) as stager:
+            cudasim.fail_call("cudaHostRegister", code=code)
+            with pytest.raises((ArenaExhausted, DeviceFailed), match=f"cudaError {code}") as seen:
+                async with asyncio.timeout(BOUND_S):
+                    await call(stager, tmp_path / "a")
+            assert type(seen.value) is (ArenaExhausted if code == 2 else DeviceFailed)
+            assert not (tmp_path / "a" / ".metadata").exists()
+            await assert_works(stager, 2.0)
+            await sidestream.save(state_of(3.0), tmp_path / "b", stager=stager, durability="flush")
+
+    asyncio.run(run())
+    torch.ones(1, device="cuda") + 1  # no error is left behind for the next kernel
+    assert "Traceback" not in capfd.readouterr().err
+
+
+# --- no device memory ---
+
+
+@contextmanager
+def no_device_memory() -> Iterator[None]:
+    torch.cuda.empty_cache()
+    cudasim.fail_call("cudaMalloc", times=10**9)
+    try:
+        yield
+    finally:
+        heal()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_full_device(mode: StageMode) -> None:
+    async def run() -> None:
+        async with AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode) as stager:
+            for _ in range(2):  # a fence just behind the call: hybrid learns that little is copied before it
+                future = stager.stage({"t": torch.full((LARGE,), 1.0, device="cuda")})
+                stager.fence()
+                (await future).release()
+                del future
+            large, state = {"t": torch.full((4 * LARGE,), 5.0, device="cuda")}, state_of(5.0)
+            synchronize()
+            with no_device_memory():
+                if mode == "snapshot":
+                    with pytest.raises(ArenaExhausted, match="cuda:0 has no 16777216 bytes left"):
+                        stager.stage(large)
+                else:
+                    copies = await stager.stage(large)
+                    assert bool((copies["t"] == 5).all())
+                    copies.release()
+                    del copies
+                with pytest.raises(ArenaExhausted, match="bytes left for copies of what must not wait"):
+                    await stager.stage(state)  # small and conjugated tensors need some
+                stager.fence()
+            await assert_works(stager, 6.0)
+
+    asyncio.run(run())
+
+
+# --- errors in the middle of the work ---
+
+
+def elsewhere(stager: AsyncStager) -> None:
+    """In a thread that has made no call on the device that failed: the second device works."""
+    torch.cuda.set_device(1)
+    asyncio.run(assert_works(stager, 2.0, "cuda:1"))
+
+
+async def says_so(call: Callable[[], Any], text: str = "CUDA error: ") -> bool:
+    """Whether ``call`` fails, as calls do whose device has failed."""
+    try:
+        result = call()
+        if result is not None:
+            await result
+    except DeviceFailed as error:
+        if text not in str(error):
+            raise
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("mode", "code"), [("lazy", 700), ("snapshot", 719), ("hybrid", 214)])
+def test_the_device_fails_at_each_copy(
+    mode: StageMode, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def run(nth: int) -> bool:
+        """Whether there were as many copies as ``nth``."""
+        async with AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode) as other:
+            stager = AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode)
+            state = state_of(1.0)
+            synchronize()
+            cudasim.fail_copy(nth, code)
+            failed = 0
+            async with asyncio.timeout(BOUND_S):
+                for call in (lambda: stager.stage(state), stager.synchronize_staging, lambda: stager.stage(state)):
+                    failed += await says_so(call)
+                    failed += await says_so(stager.fence)
+                await asyncio.to_thread(elsewhere, other)
+                target = tmp_path / f"{nth}"
+                not_saved = await says_so(lambda: sidestream.save(state, target, stager=stager, durability="flush"))
+                assert (target / ".metadata").exists() is not not_saved
+                failed += not_saved
+                await stager.aclose()
+        heal()
+        async with AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode) as stager:
+            await assert_works(stager, 3.0)
+            stager.trim()  # tries again to unregister what the device refused to
+        return failed > 0
+
+    nth = 1
+    while asyncio.run(run(nth)):
+        nth += 1
+        assert nth < 100
+    assert nth > 4, "the copies of two stages and a save were each hit"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_device_fails_at_each_copy_of_a_load(tmp_path: Path) -> None:
+    async def run() -> int:
+        await sidestream.save(state_of(1.0), tmp_path / "a")
+        target = state_of(0.0)
+        for nth in range(1, 100):
+            synchronize()
+            cudasim.fail_copy(nth)
+            async with asyncio.timeout(BOUND_S):
+                failed = await says_so(lambda: sidestream.load(target, tmp_path / "a"), "while loading to cuda")
+            heal()
+            if not failed:
+                break
+            synchronize()
+        assert bool((target["large"] == 1).all())
+        assert bool((target["part"] == 1).all())
+        return nth
+
+    assert asyncio.run(run()) > 3
+
+
+# --- copies that never end ---
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_copies_that_never_end(mode: StageMode, tmp_path: Path) -> None:
+    async def run() -> None:
+        stager = AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode, timeout_s=1.0)
+        await assert_works(stager, 1.0)  # the side stream exists
+        state = state_of(2.0)
+        synchronize()
+        cudasim.hold_sides()
+        async with asyncio.timeout(BOUND_S):
+            future = stager.stage(state)
+            stager.fence()  # the device waits, the host does not
+            with pytest.raises(DeadlineExceeded):
+                await sidestream.save(state, tmp_path / "a", stager=stager, timeout_s=1.0)
+            assert not (tmp_path / "a" / ".metadata").exists()
+            with pytest.raises(DeadlineExceeded, match="did not end within timeout_s=1"):
+                await stager.aclose()
+            with pytest.raises(Closed):
+                await future
+        assert cudasim.state()["registrations"] != "0", "the device may still write into it"
+        cudasim.hold_sides(False)
+        async with AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode) as stager:
+            await assert_works(stager, 3.0)
+
+    asyncio.run(run())
+
+
+def test_a_load_onto_a_stream_that_stands_still(tmp_path: Path) -> None:
+    async def run() -> None:
+        await sidestream.save(state_of(1.0), tmp_path / "a")
+        target = state_of(0.0)
+        synchronize()
+        with cudasim.held(torch.cuda.current_stream()):
+            async with asyncio.timeout(BOUND_S):
+                with pytest.raises(DeadlineExceeded):
+                    await sidestream.load(target, tmp_path / "a", timeout_s=1.0)
+        synchronize()
+        await sidestream.load(target, tmp_path / "a")
+        assert bool((target["large"] == 1).all())
+
+    asyncio.run(run())
+
+
+# --- captures ---
+
+
+@contextmanager
+def capture_elsewhere(failed: list[str]) -> Iterator[None]:
+    """Within, another thread captures a graph in the mode that careless calls of any thread end with an error."""
+    ones = torch.ones(10, device="cuda")
+    synchronize()
+    begun, over = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph.capture_begin(capture_error_mode="global")
+                ones * 2
+                begun.set()
+                over.wait(BOUND_S)
+                graph.capture_end()
+        except RuntimeError as error:
+            failed.append(str(error))
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    begun.wait(BOUND_S)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_capture_beside_every_call(mode: StageMode, tmp_path: Path) -> None:
+    async def run() -> None:
+        state, target = state_of(1.0), state_of(0.0)
+        await sidestream.save(state, tmp_path / "a")
+        checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
+        stager = AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode)
+        run = sidestream.Checkpointer(tmp_path / "run", stager=stager)
+        await assert_works(stager, 0.0)
+
+        async def stage() -> None:
+            (await stager.stage(state)).release()
+
+        async def fenced() -> None:
+            future = stager.stage(state)
+            stager.fence()
+            await stager.synchronize_staging()
+            (await future).release()
+
+        async def nothing(call: Callable[[], Any]) -> None:
+            call()
+
+        calls: dict[str, Callable[[], Awaitable[Any]]] = {
+            "stage": stage,
+            "fence and synchronize_staging": fenced,
+            "statistics": lambda: nothing(stager.statistics),
+            "trim": lambda: nothing(stager.trim),
+            "prewarm": lambda: stager.prewarm(1 << 26),
+            "save": lambda: sidestream.save(state, tmp_path / "b", stager=stager),
+            "save without a stager": lambda: sidestream.save(state, tmp_path / "c"),
+            "load": lambda: sidestream.load(target, tmp_path / "a"),
+            "load(atomic=True)": lambda: sidestream.load(target, tmp_path / "a", atomic=True),
+            "tensor": lambda: checkpoint.tensor("large", device="cuda:0"),
+            "state_dict": lambda: checkpoint.state_dict(memory=torch.device("cuda:0")),
+            "Checkpointer.save": lambda: run.save(state, step=1),
+            "Checkpointer.restore": lambda: run.restore(target),
+            "Checkpointer.aclose": run.aclose,
+            "aclose": stager.aclose,
+        }
+        broken = {}
+        for name, call in calls.items():
+            failed: list[str] = []
+            with capture_elsewhere(failed):
+                async with asyncio.timeout(BOUND_S):
+                    ended: Any = await call()
+                    if isinstance(ended, sidestream.PendingSave):
+                        await ended
+                    del ended
+                gc.collect()
+                assert settle(Deadline.after(BOUND_S))
+            if failed:
+                broken[name] = failed
+        assert broken == {}
+        assert bool((target["large"] == 1).all())
+        assert cudasim.state()["registrations"] == "0"
+
+    asyncio.run(run())
+    torch.ones(1, device="cuda") + 1
+
+
+def test_every_call_within_a_capture(tmp_path: Path) -> None:
+    async def run() -> None:
+        state = state_of(1.0)
+        await sidestream.save(state, tmp_path / "a")
+        async with AsyncStager(budget_bytes=BUDGET_BYTES) as stager:
+            future = stager.stage(state)
+            await asyncio.sleep(0)
+            graph, source = torch.cuda.CUDAGraph(), torch.ones(10, device="cuda")
+            synchronize()
+            with torch.cuda.graph(graph):
+                result = source * 2
+                with pytest.raises(CapturingGraph):
+                    stager.stage(state)
+                with pytest.raises(CapturingGraph):
+                    await sidestream.save(state, tmp_path / "b", stager=stager)
+                with pytest.raises(CapturingGraph):
+                    await sidestream.load(state, tmp_path / "a")
+                with pytest.raises(CapturingGraph):
+                    await (await sidestream.open_checkpoint(tmp_path / "a")).tensor("large", device="cuda:0")
+                stager.statistics()
+                stager.trim()
+                await stager.synchronize_staging()
+            graph.replay()
+            synchronize()
+            assert bool((result == 2).all())
+            assert not (tmp_path / "b").exists()
+            assert_holds(await future, 1.0)
+            del future
+            await assert_works(stager, 2.0)
+
+    asyncio.run(run())
+
+
+# --- processes ---
+
+
+FORK = """
+import asyncio, os, sys, time
+import cudasim, torch, sidestream
+from sidestream.errors import ForkedProcess
+from sidestream.staging import AsyncStager
+
+phase = sys.argv[1]
+source = torch.full((1 << 20,), 3.0, device="cuda")
+stager = AsyncStager(budget_bytes=1 << 28)
+stager.stage({"t": source}).result(60).release()
+torch.cuda.synchronize()
+future = None
+if phase != "idle":
+    if phase == "held":
+        cudasim.hold_sides()
+    future = stager.stage({"t": source, "s": source[:7]})
+    if phase == "done":
+        future.result(60)
+child = os.fork()
+if child == 0:
+    refused = 0
+    for call in (lambda: stager.stage({}), stager.synchronize_staging, stager.fence, lambda: stager.prewarm(1)):
+        try:
+            call()
+        except ForkedProcess:
+            refused += 1
+    stager.close()
+    asyncio.run(stager.aclose())
+    del future, stager
+    sys.exit(refused)
+begun = time.monotonic()
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+cudasim.hold_sides(False)
+if future is not None:
+    copies = future.result(60)
+    assert bool((copies["t"] == 3).all())
+    copies.release()
+    del copies, future
+source.fill_(4.0)
+assert bool((stager.stage({"t": source}).result(60)["t"] == 4).all())
+stager.close()
+assert cudasim.state()["registrations"] == "0", cudasim.state()
+assert cudasim.state()["violations"] == "0"
+print(status, time.monotonic() - begun)
+"""
+
+
+def scripts(code: str, arguments: list[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[int, str, str]]:
+    """How processes of their own end, and what they say; two at a time."""
+    ended: dict[tuple[str, ...], tuple[int, str, str]] = {}
+
+    def run(one: tuple[str, ...]) -> None:
+        command = [sys.executable, "-W", "ignore", "-c", code, *one]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        ended[one] = done.returncode, done.stdout, done.stderr
+
+    left = list(arguments)
+    while left:
+        threads = [threading.Thread(target=run, args=(left.pop(),)) for _ in range(min(2, len(left)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(ended) == len(arguments)
+    return ended
+
+
+def test_forks_at_every_phase() -> None:
+    phases = [("idle",), ("launched",), ("held",), ("done",)]
+    for phase, (status, output, errors) in scripts(FORK, phases).items():
+        assert status == 0, (phase, errors)
+        assert output.split()[0] == "4", (phase, output, errors)
+        assert float(output.split()[1]) < BOUND_S, phase
+
+
+EXIT = """
+import asyncio, os, pathlib, sys, tempfile, time
+import cudasim, torch, sidestream
+from sidestream.staging import AsyncStager
+
+phase, how = sys.argv[1:]
+source = torch.full((1 << 20,), 3.0, device="cuda")
+state = {"t": source, "s": source[:7].clone(), "c": torch.ones(1 << 19, dtype=torch.complex64, device="cuda").conj()}
+stager = AsyncStager(budget_bytes=1 << 28, mode="snapshot" if phase == "snapshot" else "lazy")
+folder = pathlib.Path(tempfile.mkdtemp())
+
+
+async def main():
+    keep = []
+    if phase in ("launched", "snapshot"):
+        keep.append(stager.stage(state))
+    if phase == "registering":
+        keep.append(stager.prewarm(1 << 27))
+    if phase in ("held", "copied", "closing"):
+        (await stager.stage(state)).release()
+        torch.cuda.synchronize()
+    if phase in ("held", "closing"):
+        cudasim.hold_sides()
+        keep.append(stager.stage(state))
+        stager.fence()
+    if phase == "closing":
+        keep.append(asyncio.create_task(stager.aclose()))
+        await asyncio.sleep(0.1)
+    if phase == "copied":
+        keep.append(await stager.stage(state))
+    if phase == "saving":
+        keep.append(sidestream.async_save(state, folder / "a", stager=stager))
+        await keep[0].staged
+    if phase == "loading":
+        await sidestream.save(state, folder / "a", stager=stager)
+        keep.append(asyncio.create_task(sidestream.load(state, folder / "a")))
+        await asyncio.sleep(0.001)
+    print(time.time(), flush=True)
+    if how == "exit":
+        sys.exit(7)
+    if how == "raise":
+        raise KeyError("unhandled")
+    if how == "_exit":
+        os._exit(7)
+    return keep
+
+
+kept = asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "raise", "_exit", "return"])
+def test_exits_at_every_phase(how: str) -> None:
+    phases = ["idle", "launched", "snapshot", "registering", "held", "copied", "saving", "loading"]
+    expected = {"exit": 7, "raise": 1, "_exit": 7, "return": 0}[how]
+    if how in ("exit", "_exit"):
+        phases.append("closing")
+    wrong = {}
+    for (phase, _), (status, output, errors) in scripts(EXIT, [(phase, how) for phase in phases]).items():
+        if status != expected or "terminate called" in errors or not output:
+            wrong[phase] = (status, output, errors[-600:])
+    assert wrong == {}

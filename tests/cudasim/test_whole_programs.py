@@ -1,0 +1,235 @@
+"""Whole programs on two simulated devices: saves, loads, a run that is resumed, and DCP's calls with our stagers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from states import assert_same
+from torch import nn
+
+import sidestream
+from sidestream._threads import Deadline
+from sidestream.dcp import StorageReader, StorageWriter
+from sidestream.staging import AsyncStager, StageMode
+from sidestream.staging.blocking import BlockingAsyncStager
+from sidestream.staging.registration import settle
+
+cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
+if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
+    pytest.skip("needs the simulated CUDA runtime", allow_module_level=True)
+
+MODES: tuple[StageMode, ...] = ("lazy", "snapshot", "hybrid")
+SEED = int(os.environ.get("CUDASIM_SEED", "0"))
+BOUND_S = 120.0  # against a hang
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    cudasim.tune(1000, 0.5, seed=SEED)
+    torch.manual_seed(SEED)
+    yield
+    gc.collect()
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    assert settle(Deadline.after(BOUND_S))
+    state = cudasim.state()
+    assert (state["registrations"], state["violations"], state["queued"]) == ("0", "0", "0")
+
+
+def state_of() -> dict[str, Any]:
+    """Some 30 MiB on two devices."""
+    whole = torch.randn(1 << 21, device="cuda:0")
+    return {
+        "large": [torch.randn(1 << 20, device=f"cuda:{index % 2}") for index in range(4)],
+        "tied": {"a": whole, "b": whole[5:500].view(5, 99).t()},
+        "conj": torch.randn(300, 40, dtype=torch.complex64, device="cuda:1").conj(),
+        "small": [
+            torch.randn(7, device="cuda:1"),
+            torch.tensor(3.0, device="cuda:0"),
+            torch.empty(0, 3, device="cuda"),
+        ],
+        "host": torch.randn(1000),
+        "number": 5,
+    }
+
+
+def home(value: Any) -> Any:
+    """``value`` with its tensors in host memory, as they are now."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: home(item) for key, item in value.items()}
+    return [home(item) for item in value] if isinstance(value, list) else value
+
+
+def overwrite(value: Any) -> Any:
+    """Write zeros to every tensor, on the current streams."""
+    if isinstance(value, torch.Tensor):
+        value.detach().zero_()
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            overwrite(item)
+    return value
+
+
+@pytest.mark.parametrize("saver", ["thread", "process"])
+@pytest.mark.parametrize("below", [False, True], ids=["as a whole", "below the state"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_comes_back_to_its_devices(mode: StageMode, below: bool, saver: Any, tmp_path: Path) -> None:
+    async def run() -> None:
+        state = state_of()
+        expected = home(state)
+        async with AsyncStager(budget_bytes=(12 if below else 256) << 20, mode=mode) as stager:
+            async with asyncio.timeout(BOUND_S):
+                pending = sidestream.async_save(
+                    state, tmp_path / "a", stager=stager, saver=saver, durability="flush", timeout_s=BOUND_S
+                )
+                await pending.staged
+                overwrite(state)  # at once
+                await pending
+        # The simulator cannot copy into lazily conjugated memory, not by torch's own copy_() either.
+        state["conj"] = torch.empty(300, 40, dtype=torch.complex64, device="cuda:1")
+        await sidestream.load(state, tmp_path / "a", timeout_s=BOUND_S)
+        assert_same(expected, home(state))
+        overwrite(state)
+        side = torch.cuda.Stream()  # a load is ordered with the stream that is current
+        with torch.cuda.stream(side):
+            await sidestream.load(state, tmp_path / "a", atomic=True)
+            found = home(state)
+        assert_same(expected, found)
+        checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
+        placed = await checkpoint.state_dict(memory=torch.device("cuda:1"))
+        assert placed["large"][0].device == torch.device("cuda:1")
+        assert_same(expected, home(placed))
+
+    asyncio.run(run())
+
+
+class Net(nn.Module):
+    """Layers on two devices, tied weights, and buffers that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(64, 600), nn.BatchNorm1d(600)).to("cuda:0")
+        self.second = nn.Sequential(nn.Linear(600, 64), nn.LayerNorm(64)).to("cuda:1")
+        self.tied = self.first[0].weight
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.second(torch.relu(self.first(batch)).to("cuda:1"))
+        return hidden.square().mean()
+
+
+class Training:
+    """A model on two devices and its optimizer; each step's data are a function of its number."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(SEED)
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, number: int) -> float:
+        batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(number)).to("cuda:0")
+        loss: torch.Tensor = self.model(batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.item())
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_training_is_resumed_to_equal_numbers(mode: StageMode, tmp_path: Path) -> None:
+    async def run() -> None:
+        plain = Training()
+        expected = [plain.step(number) for number in range(8)]
+        first, losses = Training(), []
+        async with AsyncStager(budget_bytes=1 << 26, mode=mode) as stager:
+            guard = stager.guard(first.optimizer)
+            async with sidestream.Checkpointer(tmp_path / "run", stager=stager, durability="flush") as run:
+                for number in range(5):
+                    losses.append(first.step(number))
+                    saving = await run.save(first.state(), step=number)  # forward changes buffers meanwhile
+                await saving
+            guard.remove()
+        for step in (4, 2):
+            second = Training()
+            second.step(100)  # the optimizer has other values
+            async with sidestream.Checkpointer(tmp_path / "run") as run:
+                await run.restore(second.state(), step=step)
+            resumed = [second.step(number) for number in range(step + 1, 8)]
+            assert [*losses[: step + 1], *resumed] == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["lazy", "snapshot", "hybrid", "blocking"])
+def test_dcp_calls_with_our_stagers(kind: Any, tmp_path: Path) -> None:
+    stager: Any = (
+        BlockingAsyncStager(budget_bytes=1 << 27)
+        if kind == "blocking"
+        else AsyncStager(budget_bytes=1 << 27, mode=kind)
+    )
+    state = state_of()
+    del state["conj"]
+    expected = home(state)
+    dcp.save(state, storage_writer=StorageWriter(tmp_path / "plain"), no_dist=True)
+    for number in range(2):
+        answer: Any = dcp.async_save(
+            state,
+            storage_writer=StorageWriter(tmp_path / str(number)),
+            async_stager=stager,
+            no_dist=True,
+        )
+        if hasattr(answer, "staging_completion"):
+            answer.staging_completion.result(BOUND_S)
+            overwrite(state)
+            answer.upload_completion.result(BOUND_S)
+        else:
+            stager.synchronize_staging()
+            answer.result(BOUND_S)
+            overwrite(state)
+        for reader in (StorageReader(tmp_path / str(number)), dcp.FileSystemReader(tmp_path / str(number))):
+            overwrite(state)
+            dcp.load(state, storage_reader=reader, no_dist=True)
+            assert_same(expected, home(state))
+    dcp.load(overwrite(state), storage_reader=StorageReader(tmp_path / "plain"), no_dist=True)
+    assert_same(expected, home(state))
+    stager.close()
+
+
+def test_cancelled_saves_and_loads(tmp_path: Path) -> None:
+    async def run() -> None:
+        state = state_of()
+        del state["conj"]
+        expected = home(state)
+        await sidestream.save(state, tmp_path / "a", durability="flush")
+        async with AsyncStager(budget_bytes=1 << 27) as stager:
+            for number in range(12):
+                for call in (
+                    sidestream.save(state, tmp_path / f"b{number}", stager=stager, durability="flush"),
+                    sidestream.load(state, tmp_path / "a"),
+                ):
+                    task: asyncio.Task[Any] = asyncio.create_task(call)
+                    await asyncio.sleep(number * 0.004)
+                    task.cancel()
+                    async with asyncio.timeout(BOUND_S):
+                        await asyncio.wait([task])
+            stager.fence()
+            overwrite(state)
+            await sidestream.load(state, tmp_path / "a")
+            assert_same(expected, home(state))
+            copies = await stager.stage(state)
+            assert_same(expected["large"], copies["large"])
+            copies.release()
+
+    asyncio.run(run())
