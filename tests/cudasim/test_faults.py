@@ -222,7 +222,8 @@ def test_the_device_fails_at_each_copy(
                 for call in (lambda: stager.stage(state), stager.synchronize_staging, lambda: stager.stage(state)):
                     failed += await says_so(call)
                     failed += await says_so(stager.fence)
-                await asyncio.to_thread(elsewhere, other)
+                if failed:  # else this stage's copies would be the next to fail
+                    await asyncio.to_thread(elsewhere, other)
                 target = tmp_path / f"{nth}"
                 not_saved = await says_so(lambda: sidestream.save(state, target, stager=stager, durability="flush"))
                 assert (target / ".metadata").exists() is not not_saved

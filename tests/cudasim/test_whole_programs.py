@@ -26,6 +26,10 @@ cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA r
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
     pytest.skip("needs the simulated CUDA runtime", allow_module_level=True)
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*assuming the intent is to (save|load) in a single process.*:UserWarning"
+)
+
 MODES: tuple[StageMode, ...] = ("lazy", "snapshot", "hybrid")
 SEED = int(os.environ.get("CUDASIM_SEED", "0"))
 BOUND_S = 120.0  # against a hang
