@@ -169,8 +169,8 @@ async def test_only_what_the_index_names_counts(tmp_path: Path) -> None:
         ("{", "is malformed"),
         ("[]", "is malformed"),
         ('{"weight_map": {"w": 1}}', "is malformed"),
-        ('{"weight_map": {"w": "../other.safetensors"}}', "not in the directory"),
-        ('{"weight_map": {"w": "gone.safetensors"}}', "not in the directory"),
+        ('{"weight_map": {"w": "../other.safetensors"}}', "missing from the directory"),
+        ('{"weight_map": {"w": "gone.safetensors"}}', "missing from the directory"),
         ('{"weight_map": {"x": "model-00001-of-00001.safetensors"}}', "'x' is in .* and not in its file"),
         ("[" * 100_000, "is malformed"),
     ],
@@ -186,7 +186,7 @@ async def test_index_that_lies(index: str, says: str, tmp_path: Path) -> None:
 
 async def test_what_stock_wrote_beyond_repair_is_told(tmp_path: Path) -> None:
     directory_save({"w": torch.randn(10), "n": 1}, tmp_path / "c")
-    with pytest.raises(errors.UnsupportedCheckpoint, match=r"no safetensors file.*more than tensors"):
+    with pytest.raises(errors.UnsupportedCheckpoint, match=r"not a safetensors file.*more than tensors"):
         await sidestream.open_checkpoint(tmp_path / "c")
 
 

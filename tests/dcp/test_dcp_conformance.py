@@ -203,7 +203,7 @@ def test_a_planner_with_bytes_of_its_own(kind: Kind, tmp_path: Path) -> None:
 
 
 async def test_bytes_of_a_planner_are_handed_to_nobody_who_did_not_ask(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"config \(bytes of the planner's own\)"):
+    with pytest.warns(UserWarning, match=r"config \(bytes in the planner's own format\)"):
         OURS.save({"w": torch.randn(8), "config": [1]}, tmp_path / "c", JsonPlanner())
     with pytest.raises(CheckpointException) as failure:
         OURS.load({"config": [2]}, tmp_path / "c")

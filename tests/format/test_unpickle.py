@@ -209,7 +209,7 @@ def test_memo_bombs_cost_nothing() -> None:
         assert isinstance(decode(b"\x80\x02" + bomb + b".", ALLOWED), tuple)
         assert isinstance(decode(b"\x80\x02}" + bomb + b"Ns.", ALLOWED), Pairs)
         assert isinstance(decode(b"\x80\x04\x8f(" + bomb + b"\x90.", ALLOWED), Call)
-        with pytest.raises(Corrupt, match="memo index 4294967295, where 0 comes next"):
+        with pytest.raises(Corrupt, match="memo index 4294967295, but the next one is 0"):
             decode(b"\x80\x02Nr\xff\xff\xff\xff.", ALLOWED)
 
 

@@ -260,7 +260,7 @@ async def test_20_000_files_of_one_checkpoint(tmp_path: Path) -> None:
         (tmp_path / f"m-{number:05d}-of-{MANY:05d}.safetensors").touch()
     with pytest.raises(Corrupt):
         await sidestream.open_checkpoint(tmp_path)
-    with short_turns(), pytest.raises(Corrupt, match=f"-{MANY:05d}-of-{MANY:05d}.safetensors is not there"):
+    with short_turns(), pytest.raises(Corrupt, match=f"-{MANY:05d}-of-{MANY:05d}.safetensors is missing"):
         await sidestream.open_checkpoint(tmp_path)
     (tmp_path / f"m-{MANY:05d}-of-{MANY:05d}.safetensors").touch()
     with short_turns(), pytest.raises(Corrupt, match="too few"):
