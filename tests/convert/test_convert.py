@@ -124,7 +124,7 @@ async def test_safetensors(tmp_path: Path) -> None:
 
     (tmp_path / "cut").mkdir()
     shutil.copy(tmp_path / "b" / "model-00001-of-00002.safetensors", tmp_path / "cut")
-    with pytest.raises(errors.Corrupt, match=r"model-00002-of-00002\.safetensors is not there"):
+    with pytest.raises(errors.Corrupt, match=r"model-00002-of-00002\.safetensors is missing"):
         await sidestream.open_checkpoint(tmp_path / "cut")
 
     report = await sidestream.convert(tmp_path / "b", tmp_path / "one.safetensors", budget_bytes=LEAST)
