@@ -37,11 +37,15 @@ def until(holds: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+OF_THE_PROCESS = frozenset(
+    f"sidestream-{name}" for name in ("exit", "io", "parse", "saver", "storage", "unregister", "watch")
+)
+
+
 def ours() -> list[str]:
-    """Return the threads that work for one operation; threads of the shared pool are left out."""
-    kept = ("sidestream-io", "sidestream-parse", "sidestream-storage", "sidestream-saver", "sidestream-watch")
+    """Return the threads that work for one operation, without those that belong to the process."""
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("sidestream") and name not in kept]
+    return [name for name in names if name.startswith("sidestream") and name not in OF_THE_PROCESS]
 
 
 def closed(begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
