@@ -325,7 +325,7 @@ async def test_files_that_are_more_than_data(tmp_path: Path) -> None:
     with pytest.raises(errors.UnsupportedCheckpoint, match="something else than a dict"):
         await sidestream.convert(tmp_path / "list.pt", tmp_path / "b")
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(errors.UnsupportedCheckpoint, match="before torch 1.6"):
+    with pytest.raises(errors.UnsupportedCheckpoint, match=r"before torch 1\.6"):
         await sidestream.convert(tmp_path / "old.pt", tmp_path / "b")
     save_file({"w": torch.ones(3)}, tmp_path / "cut.safetensors")
     raw = (tmp_path / "cut.safetensors").read_bytes()
