@@ -25,7 +25,6 @@ FLOORS: tuple[frozenset[str], ...] = (
             "errors",
             "options",
             "events",
-            "_printable",
             "_redact",
             "_abandoned",
             "_asking",

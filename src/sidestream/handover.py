@@ -14,9 +14,8 @@ import torch
 
 from ._asking import key_order, watched
 from ._calling import call
-from ._printable import indented
 from ._threads import politely
-from .errors import StatefulRefused
+from .errors import StatefulRefused, indented
 from .format.records import DictKey, EmptyEntry, Key
 from .plan.assemble import assemble
 from .plan.flatten import Leaf

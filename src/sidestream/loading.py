@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 from ._abandoned import noted, watch
-from ._printable import printable
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
 from .catalog import open_manifest, open_root
-from .errors import Corrupt, Mismatch, SidestreamError, allocating
+from .errors import Corrupt, Mismatch, SidestreamError, allocating, printable
 from .foreign import read_values, why_opaque
 from .format.digest import digest_check
 from .format.records import Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry

@@ -12,11 +12,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from ._abandoned import watch
-from ._printable import printable_lines
 from ._tasks import supervise
 from ._threads import in_background, look_for_abandoned
 from .commit import Outcome, Verdict
-from .errors import Aborted, Skipped
+from .errors import Aborted, Skipped, printable_lines
 from .options import Durability
 
 __all__ = ["PendingSave", "SaveInfo", "SaveProgress", "SaveWork"]

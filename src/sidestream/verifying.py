@@ -11,12 +11,19 @@ from typing import Any, TypeVar
 
 from ._abandoned import noted
 from ._calling import call
-from ._printable import printable_lines
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from .apart import read_part
 from .catalog import open_manifest
-from .errors import Corrupt, NotCovered, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
+from .errors import (
+    Corrupt,
+    NotCovered,
+    SidestreamError,
+    UnsafeObject,
+    UnsupportedCheckpoint,
+    allocating,
+    printable_lines,
+)
 from .foreign import (
     Located,
     ValueBudgets,

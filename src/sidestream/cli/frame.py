@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from .._printable import printable, printable_lines
-from ..errors import InvalidOption, SidestreamError
+from ..errors import InvalidOption, SidestreamError, printable, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console

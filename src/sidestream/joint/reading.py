@@ -9,10 +9,9 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from .._printable import printable
 from .._threads import Deadline, io_threads, politely
 from ..catalog import read_parts
-from ..errors import InvalidOption, NotShared, UnexpectedKeys
+from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
 from ..format.records import Manifest, ValueEntry
 from ..format.shared import Part, Root, join
 from ..format.validate import check_patterns, validate

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .._printable import printable
 from .._threads import politely
 from .._torch import Stateful, check_tensor, dtype_name
 from ..errors import (
@@ -20,6 +19,7 @@ from ..errors import (
     ShapeMismatch,
     UnexpectedKeys,
     UnsupportedTensor,
+    printable,
 )
 from ..format.records import DictKey, EmptyEntry, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .ask import Answers

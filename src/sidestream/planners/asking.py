@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
 from .._calling import surroundings
-from .._printable import indented
-from ..errors import InvalidOption, PlannerFailed, SidestreamError
+from ..errors import InvalidOption, PlannerFailed, SidestreamError, indented
 
 __all__ = ["Asked", "asked_load_planner", "asked_save_planner", "local_save_plan", "packed", "unpacked"]
 

@@ -14,12 +14,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from .._asking import Found, ask, in_order, key_order, watched
 from .._calling import call
-from .._printable import indented, printable
 from .._tasks import finish
 from .._threads import Deadline, io_threads, politely
 from .._torch import Stateful, dtype_name
 from ..catalog import open_manifest
-from ..errors import InvalidOption, NotShared, PlannerFailed, SidestreamError, StatefulRefused
+from ..errors import InvalidOption, NotShared, PlannerFailed, SidestreamError, StatefulRefused, indented, printable
 from ..format.digest import digest_check
 from ..format.dtypes import itemsize
 from ..format.records import Manifest, TensorEntry

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
-from .._printable import printable_lines
 from .._tasks import accompany
-from ..errors import InvalidOption
+from ..errors import InvalidOption, printable_lines
 from ..options import check_choice, check_timeout
 
 __all__ = ["Preemption", "Then"]

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from .._printable import printable_lines
 from .._tasks import supervise
+from ..errors import printable_lines
 
 __all__ = ["Upkeep"]
 
