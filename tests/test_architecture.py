@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
+import pickle
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -26,6 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = (
             "options",
             "events",
             "_redact",
+            "_public",
             "_abandoned",
             "_asking",
             "_calling",
@@ -333,6 +337,20 @@ def test_public_names_survive_the_import_of_their_modules() -> None:
         """)
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["", ".blocking", ".dcp", ".errors", ".events", ".signing"])
+def test_public_names_carry_their_public_path(module: str) -> None:
+    """In tracebacks, ``repr`` and pickles. A pickle of a name stays readable when the module that defines it moves."""
+    public = importlib.import_module(PACKAGE + module)
+    defined = [
+        value
+        for name in public.__all__
+        if isinstance(value := getattr(public, name), type | types.FunctionType) and value.__module__ != "typing"
+    ]
+    assert defined
+    assert [value for value in defined if value.__module__ != public.__name__] == []
+    assert [value for value in defined if pickle.loads(pickle.dumps(value)) is not value] == []
 
 
 # --- the checks catch what they are for -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from ._public import public
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from ._torch import dtype_from_name
@@ -37,6 +38,7 @@ Memory: TypeAlias = Literal["host", "mapped"] | torch.device
 """Where tensors go: new memory of the host or of a device, or ``"mapped"``, the files' own pages."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """A saved tensor: dtype, global shape, bytes. For a tensor that this version cannot read: the dtype and shape in
@@ -47,6 +49,7 @@ class TensorInfo:
     nbytes: int
 
 
+@public
 async def open_checkpoint(
     url: str | os.PathLike[str],
     *,
@@ -81,6 +84,7 @@ async def open_from(
     return Checkpoint(location, manifest, verify, timeout_s, allowed, trust)
 
 
+@public
 class Checkpoint(Mapping[str, TensorInfo | None]):
     """What is in a checkpoint, by FQN: a ``TensorInfo`` for a tensor, None for a plain value."""
 

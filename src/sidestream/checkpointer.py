@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from ._abandoned import Watched, watch
+from ._public import public
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads
 from .catalog import Step, check_run, list_steps, next_generation, read_metadata, step_name
@@ -121,6 +122,7 @@ class _Holding:
         return "its staging memory and its saver process were released"
 
 
+@public
 class Checkpointer:
     """The checkpoints under one directory: ``step-100``, and ``step-100.g2`` where step 100 was saved again.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ._public import public
 from .errors import InvalidOption, SidestreamError
 from .format.digest import DigestCheck
 from .options import PerHost, Progress, Trust, Verify, check_choice, check_timeout
@@ -13,6 +14,7 @@ from .plan.objects import Allowed
 __all__ = ["LoadOptions", "LoadReport", "PassedOver"]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class PassedOver:
     """A damaged step that ``restore`` did not take, and what is wrong with it."""
@@ -22,6 +24,7 @@ class PassedOver:
     error: SidestreamError
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a load did.

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ._abandoned import noted, watch
+from ._public import public
 from ._tasks import finish, running_loop
 from ._threads import Deadline, io_threads, let_go, politely
 from ._torch import dtype_from_name
@@ -49,6 +50,7 @@ __all__ = ["LoadOptions", "LoadReport", "NewTensors", "PassedOver", "load", "loa
 T = TypeVar("T")
 
 
+@public
 async def load(
     state: Mapping[str, Any],
     url: str | os.PathLike[str],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from ._public import public
 from .errors import InvalidOption
 
 __all__ = [
@@ -86,6 +87,7 @@ knows all the ``storage_options``, fsspec for everything else."""
 _MIN_PART_BYTES = 5 << 20  # S3 takes no smaller ones
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class StorePolicy:
     """How object storage is talked to. Local directories know nothing of it.
@@ -115,6 +117,7 @@ class StorePolicy:
             )
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Apart:
     """This process saves its part of a checkpoint by itself: no rank talks to another, and nobody commits for all.
@@ -140,6 +143,7 @@ IoPriority = Literal["normal", "low", "idle"]
 """Of a process, to the scheduler of the disk: as others have it; after them; only when nobody else wants the disk."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class SaverProcess:
     """How the process that writes for the trainer is run. Saves with equal options share one process.
@@ -186,6 +190,7 @@ with options."""
 _MIN_HOST_BYTES = 16 << 20
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class PerHost:
     """Of the bytes that several ranks of one machine need, each is read by one of them, and the others get it through

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ._abandoned import watch
+from ._public import public
 from ._tasks import supervise
 from ._threads import in_background, look_for_abandoned
 from .commit import Outcome, Verdict
@@ -26,6 +27,7 @@ _CLOSING_S = 0.2
 """How long a loop that is being closed waits for a save that has not started."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class SaveInfo:
     """A checkpoint that is committed and, with ``durability="fsync"``, durable.
@@ -43,6 +45,7 @@ class SaveInfo:
     seconds: Mapping[str, float]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class SaveProgress:
     """How far a save is, in bytes of its shards: ``total_bytes`` (0 until it is planned), how many of them are in
@@ -83,6 +86,7 @@ class SaveWork(Protocol):
         system call. Raises what the storage raises."""
 
 
+@public
 class PendingSave:
     """A save in progress. ``await`` it for its ``SaveInfo``, any number of times and from several tasks; a cancelled
     awaiter does not cancel the save, ``cancel()`` does. It belongs to the loop that started it."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ._calling import by_caller
+from ._public import public
 from ._tasks import finish, running_loop
 from ._threads import Deadline
 from .errors import InvalidOption
@@ -40,6 +41,7 @@ __all__ = ["async_save", "save", "start_save", "start_together"]
 _STREAM_BYTES = 256 << 20
 
 
+@public
 async def save(
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
@@ -119,6 +121,7 @@ async def save(
         raise
 
 
+@public
 def async_save(
     state: Mapping[str, Any],
     url: str | os.PathLike[str],

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ._abandoned import noted
 from ._calling import call
+from ._public import public
 from ._tasks import running_loop
 from ._threads import Deadline, io_threads, politely
 from .apart import read_part
@@ -56,6 +57,7 @@ T = TypeVar("T")
 _RUN_PIECES = 256
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Damage:
     """Something that is wrong, and where, as far as that is known."""
@@ -66,6 +68,7 @@ class Damage:
     offset: int | None = None
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
     """What a verification found.
@@ -94,6 +97,7 @@ class VerifyReport:
         return not self.damaged
 
 
+@public
 async def verify(
     url: str | os.PathLike[str],
     *,

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .._abandoned import watch
+from .._public import public
 from .._tasks import finish, running_loop
 from .._threads import Deadline, io_threads, politely
 from .._torch import dtype_from_name, dtype_name
@@ -56,6 +57,7 @@ _LEAST_BYTES = 96 << 20
 _MIB = 1 << 20
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
     """What was written: ``files`` by name, ``nbytes`` of them together, ``tensors`` and ``values`` by their new names.
@@ -73,6 +75,7 @@ class ConvertReport:
     unverified: tuple[str, ...]
 
 
+@public
 async def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

@@ -14,6 +14,7 @@ from typing import Any
 
 from .._abandoned import watch
 from .._calling import call
+from .._public import public
 from .._tasks import finish, running_loop
 from .._threads import Deadline, Stop, io_threads, politely
 from ..catalog import attempt_name, open_manifest
@@ -42,6 +43,7 @@ _PAGE_BYTES = 4096
 _OURS = re.compile(r"(?:__[0-9]+_[0-9]+|manifest)-([0-9a-f]{32})(?:\.distcp|\.[0-9]+)?")
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class CopyReport:
     """What was copied: ``files`` of ``nbytes`` together. ``verified`` tensors and values were compared with checksums
@@ -55,6 +57,7 @@ class CopyReport:
     unverified: tuple[str, ...]
 
 
+@public
 async def copy(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

@@ -10,3 +10,5 @@ from .reader import StorageReader
 from .writer import StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter"]
+
+StorageReader.__module__ = StorageWriter.__module__ = __name__  # what users import

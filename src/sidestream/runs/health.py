@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .._public import public
 from .pruning import Pruned
 
 __all__ = ["Health"]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Health:
     """What a ``Checkpointer`` knows about itself; nothing is looked up for it.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._public import public
 from .._threads import Deadline
 from ..catalog import Step, list_generations, look_at, metadata_of, target_of_attempt
 from ..errors import CheckpointNotFound, Corrupt, StorageError
@@ -19,6 +20,7 @@ from .retention import Retention, SavedStep, doomed, keeps_all, needs_metadata
 __all__ = ["Pruned", "Pruner", "abandoned"]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Pruned:
     """What one pass of retention did. ``deleted``: directories of steps. ``leased``: those that go later, because they

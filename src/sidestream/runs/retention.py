@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from .._public import public
 from ..errors import InvalidOption
 from ..options import check_choice, check_count
 
@@ -26,6 +27,7 @@ __all__ = [
 Mode = Literal["min", "max"]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class SavedStep:
     """A committed generation of a step, as a policy sees it. ``saved_at`` is in seconds since 1970 by its writer's
@@ -41,6 +43,7 @@ class SavedStep:
         return self.step, self.generation
 
 
+@public
 @runtime_checkable
 class Retention(Protocol):
     """What ``keep=`` takes: which of ``steps`` (in order, one generation of each) shall stay. Pure, and stable: what it
@@ -69,6 +72,7 @@ class _Either(_Policy):
         return frozenset[int]().union(*(policy.kept(steps) for policy in self.policies))
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class KeepAll(_Policy):
     """Nothing is ever deleted, superseded generations included."""
@@ -77,6 +81,7 @@ class KeepAll(_Policy):
         return {each.step for each in steps}
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class KeepLast(_Policy):
     """The ``n`` highest steps."""
@@ -90,6 +95,7 @@ class KeepLast(_Policy):
         return {each.step for each in steps[-self.n :]}
 
 
+@public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepEvery(_Policy):
     """The first step in each span of ``steps`` steps (0-999, 1000-1999, ...) or of ``seconds`` seconds, counted from
@@ -111,6 +117,7 @@ class KeepEvery(_Policy):
         return set(first.values())
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class KeepBest(_Policy):
     """The ``n`` steps whose ``metric`` is lowest, or highest with ``mode="max"``; of equal ones the newer.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
+from .._public import public
 from .._threads import Deadline
 from ..errors import DeadlineExceeded, UnsafeObject
 from .stager import AsyncStager
@@ -17,6 +18,7 @@ __all__ = ["BlockingAsyncStager"]
 _EXPECTED = (int, float, str, bytes, BytesIO)
 
 
+@public
 class BlockingAsyncStager:
     """Stages on the calling thread's time: ``stage()`` returns the copy itself, and the sources may change then.
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from .._public import public
 from .._tasks import running_loop
 from ..errors import Skipped
 
@@ -16,6 +17,7 @@ __all__ = ["Copied", "StagingFuture", "ended", "raise_first"]
 T = TypeVar("T")
 
 
+@public
 class StagingFuture(Future[T], Generic[T]):
     """A ``concurrent.futures.Future`` that can be awaited too, from any task of any loop, and any number of times.
 

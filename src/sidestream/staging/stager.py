@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 
+from .._public import public
 from .._tasks import finish, running_loop
 from .._threads import Deadline, Stop, Threads, TorchThreads
 from .._turns import give_turns
@@ -58,6 +59,7 @@ _Image: TypeAlias = tuple[ImageLayout, StagedImage]
 _IS_CPU = attrgetter("is_cpu")
 
 
+@public
 class AsyncStager:
     """Copies state dicts into leased host memory, in threads of its own, while the program goes on.
 

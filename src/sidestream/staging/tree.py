@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._public import public
 from .._threads import politely
 from .._torch import attributes_of, check_tensor, lazy_bits, storage_key, with_attributes
 from .arena import Lease
@@ -27,6 +28,7 @@ _IMAGE_BYTES = 8 << 30
 """An image is closed before it grows beyond this; a larger storage has one of its own."""
 
 
+@public
 class StagedState(dict[str, Any]):
     """A state dict in host memory: the same structure, its tensors over leased memory, shared storages shared.
 
