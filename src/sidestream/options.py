@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from ._public import public
 from .errors import InvalidOption
 
 __all__ = [
@@ -87,7 +86,6 @@ knows all the ``storage_options``, fsspec for everything else."""
 _MIN_PART_BYTES = 5 << 20  # S3 takes no smaller ones
 
 
-@public
 @dataclass(frozen=True, slots=True)
 class StorePolicy:
     """How object storage is talked to. Local directories know nothing of it.
@@ -117,7 +115,6 @@ class StorePolicy:
             )
 
 
-@public
 @dataclass(frozen=True, slots=True)
 class Apart:
     """This process saves its part of a checkpoint by itself: no rank talks to another, and nobody commits for all.
@@ -143,7 +140,6 @@ IoPriority = Literal["normal", "low", "idle"]
 """Of a process, to the scheduler of the disk: as others have it; after them; only when nobody else wants the disk."""
 
 
-@public
 @dataclass(frozen=True, slots=True)
 class SaverProcess:
     """How the process that writes for the trainer is run. Saves with equal options share one process.
@@ -190,7 +186,6 @@ with options."""
 _MIN_HOST_BYTES = 16 << 20
 
 
-@public
 @dataclass(frozen=True, slots=True)
 class PerHost:
     """Of the bytes that several ranks of one machine need, each is read by one of them, and the others get it through
@@ -270,3 +265,7 @@ def check_steps(step: object) -> None:
 def check_step(step: object) -> None:
     if type(step) is not int or not 0 <= step < 10**18:
         raise InvalidOption(f"step={step!r} has to be an integer of at most 18 digits, not negative")
+
+
+for _kind in (Apart, PerHost, SaverProcess, StorePolicy):
+    _kind.__module__ = "sidestream"  # users import them from there; the decorator `public` belongs to a higher floor
