@@ -40,7 +40,7 @@ from _common import describe, headline, quantile, still_heap, write_json
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 import sidestream
-from sidestream.staging import CudaDriver, DeviceEngine
+from sidestream._staging import CudaDriver, DeviceEngine
 
 State = dict[str, torch.Tensor]
 Results = dict[str, Any]

@@ -160,7 +160,7 @@ async def run_alone(measure: Callable[[Save], Awaitable[None]]) -> None:
 
 
 async def run_copy(measure: Callable[[Save], Awaitable[None]], nbytes: int) -> None:
-    from sidestream._threads import io_threads
+    from sidestream._runtime.threads import io_threads
 
     target = torch.zeros(nbytes // 4)
 

@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sidestream._torch import TORCH_VERSION
-from sidestream.format.checksum import crc32
-from sidestream.format.dcp_shared import described, places_of_chunks, shared_metadata
-from sidestream.format.frame import frame_tensor
-from sidestream.format.manifest import parse_manifest, root_body, write_root
-from sidestream.format.marker import Marker
-from sidestream.format.records import Chunk, Manifest
-from sidestream.format.shared import PartName, Root, Shared, join, parse_part, write_part
-from sidestream.plan.table import Item, Row, _pack_boxes, _pack_rows, parse_rows
-from sidestream.plan.together import Told, assign
+from sidestream._format.checksum import crc32
+from sidestream._format.dcp.shared import described, places_of_chunks, shared_metadata
+from sidestream._format.frame import frame_tensor
+from sidestream._format.manifest import parse_manifest, root_body, write_root
+from sidestream._format.marker import Marker
+from sidestream._format.records import Chunk, Manifest
+from sidestream._format.shared import PartName, Root, Shared, join, parse_part, write_part
+from sidestream._layout.sharded.assign import Told, assign
+from sidestream._layout.sharded.rank_table import Item, Row, _pack_boxes, _pack_rows, parse_rows
+from sidestream._runtime.torch_probes import TORCH_VERSION
 
 SHAPES = [(4096, 4096), (11008, 4096), (4096, 11008), (4096,), (32000, 4096), (1024, 4096), (128256, 512), (8192, 1024)]
 SAVE_ID = "0" * 32

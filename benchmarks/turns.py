@@ -22,7 +22,7 @@ from typing import Any
 
 from _common import describe, headline, quantile, write_json
 
-from sidestream._turns import give_turns
+from sidestream._runtime.gil import give_turns
 
 NAP_S = (0.015, 0.025)  # not always the same, which would meet the turns of a loop at the same moment each time
 STEPS = {"0.1 ms": 4000, "1 ms": 40_000}  # about

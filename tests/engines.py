@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from sidestream._threads import Stop
-from sidestream.staging import Copy, HostEngine
+from sidestream._runtime.threads import Stop
+from sidestream._staging import Copy, HostEngine
 
 
 class GatedEngine(HostEngine):

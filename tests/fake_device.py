@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sidestream._torch import storage_key
+from sidestream._runtime.torch_probes import storage_key
 
 T = TypeVar("T")
 

@@ -23,54 +23,15 @@ PACKAGE = "sidestream"
 SOURCES = Path(__file__).parents[1] / "src" / PACKAGE
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset(
-        {
-            "errors",
-            "options",
-            "events",
-            "_redact",
-            "_public",
-            "_abandoned",
-            "_asking",
-            "_calling",
-            "_torch",
-            "_threads",
-            "_tasks",
-            "_turns",
-        }
-    ),
-    frozenset({"staging", "storage", "ranks"}),
-    frozenset({"plan", "format"}),
-    frozenset(
-        {
-            "saving",
-            "writing",
-            "pending",
-            "commit",
-            "catalog",
-            "loading",
-            "reading",
-            "landing",
-            "handover",
-            "mapping",
-            "streams",
-            "foreign",
-            "foreign_file",
-            "foreign_manifest",
-            "joint",
-            "checkpoint",
-            "verifying",
-            "saver",
-            "apart",
-            "job",
-            "loaded",
-            "planners",
-        }
-    ),
-    frozenset({"checkpointer", "runs", "weights", "blocking", "signing", "converting"}),
-    frozenset({"dcp", "cli", "integrations"}),
+    frozenset({"errors", "events"}),
+    frozenset({"_runtime", "options"}),
+    frozenset({"_format", "_group", "_staging"}),
+    frozenset({"_layout", "_storage"}),
+    frozenset({"_load", "_save", "_worker"}),
+    frozenset({"_convert", "_run", "blocking", "checkpointer", "signing", "weights"}),
+    frozenset({"cli", "dcp", "integrations"}),
 )
-PUBLIC_MODULES = ("errors", "options", "events", "blocking", "storage", "signing", "dcp")
+PUBLIC_MODULES = ("errors", "options", "events", "blocking", "signing", "dcp")
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 LOOP_MAKERS = frozenset({
@@ -118,7 +79,7 @@ def imported(name: str, source: str, known: Mapping[str, str]) -> Iterator[tuple
 
 
 def room_of(name: str) -> str | None:
-    """``staging`` for ``sidestream.staging.arena``; None for the package itself and for foreign modules."""
+    """``staging`` for ``sidestream._staging.arena``; None for the package itself and for foreign modules."""
     parts = name.split(".")
     return parts[1] if parts[0] == PACKAGE and len(parts) > 1 else None
 
@@ -221,7 +182,7 @@ def _private_torch(target: str) -> bool:
 
 def private_torch_names(name: str, source: str) -> list[str]:
     """Uses of torch's private names: imports, and attributes of torch modules and of what was imported from them."""
-    if name == f"{PACKAGE}._torch":
+    if name == f"{PACKAGE}._runtime.torch_probes":
         return []
     tree = ast.parse(source)
     names = aliases(tree)
@@ -306,7 +267,11 @@ def test_loops_start_in_blocking_only(sources: dict[str, str]) -> None:
 
 
 def test_threads_hop_in_threads_only(sources: dict[str, str]) -> None:
-    found = [hit for name, source in sources.items() for hit in misplaced_calls(name, source, THREAD_HOPS, "_threads")]
+    found = [
+        hit
+        for name, source in sources.items()
+        for hit in misplaced_calls(name, source, THREAD_HOPS, "_runtime.threads")
+    ]
     assert found == []
 
 
@@ -314,7 +279,7 @@ def run_fresh(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("module", ["", ".errors", ".options", ".storage", ".format"])
+@pytest.mark.parametrize("module", ["", ".errors", ".options", "._storage", "._format"])
 def test_imports_no_torch(module: str) -> None:
     name = PACKAGE + module
     done = run_fresh(f"import sys, {name}; sys.exit('torch' in sys.modules)")
@@ -375,29 +340,29 @@ def test_catches_an_unplaced_module() -> None:
     ],
 )
 def test_catches_an_upward_import(source: str) -> None:
-    house = {"sidestream": ROOT, "sidestream.save": "", "sidestream.plan": "", "sidestream.plan.flatten": source}
+    house = {"sidestream": ROOT, "sidestream.save": "", "sidestream._layout": "", "sidestream._layout.flatten": source}
     assert len(upward_imports(house)) == 1
 
 
 @pytest.mark.parametrize("source", ["from ..errors import Closed", "from .. import errors", "from . import layout"])
 def test_lets_a_downward_import_pass(source: str) -> None:
-    house = {"sidestream": ROOT, "sidestream.errors": "", "sidestream.plan": "", "sidestream.plan.layout": ""}
-    assert upward_imports(house | {"sidestream.plan.flatten": source}) == []
+    house = {"sidestream": ROOT, "sidestream.errors": "", "sidestream._layout": "", "sidestream._layout.layout": ""}
+    assert upward_imports(house | {"sidestream._layout.flatten": source}) == []
 
 
 @pytest.mark.parametrize(
     "house",
     [
-        {"sidestream.plan.a": "from .b import x", "sidestream.plan.b": "def f():\n    from .a import y"},
+        {"sidestream._layout.a": "from .b import x", "sidestream._layout.b": "def f():\n    from .a import y"},
         {"sidestream.save": "from .load import x", "sidestream.load": "from .save import y"},
         # No module imports its own importer, but the rooms do.
         {
-            "sidestream.plan.a": "from ..format.b import x",
-            "sidestream.plan.c": "",
-            "sidestream.format.b": "",
-            "sidestream.format.d": "from ..plan.c import y",
+            "sidestream._layout.a": "from .._format.b import x",
+            "sidestream._layout.c": "",
+            "sidestream._format.b": "",
+            "sidestream._format.d": "from .._layout.c import y",
         },
-        {"sidestream.plan": "from .a import x", "sidestream.plan.a": "from . import y"},
+        {"sidestream._layout": "from .a import x", "sidestream._layout.a": "from . import y"},
     ],
 )
 def test_catches_a_circle(house: dict[str, str]) -> None:
@@ -433,15 +398,15 @@ def test_lets_a_lazy_root_pass() -> None:
     ],
 )
 def test_catches_a_private_torch_name(source: str) -> None:
-    assert private_torch_names("sidestream.plan", source) != []
-    assert private_torch_names("sidestream._torch", source) == []
+    assert private_torch_names("sidestream._layout", source) != []
+    assert private_torch_names("sidestream._runtime.torch_probes", source) == []
 
 
 @pytest.mark.parametrize(
     "source", ["import torch\ntorch.float32", "self._torch = 1", "x = torch.__version__", "known = ['torch._utils']"]
 )
 def test_lets_public_torch_names_pass(source: str) -> None:
-    assert private_torch_names("sidestream.plan", source) == []
+    assert private_torch_names("sidestream._layout", source) == []
 
 
 @pytest.mark.parametrize(
@@ -477,5 +442,5 @@ def test_catches_a_loop_elsewhere(source: str) -> None:
     ],
 )
 def test_catches_a_thread_hop_elsewhere(source: str) -> None:
-    assert misplaced_calls("sidestream.save", source, THREAD_HOPS, "_threads") != []
-    assert misplaced_calls("sidestream._threads", source, THREAD_HOPS, "_threads") == []
+    assert misplaced_calls("sidestream.save", source, THREAD_HOPS, "_runtime.threads") != []
+    assert misplaced_calls("sidestream._runtime.threads", source, THREAD_HOPS, "_runtime.threads") == []

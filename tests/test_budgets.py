@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from leases import all_returned
 
-from sidestream._threads import Deadline, Stop
+from sidestream._runtime.threads import Deadline, Stop
+from sidestream._staging import AsyncStager, DeviceEngine
+from sidestream._staging import arena as arena_module
+from sidestream._staging.arena import PAGE_BYTES, Arena, Lease, whole_pages
 from sidestream.errors import ArenaExhausted
-from sidestream.staging import AsyncStager, DeviceEngine
-from sidestream.staging import arena as arena_module
-from sidestream.staging.arena import PAGE_BYTES, Arena, Lease, whole_pages
 
 MIB = 1 << 20
 MANY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.two_tensor import TwoTensor
 
 import sidestream
+from sidestream._staging import AsyncStager, DeviceEngine
+from sidestream._staging.fence import guard
 from sidestream.errors import ArenaExhausted, Closed, UnsafeObject, UnsupportedTensor
-from sidestream.staging import AsyncStager, DeviceEngine
-from sidestream.staging.fence import guard
 
 
 @pytest.fixture(scope="module")

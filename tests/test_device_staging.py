@@ -1,6 +1,6 @@
 """Staging from a device, on one whose copies and events run when and in which order the test says.
 
-Each ordering rule is tried with many schedules: take the rule out of ``staging/device.py`` or ``staging/stager.py``,
+Each ordering rule is tried with many schedules: take the rule out of ``_staging/device.py`` or ``_staging/stager.py``,
 and the seeds below find a schedule that shows it.
 """
 
@@ -22,11 +22,11 @@ from leases import all_returned
 from states import assert_same
 
 import sidestream
-from sidestream._threads import Deadline
+from sidestream._runtime.threads import Deadline
+from sidestream._staging import AsyncStager, DeviceEngine, StageMode
+from sidestream._staging.device import held_back
+from sidestream._staging.registration import settle
 from sidestream.errors import ArenaExhausted, CapturingGraph, Closed, DeadlineExceeded, DeviceFailed, InvalidOption
-from sidestream.staging import AsyncStager, DeviceEngine, StageMode
-from sidestream.staging.device import held_back
-from sidestream.staging.registration import settle
 
 SEEDS = range(40)
 
@@ -562,12 +562,12 @@ async def test_closing_says_what_becomes_of_a_stage_whose_device_hangs(close: Ca
 async def test_a_cancelled_save_does_not_wait_for_a_device_until_its_deadline(
     own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sidestream.writing._GRACE_S", 0.2)
+    monkeypatch.setattr("sidestream._save.writing._GRACE_S", 0.2)
     driver = FakeDriver()
     source = put(driver, 1.0)
     stager = on_fake(driver)
     if own:  # one that the save makes for itself
-        monkeypatch.setattr("sidestream.writing.AsyncStager", lambda **options: on_fake(driver, timeout_s=600.0))
+        monkeypatch.setattr("sidestream._save.writing.AsyncStager", lambda **options: on_fake(driver, timeout_s=600.0))
     saving = asyncio.create_task(sidestream.save({"t": source}, tmp_path / "c", stager=None if own else stager))
     while not any(stream.queue for stream in driver._streams):
         await asyncio.sleep(0.001)

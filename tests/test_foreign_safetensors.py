@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import sidestream
 from sidestream import errors
-from sidestream.format.safetensors import parse_header
+from sidestream._format.safetensors.read import parse_header
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -18,11 +18,11 @@ import torch
 from fake_device import FakeDriver
 from leases import all_returned
 
-from sidestream._threads import Deadline
+from sidestream._runtime.threads import Deadline
+from sidestream._staging import AsyncStager, DeviceEngine
+from sidestream._staging.arena import _Memory
+from sidestream._staging.registration import settle
 from sidestream.errors import ArenaExhausted, DeadlineExceeded, DeviceFailed
-from sidestream.staging import AsyncStager, DeviceEngine
-from sidestream.staging.arena import _Memory
-from sidestream.staging.registration import settle
 
 MIB = 1 << 20
 THREAD = {"sidestream-unregister"}

@@ -13,15 +13,15 @@ import torch
 from states import assert_same
 
 import sidestream
-from sidestream._torch import lazy_bits
-from sidestream.format.described import Described, describe
-from sidestream.format.manifest import parse_manifest, write_manifest
-from sidestream.format.records import Manifest
-from sidestream.format.shard import BlockSums
+from sidestream._format.dcp.described import Described, describe
+from sidestream._format.manifest import parse_manifest, write_manifest
+from sidestream._format.records import Manifest
+from sidestream._format.shard import BlockSums
+from sidestream._layout.save_layout import SavePlan, plan_save
+from sidestream._layout.structure import outline_of
+from sidestream._runtime.torch_probes import lazy_bits
+from sidestream._staging import PlanCache, capture
 from sidestream.options import Digest
-from sidestream.plan.outline import outline_of
-from sidestream.plan.save import SavePlan, plan_save
-from sidestream.staging import PlanCache, capture
 
 ONE = torch.arange(6, dtype=torch.float32)
 TWO = torch.arange(6, dtype=torch.float32) + 10

@@ -21,10 +21,10 @@ from states import assert_same, model_and_optimizer
 
 import sidestream
 from sidestream import errors
-from sidestream.plan.ask import Answers
-from sidestream.plan.flatten import leaves_of
-from sidestream.storage import ReadRange
-from sidestream.storage.coalesce import coalesce
+from sidestream._layout.ask import Answers
+from sidestream._layout.flatten import leaves_of
+from sidestream._storage import ReadRange
+from sidestream._storage.coalesce import coalesce
 
 STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3)}, "step": 5, "extra": {"k": 1}}
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from states import SAVED_DTYPES, assert_same, filled, model_and_optimizer
 
 import sidestream
-from sidestream.plan import save as save_plan
+from sidestream._layout import save_layout as save_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning")
 

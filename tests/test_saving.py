@@ -20,6 +20,7 @@ from states import assert_same
 from torch import nn
 
 import sidestream
+from sidestream._layout import save_layout as save_plan
 from sidestream.errors import (
     Aborted,
     ArenaExhausted,
@@ -29,7 +30,6 @@ from sidestream.errors import (
     InvalidOption,
     UnsupportedTensor,
 )
-from sidestream.plan import save as save_plan
 
 
 async def test_many_saves_share_a_small_budget_and_a_load_goes_on_beside(

@@ -28,7 +28,9 @@ from leases import all_returned
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import sidestream
-from sidestream._threads import Stop, Threads
+from sidestream._runtime.rate import Pace
+from sidestream._runtime.threads import Stop, Threads
+from sidestream._staging import AsyncStager, Copy, DeviceEngine, HostEngine, StageMode
 from sidestream.errors import (
     ArenaExhausted,
     Closed,
@@ -39,8 +41,6 @@ from sidestream.errors import (
     Skipped,
     UnsupportedTensor,
 )
-from sidestream.staging import AsyncStager, Copy, DeviceEngine, HostEngine, StageMode
-from sidestream.staging.pace import Pace
 
 KIB = 1 << 10
 
@@ -407,9 +407,9 @@ async def test_what_a_device_raises_has_a_type() -> None:
 
 
 async def test_callbacks_run_without_locks(stager: AsyncStager) -> None:
-    from sidestream._threads import Deadline
-    from sidestream.staging import capture
-    from sidestream.staging.tree import plan_stage
+    from sidestream._runtime.threads import Deadline
+    from sidestream._staging import capture
+    from sidestream._staging.tree import plan_stage
 
     staging: Any = stager.launch(
         capture({"t": torch.ones(1000)}), lambda captured: plan_stage(stager.plans, captured), Deadline.after(60.0)
@@ -433,7 +433,7 @@ def test_a_timeout_is_not_hearing() -> None:
 
 LATE_DESTRUCTOR = """
 import os, threading, time
-from sidestream._threads import TorchThreads
+from sidestream._runtime.threads import TorchThreads
 
 submitted = threading.Event()
 

@@ -18,12 +18,12 @@ from leases import all_returned
 from states import assert_same
 
 import sidestream
-from sidestream._threads import Deadline, Stop
+from sidestream._layout import save_layout as save_plan
+from sidestream._runtime.rate import Pace
+from sidestream._runtime.threads import Deadline, Stop
+from sidestream._staging import AsyncStager, Copy, HostEngine
+from sidestream._staging.arena import Arena
 from sidestream.errors import ArenaExhausted, InvalidOption, Skipped
-from sidestream.plan import save as save_plan
-from sidestream.staging import AsyncStager, Copy, HostEngine
-from sidestream.staging.arena import Arena
-from sidestream.staging.pace import Pace
 
 KIB = 1 << 10
 

@@ -17,10 +17,10 @@ from leases import all_returned
 from states import assert_same, model_and_optimizer
 
 import sidestream
-from sidestream._threads import Deadline, Stop
+from sidestream._runtime.threads import Deadline, Stop
+from sidestream._staging import AsyncStager
+from sidestream._staging.arena import Arena
 from sidestream.errors import ArenaExhausted, Closed, DeadlineExceeded, InvalidOption, UnsupportedTensor
-from sidestream.staging import AsyncStager
-from sidestream.staging.arena import Arena
 
 
 def soon() -> Deadline:

@@ -10,7 +10,7 @@ import torch
 from fake_device import FakeDriver
 
 import sidestream
-from sidestream.streams import Streams
+from sidestream._load.device_streams import Streams
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 

@@ -23,11 +23,12 @@ import pytest
 import torch
 
 import sidestream
-from sidestream import _threads, _turns
-from sidestream._threads import Deadline, Threads
+from sidestream._format.checksum import block_crcs
+from sidestream._format.records import BLOCK_BYTES
+from sidestream._runtime import gil as _turns
+from sidestream._runtime import threads as _threads
+from sidestream._runtime.threads import Deadline, Threads
 from sidestream.errors import DeadlineExceeded
-from sidestream.format.checksum import block_crcs
-from sidestream.format.records import BLOCK_BYTES
 
 PATIENCE_S = 60.0
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from states import assert_same
 
 import sidestream
-from sidestream._threads import Stop
+from sidestream._runtime.threads import Stop
+from sidestream._staging import AsyncStager, Copy, DeviceEngine, HostEngine
+from sidestream._staging.host import rows_with
 from sidestream.errors import InvalidOption
-from sidestream.staging import AsyncStager, Copy, DeviceEngine, HostEngine
-from sidestream.staging.host import rows_with
 
 MIB = 1 << 20
 

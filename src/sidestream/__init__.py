@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import blocking, dcp, errors, events, signing
-    from .checkpoint import Checkpoint, TensorInfo, open_checkpoint
+    from ._convert.convert import ConvertReport, convert
+    from ._convert.copy import CopyReport, copy
+    from ._load.api import LoadReport, PassedOver, load
+    from ._load.checkpoint import Checkpoint, TensorInfo, open_checkpoint
+    from ._load.verify import Damage, VerifyReport, verify
+    from ._run.health import Health
+    from ._run.pruning import Pruned
+    from ._run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
+    from ._save.api import async_save, save
+    from ._save.pending import PendingSave, SaveInfo, SaveProgress
+    from ._staging.blocking import BlockingAsyncStager
+    from ._staging.future import StagingFuture
+    from ._staging.stager import AsyncStager
+    from ._staging.tree import StagedState
     from .checkpointer import Checkpointer
-    from .converting.convert import ConvertReport, convert
-    from .converting.copying import CopyReport, copy
-    from .loading import LoadReport, PassedOver, load
     from .options import Apart, PerHost, SaverProcess, StorePolicy
-    from .pending import PendingSave, SaveInfo, SaveProgress
-    from .runs.health import Health
-    from .runs.pruning import Pruned
-    from .runs.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
-    from .saving import async_save, save
-    from .staging.blocking import BlockingAsyncStager
-    from .staging.future import StagingFuture
-    from .staging.stager import AsyncStager
-    from .staging.tree import StagedState
-    from .verifying import Damage, VerifyReport, verify
 
 __all__ = [
     "Apart",
@@ -72,40 +72,40 @@ __all__ = [
 
 _HOMES = {
     "Apart": "options",
-    "AsyncStager": "staging.stager",
-    "BlockingAsyncStager": "staging.blocking",
-    "Checkpoint": "checkpoint",
+    "AsyncStager": "_staging.stager",
+    "BlockingAsyncStager": "_staging.blocking",
+    "Checkpoint": "_load.checkpoint",
     "Checkpointer": "checkpointer",
-    "ConvertReport": "converting.convert",
-    "CopyReport": "converting.copying",
-    "Damage": "verifying",
-    "Health": "runs.health",
-    "KeepAll": "runs.retention",
-    "KeepBest": "runs.retention",
-    "KeepEvery": "runs.retention",
-    "KeepLast": "runs.retention",
-    "LoadReport": "loading",
-    "PassedOver": "loading",
-    "PendingSave": "pending",
+    "ConvertReport": "_convert.convert",
+    "CopyReport": "_convert.copy",
+    "Damage": "_load.verify",
+    "Health": "_run.health",
+    "KeepAll": "_run.retention",
+    "KeepBest": "_run.retention",
+    "KeepEvery": "_run.retention",
+    "KeepLast": "_run.retention",
+    "LoadReport": "_load.api",
+    "PassedOver": "_load.api",
+    "PendingSave": "_save.pending",
     "PerHost": "options",
-    "Pruned": "runs.pruning",
-    "Retention": "runs.retention",
-    "SaveInfo": "pending",
-    "SaveProgress": "pending",
-    "SavedStep": "runs.retention",
-    "StagedState": "staging.tree",
-    "StagingFuture": "staging.future",
+    "Pruned": "_run.pruning",
+    "Retention": "_run.retention",
+    "SaveInfo": "_save.pending",
+    "SaveProgress": "_save.pending",
+    "SavedStep": "_run.retention",
+    "StagedState": "_staging.tree",
+    "StagingFuture": "_staging.future",
     "SaverProcess": "options",
     "StorePolicy": "options",
-    "TensorInfo": "checkpoint",
-    "VerifyReport": "verifying",
-    "async_save": "saving",
-    "convert": "converting.convert",
-    "copy": "converting.copying",
-    "load": "loading",
-    "open_checkpoint": "checkpoint",
-    "save": "saving",
-    "verify": "verifying",
+    "TensorInfo": "_load.checkpoint",
+    "VerifyReport": "_load.verify",
+    "async_save": "_save.api",
+    "convert": "_convert.convert",
+    "copy": "_convert.copy",
+    "load": "_load.api",
+    "open_checkpoint": "_load.checkpoint",
+    "save": "_save.api",
+    "verify": "_load.verify",
 }
 
 

@@ -27,20 +27,20 @@ import torch
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from . import checkpoint as _checkpoint
 from . import checkpointer as _checkpointer
-from . import loading as _loading
-from . import pending as _pending
-from . import saving as _saving
-from . import verifying as _verifying
-from ._calling import Caller, is_serving
-from ._tasks import drain, refuse_on_a_loop
-from .commit import Outcome
-from .converting import convert as _converting
-from .converting import copying as _copying
+from ._convert import convert as _converting
+from ._convert import copy as _copying
+from ._load import api as _loading
+from ._load import checkpoint as _checkpoint
+from ._load import verify as _verifying
+from ._run.health import Health
+from ._run.pruning import Pruned
+from ._runtime.caller import Caller, is_serving
+from ._runtime.tasks import drain, refuse_on_a_loop
+from ._save import api as _saving
+from ._save import pending as _pending
+from ._save.commit import Outcome
 from .errors import DeadlineExceeded, WrongLoop
-from .runs.health import Health
-from .runs.pruning import Pruned
 
 __all__ = [
     "Checkpoint",

@@ -15,12 +15,39 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-from ._abandoned import Watched, watch
-from ._public import public
-from ._tasks import finish, running_loop
-from ._threads import Deadline, io_threads
-from .catalog import Step, check_run, list_steps, next_generation, read_metadata, step_name
-from .checkpoint import Checkpoint, open_from
+from ._format.records import Node
+from ._group import GroupChoice, Member, Operation, group_of
+from ._layout.metadata import encode_metadata
+from ._layout.objects import allowed_types
+from ._layout.save_layout import plan_save
+from ._layout.values import copy_value
+from ._load.api import LoadOptions, LoadReport
+from ._load.checkpoint import Checkpoint, open_from
+from ._load.open.manifest import Step, check_run, list_steps, next_generation, read_metadata, step_name
+from ._load.verify import VerifyReport, verify_at
+from ._run.choose import Wish, choose
+from ._run.group import RestoringTogether, call_together
+from ._run.health import Health
+from ._run.leases import Leases
+from ._run.maintenance import Upkeep
+from ._run.preemption import Preemption, Then
+from ._run.pruning import Pruned, Pruner
+from ._run.restore import Restoring
+from ._run.retention import KeepAll, Retention
+from ._run.slots import LeasedSave, OwnTurn, QueuedSave, SkippedSave, Slots
+from ._run.starting import EARLIER, JointTurn, Starts, tells_of_earlier
+from ._run.watch import Watch
+from ._runtime.abandoned import Watched, watch
+from ._runtime.public import public
+from ._runtime.tasks import finish, running_loop
+from ._runtime.threads import Deadline, io_threads
+from ._save.api import start_save, start_together
+from ._save.pending import PendingSave, SaveWork
+from ._save.writing import Stager
+from ._staging import AsyncStager, capture
+from ._staging.arena import Backing
+from ._storage import Location, Where, locate_run
+from ._worker.client import Saver, choose_saver
 from .errors import (
     AsyncOnly,
     Busy,
@@ -34,8 +61,6 @@ from .errors import (
     UnsupportedTensor,
     WrongLoop,
 )
-from .format.records import Node
-from .loading import LoadOptions, LoadReport
 from .options import (
     RANK_WAIT_S,
     Allowance,
@@ -58,31 +83,6 @@ from .options import (
     check_strict,
     check_timeout,
 )
-from .pending import PendingSave, SaveWork
-from .plan.metadata import encode_metadata
-from .plan.objects import allowed_types
-from .plan.save import plan_save
-from .plan.values import copy_value
-from .ranks import GroupChoice, Member, Operation, group_of
-from .runs.choosing import Wish, choose
-from .runs.health import Health
-from .runs.leases import Leases
-from .runs.overlap import LeasedSave, OwnTurn, QueuedSave, SkippedSave, Slots
-from .runs.preemption import Preemption, Then
-from .runs.pruning import Pruned, Pruner
-from .runs.restoring import Restoring
-from .runs.retention import KeepAll, Retention
-from .runs.starting import EARLIER, JointTurn, Starts, tells_of_earlier
-from .runs.together import RestoringTogether, call_together
-from .runs.upkeep import Upkeep
-from .runs.watching import Watch
-from .saver.client import Saver, choose_saver
-from .saving import start_save, start_together
-from .staging import AsyncStager, capture
-from .staging.arena import Backing
-from .storage import Location, Where, locate_run
-from .verifying import VerifyReport, verify_at
-from .writing import Stager
 
 __all__ = ["Checkpointer"]
 

@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ._tasks import running_loop
-from ._threads import Deadline, io_threads
-from .catalog import read_manifest
-from .commit import BytesBody
+from ._format.marker import METADATA_NAME, manifest_name
+from ._format.records import Manifest
+from ._format.shared import part_name
+from ._load.foreign.manifests import read_file
+from ._load.open.manifest import read_manifest
+from ._load.verify import VerifyReport, verify_manifest
+from ._runtime.tasks import running_loop
+from ._runtime.threads import Deadline, io_threads
+from ._save.commit import BytesBody
+from ._storage import Location, Where, locate_directory
 from .errors import BadSignature, CheckpointNotFound, Conflict, InvalidOption, MissingExtra
-from .foreign_manifest import read_file
-from .format.marker import METADATA_NAME, manifest_name
-from .format.records import Manifest
-from .format.shared import part_name
 from .options import Progress, StorePolicy, check_timeout
-from .storage import Location, Where, locate_directory
-from .verifying import VerifyReport, verify_manifest
 
 __all__ = ["sign", "verify"]
 

@@ -18,8 +18,8 @@ from states import assert_same
 
 import sidestream
 from sidestream import errors
-from sidestream.converting.copying import _CopiedFile
-from sidestream.plan.checks import Piece
+from sidestream._convert.copy import _CopiedFile
+from sidestream._layout.checks import Piece
 
 MIB = 1 << 20
 LEAST = 96 * MIB

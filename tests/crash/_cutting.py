@@ -12,8 +12,8 @@ from _saver_trial import environment, processes_in
 from _seeded import make_state
 
 import sidestream
+from sidestream._worker.client import saver_process
 from sidestream.options import SaverChoice
-from sidestream.saver.client import saver_process
 
 Acked = Callable[[str, int], None]
 

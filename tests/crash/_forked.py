@@ -32,7 +32,7 @@ from _seeded import blank_state, make_state
 
 import sidestream
 from sidestream import errors
-from sidestream._threads import Threads, io_threads
+from sidestream._runtime.threads import Threads, io_threads
 
 HANGS_S = 20
 IO_THREADS = io_threads()._size

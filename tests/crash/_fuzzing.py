@@ -22,17 +22,17 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from sidestream._format.dcp.described import describe
+from sidestream._format.dcp.metadata import read_dcp_metadata
+from sidestream._format.frame import frame_tensor, frame_value
+from sidestream._format.manifest import parse_manifest, write_manifest
+from sidestream._format.marker import Marker, find_marker
+from sidestream._format.pickles import write as p
+from sidestream._format.records import Chunk, DictKey, EmptyEntry, Manifest, TensorEntry, ValueEntry
+from sidestream._format.safetensors.read import PREFIX_BYTES, header_bytes, parse_header
+from sidestream._format.torch_zip.item import open_tensor_item, open_value_item
+from sidestream._format.validate import validate
 from sidestream.errors import SidestreamError
-from sidestream.format import pickles as p
-from sidestream.format.dcp_metadata import read_dcp_metadata
-from sidestream.format.described import describe
-from sidestream.format.frame import frame_tensor, frame_value
-from sidestream.format.manifest import parse_manifest, write_manifest
-from sidestream.format.marker import Marker, find_marker
-from sidestream.format.records import Chunk, DictKey, EmptyEntry, Manifest, TensorEntry, ValueEntry
-from sidestream.format.safetensors import PREFIX_BYTES, header_bytes, parse_header
-from sidestream.format.torch_item import open_tensor_item, open_value_item
-from sidestream.format.validate import validate
 
 HANG_S = 60
 EXTRA_BYTES = 512 << 20

@@ -51,7 +51,7 @@ _IN_USE = (
     '        return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)\n'
 )
 _CANDIDATES = "                candidates = [steps[name] for name in chosen if steps[name].order < newest.order]\n"
-_LOCAL = "storage/local.py"
+_LOCAL = "_storage/local/store.py"
 _RENAME = "        exchange(attempt, target) if swap else os.rename(attempt, target)\n        try:\n"
 _TRY = "        try:\n"
 _SYNC_AND_RENAME = (
@@ -72,7 +72,7 @@ _SYNC_PARENT = """            _sync_directory(target.parent)
                 error.errno, "the checkpoint"""
 _TRANSLATED = """        raise from_os_error(error, "publishing", str(target)) from error
     if durability"""
-_PRUNING = "runs/pruning.py"
+_PRUNING = "_run/pruning.py"
 
 MUTANTS = (
     # syncs left out, or in the wrong place
@@ -98,7 +98,7 @@ MUTANTS = (
            "            _Parts(descriptor, direct, body, deadline).write(stop, threads)\n", "cuts"),
     Mutant("a deletion is not synced before it goes on", _LOCAL, "            _sync_directory(root)\n        except",
            "            pass\n        except", "cuts"),
-    Mutant("a saver process syncs nothing", "saver/work.py", "                durability=order.durability,\n",
+    Mutant("a saver process syncs nothing", "_worker/work.py", "                durability=order.durability,\n",
            '                durability="flush",\n', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
@@ -110,7 +110,7 @@ MUTANTS = (
            "            os.rename(one, target / one.name)\n        attempt.rmdir()\n" + _TRY, "kills"),
     Mutant("an occupied target is replaced", _LOCAL, _RENAME,
            "        shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
-    Mutant("a generation that is there is taken again", "catalog.py",
+    Mutant("a generation that is there is taken again", "_load/open/manifest.py",
            "    return max((found.generation for found in found), default=0) + 1",
            "    return 1", "conflicts"),
     # failures
@@ -126,24 +126,26 @@ MUTANTS = (
                 error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
             ) from error
 """, "            return\n", "faults"),
-    Mutant("a failed save leaves its attempt", "commit.py", '    if verdict.outcome != "absent":\n        return\n',
+    Mutant("a failed save leaves its attempt", "_save/commit.py",
+           '    if verdict.outcome != "absent":\n        return\n',
            "    if verdict.outcome:\n        return\n", "faults"),
-    Mutant("a commit that was sent counts as absent", "commit.py", '    verdict.outcome = "unknown"\n',
+    Mutant("a commit that was sent counts as absent", "_save/commit.py", '    verdict.outcome = "unknown"\n',
            '    verdict.outcome = "absent"\n', "faults"),
-    Mutant("a sent commit is not read back", "commit.py",
+    Mutant("a sent commit is not read back", "_save/commit.py",
            '    await finish(lambda: _read_back(store, name, tail, getattr(error, "left_behind", False), verdict))\n',
            '    verdict.outcome = "absent"\n', "faults"),
     Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
     Mutant("a short read counts as a whole one", _LOCAL, "        buffers = _rest(buffers, count)\n",
            "        break\n", "reads"),
     # checks left out
-    Mutant("blocks are not verified", "reading.py",
+    Mutant("blocks are not verified", "_load/reader.py",
            "        if found != expected:\n", "        if False:\n", "corruption"),
-    Mutant("the manifest is not verified", "catalog.py", "    if crc32(raw) != marker.manifest_crc:\n",
+    Mutant("the manifest is not verified", "_load/open/manifest.py", "    if crc32(raw) != marker.manifest_crc:\n",
            "    if False:\n", "corruption"),
-    Mutant("stock DCP's checksums are not looked at", "reading.py", "        if crc32(buffer) != one.crc:\n",
+    Mutant("stock DCP's checksums are not looked at", "_load/reader.py", "        if crc32(buffer) != one.crc:\n",
            "        if False:\n", "stock"),
-    Mutant("a renamed step is believed", "catalog.py", "    if (marker.step, marker.generation) != found.order:\n",
+    Mutant("a renamed step is believed", "_load/open/manifest.py",
+           "    if (marker.step, marker.generation) != found.order:\n",
            "    if False:\n", "renamed"),
     # retention
     Mutant("nothing is verified before older steps go", _PRUNING, "        if step.name in self._verified:\n",
@@ -152,9 +154,9 @@ MUTANTS = (
     Mutant("damaged steps are deleted like others", _PRUNING, _CANDIDATES,
            _CANDIDATES + "                candidates += [self._known[name] for name in self._damaged]\n", "retention"),
     # cancelling
-    Mutant("a cancelled save is left to itself", "saving.py",
+    Mutant("a cancelled save is left to itself", "_save/api.py",
            "        pending.cancel()\n        await finish(pending.ended)\n", "", "cancels"),
-    Mutant("a cancelled thread is left behind", "_threads.py",
+    Mutant("a cancelled thread is left behind", "_runtime/threads.py",
            "                    cancelled = cancelled or cancel\n                    _stop_work(future, stop)\n",
            "                    raise\n", "cancels"),
 )  # fmt: skip

@@ -17,8 +17,8 @@ from _look import attempts_in
 from _seeded import blank_state, make_state, same
 
 import sidestream
-from sidestream._threads import Deadline
-from sidestream.saver.client import saver_process
+from sidestream._runtime.threads import Deadline
+from sidestream._worker.client import saver_process
 
 LACKS = (
     "memfd_create: ENOSPC",

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from sidestream import _threads
+from sidestream._runtime import threads as _threads
 from sidestream.errors import Closed
 
 T = TypeVar("T")

@@ -125,9 +125,10 @@ def _sample() -> list[str]:
         while walk is not None:
             names.append((walk.f_code.co_filename, walk.f_code.co_name))
             walk = walk.f_back
-        pooled = any(file.endswith("/sidestream/_threads.py") for file, _ in names)
+        pool = "/sidestream/_runtime/threads.py"
+        pooled = any(file.endswith(pool) for file, _ in names)
         inside = [f"{file}:{name}" for file, name in names if "/sidestream/" in file or "_operations.py" in file]
-        inside = [place for place in inside if "/sidestream/_threads.py" not in place]  # not the pool's own frames
+        inside = [place for place in inside if pool not in place]  # not the pool's own frames
         if pooled and inside:
             busy.append(f"{number}: {inside}")
     return busy

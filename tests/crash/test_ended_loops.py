@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 import sidestream
 from sidestream import errors
-from sidestream.saver.client import close_all, saver_process
+from sidestream._worker.client import close_all, saver_process
 
 PATIENCE_S = 20.0
 MIB = 1 << 20
@@ -417,7 +417,7 @@ def test_an_idle_loop_is_not_kept(tmp_path: Path) -> None:
 AT_EXIT = """
 import asyncio, sys, threading
 import torch, sidestream
-from sidestream.storage import local
+from sidestream._storage.local import store as local
 
 held, real = threading.Event(), local.os.fsync
 def slowly(descriptor):

@@ -23,7 +23,8 @@ from _seeded import blank_state, make_state, same
 from _trials import Trials
 
 import sidestream
-from sidestream import _threads, errors
+from sidestream import errors
+from sidestream._runtime import threads as _threads
 
 
 @pytest.fixture

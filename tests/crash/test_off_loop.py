@@ -10,8 +10,8 @@ import torch
 from _operations import Intercept, Operation
 
 import sidestream
-from sidestream._threads import Stop
-from sidestream.staging import Copy, HostEngine
+from sidestream._runtime.threads import Stop
+from sidestream._staging import Copy, HostEngine
 
 
 class WatchedEngine(HostEngine):

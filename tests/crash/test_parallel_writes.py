@@ -17,8 +17,8 @@ from leases import all_returned
 
 import sidestream
 from sidestream import errors
-from sidestream._threads import Threads
-from sidestream.staging import HostEngine
+from sidestream._runtime.threads import Threads
+from sidestream._staging import HostEngine
 
 MIB = 1 << 20
 

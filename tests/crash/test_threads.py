@@ -15,8 +15,9 @@ import anyio
 import pytest
 from _trials import Trials
 
-from sidestream import _threads, errors
-from sidestream._threads import Deadline, Stop, Threads, io_threads
+from sidestream import errors
+from sidestream._runtime import threads as _threads
+from sidestream._runtime.threads import Deadline, Stop, Threads, io_threads
 
 
 class Work:

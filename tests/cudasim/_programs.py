@@ -28,15 +28,15 @@ import cudasim
 import torch
 
 import sidestream
-from sidestream._threads import Deadline
+from sidestream._format.dtypes import DTYPES
+from sidestream._runtime.threads import Deadline
+from sidestream._staging import AsyncStager
+from sidestream._staging import stager as stager_module
+from sidestream._staging.device import DeviceEngine
+from sidestream._staging.driver import CudaDriver, TorchDriver
+from sidestream._staging.registration import settle
+from sidestream._staging.runtime import CudaRuntime
 from sidestream.errors import SidestreamError
-from sidestream.format.dtypes import DTYPES
-from sidestream.staging import AsyncStager
-from sidestream.staging import stager as stager_module
-from sidestream.staging.device import DeviceEngine
-from sidestream.staging.driver import CudaDriver, TorchDriver
-from sidestream.staging.registration import settle
-from sidestream.staging.runtime import CudaRuntime
 
 __all__ = ["SABOTAGES", "Wrong", "program", "sabotaged"]
 

@@ -22,10 +22,10 @@ import pytest
 import torch
 
 import sidestream
-from sidestream._threads import Deadline
+from sidestream._runtime.threads import Deadline
+from sidestream._staging import AsyncStager, StageMode
+from sidestream._staging.registration import settle
 from sidestream.errors import ArenaExhausted, CapturingGraph, Closed, DeadlineExceeded, DeviceFailed
-from sidestream.staging import AsyncStager, StageMode
-from sidestream.staging.registration import settle
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
@@ -441,7 +441,7 @@ FORK = """
 import asyncio, os, sys, time
 import cudasim, torch, sidestream
 from sidestream.errors import ForkedProcess
-from sidestream.staging import AsyncStager
+from sidestream._staging import AsyncStager
 
 phase = sys.argv[1]
 source = torch.full((1 << 20,), 3.0, device="cuda")
@@ -515,7 +515,7 @@ def test_forks_at_every_phase() -> None:
 EXIT = """
 import asyncio, os, pathlib, sys, tempfile, time
 import cudasim, torch, sidestream
-from sidestream.staging import AsyncStager
+from sidestream._staging import AsyncStager
 
 phase, how = sys.argv[1:]
 source = torch.full((1 << 20,), 3.0, device="cuda")

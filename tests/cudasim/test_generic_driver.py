@@ -9,7 +9,7 @@ import cudasim
 import pytest
 import torch
 
-from sidestream.staging import AsyncStager, DeviceEngine, StageMode, TorchDriver
+from sidestream._staging import AsyncStager, DeviceEngine, StageMode, TorchDriver
 
 LARGE = 1 << 21  # elements: beyond what is coalesced
 

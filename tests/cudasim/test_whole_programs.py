@@ -16,11 +16,11 @@ from states import assert_same
 from torch import nn
 
 import sidestream
-from sidestream._threads import Deadline
+from sidestream._runtime.threads import Deadline
+from sidestream._staging import AsyncStager, StageMode
+from sidestream._staging.blocking import BlockingAsyncStager
+from sidestream._staging.registration import settle
 from sidestream.dcp import StorageReader, StorageWriter
-from sidestream.staging import AsyncStager, StageMode
-from sidestream.staging.blocking import BlockingAsyncStager
-from sidestream.staging.registration import settle
 
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder

@@ -40,14 +40,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 import sidestream
 from sidestream.dcp import StorageReader, StorageWriter
-from sidestream.errors import (
-    Conflict,
-    Corrupt,
-    DtypeMismatch,
-    InvalidOption,
-    UnsafeObject,
-    UnsupportedTensor,
-)
+from sidestream.errors import Conflict, Corrupt, DtypeMismatch, InvalidOption, UnsafeObject, UnsupportedTensor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable.*:UserWarning"),
@@ -123,7 +116,7 @@ def test_every_dtype_layout_and_shape(kind: Kind, tmp_path: Path) -> None:
 
 @every_kind
 def test_tensors_beyond_a_window_and_a_group(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sidestream.planners import outgoing
+    from sidestream._save.planner import items as outgoing
 
     monkeypatch.setattr(outgoing, "_GROUP_BYTES", 16 << 20)
     monkeypatch.setattr(outgoing, "_BUDGET_BYTES", 8 << 20)
@@ -367,7 +360,7 @@ def test_a_reader_finds_one_or_the_other_while_it_is_overwritten(tmp_path: Path)
 
 
 def test_overwriting_where_directories_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sidestream.storage import local
+    from sidestream._storage.local import store as local
 
     OURS.save({"n": 1}, tmp_path / "c")
     monkeypatch.setattr(local, "exchanges", lambda directory: False)
@@ -575,7 +568,7 @@ async def test_zstd(kind: Kind, tmp_path: Path) -> None:
 def test_sizes_that_nobody_knows_beforehand_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.checkpoint._extension import ZStandard
 
-    from sidestream.planners import outgoing
+    from sidestream._save.planner import items as outgoing
 
     monkeypatch.setattr(outgoing, "_VALUES_BYTES", 10_000)
     state = {f"t{number}": torch.randn(2_000) for number in range(6)} | {"n": 1}

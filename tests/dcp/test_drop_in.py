@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import sidestream
+from sidestream._format.values import pickle_node
+from sidestream._layout.values import decode_value, encode_value
 from sidestream.dcp import StorageReader, StorageWriter
 from sidestream.errors import Corrupt, InvalidOption, UnsafeObject
-from sidestream.format.values import pickle_node
-from sidestream.plan.values import decode_value, encode_value
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable.*:UserWarning"),

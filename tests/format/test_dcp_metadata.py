@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from sidestream._format.dcp.metadata import read_dcp_metadata
+from sidestream._format.dtypes import DTYPES
+from sidestream._format.records import Chunk, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from sidestream._format.validate import validate
 from sidestream.errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
-from sidestream.format.dcp_metadata import read_dcp_metadata
-from sidestream.format.dtypes import DTYPES
-from sidestream.format.records import Chunk, Manifest, OpaqueEntry, TensorEntry, ValueEntry
-from sidestream.format.validate import validate
 
 
 def save(state: dict[str, Any], folder: Path, **options: Any) -> Manifest:

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from sidestream.format.dcp_metadata import read_dcp_metadata
-from sidestream.format.described import describe
-from sidestream.format.manifest import parse_manifest, write_manifest
-from sidestream.format.ranks import merge_ranks
-from sidestream.format.records import Chunk, Manifest, TensorEntry
-from sidestream.format.safetensors import manifest_of_headers, parse_header, shards_of
-from sidestream.format.validate import validate
+from sidestream._format.dcp.described import describe
+from sidestream._format.dcp.metadata import read_dcp_metadata
+from sidestream._format.manifest import parse_manifest, write_manifest
+from sidestream._format.rank_files import merge_ranks
+from sidestream._format.records import Chunk, Manifest, TensorEntry
+from sidestream._format.safetensors.read import manifest_of_headers, parse_header, shards_of
+from sidestream._format.validate import validate
 
 COUNT = 10_000
 

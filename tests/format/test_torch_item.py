@@ -22,11 +22,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hangs import processor_budget
 
+from sidestream._format.dcp.metadata import read_dcp_metadata
+from sidestream._format.dtypes import DTYPES
+from sidestream._format.records import Node, TensorEntry, ValueEntry
+from sidestream._format.torch_zip.item import TensorPayload, open_tensor_item, open_value_item
 from sidestream.errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
-from sidestream.format.dcp_metadata import read_dcp_metadata
-from sidestream.format.dtypes import DTYPES
-from sidestream.format.records import Node, TensorEntry, ValueEntry
-from sidestream.format.torch_item import TensorPayload, open_tensor_item, open_value_item
 
 
 class Source(io.BytesIO):

@@ -13,8 +13,8 @@ from hangs import processor_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sidestream._format.pickles.unpickle import Call, Global, Limits, Pairs, Persistent, decode
 from sidestream.errors import Corrupt, SidestreamError, UnsafeObject
-from sidestream.format.unpickle import Call, Global, Limits, Pairs, Persistent, decode
 
 ALLOWED = frozenset(f"builtins.{name}" for name in ("set", "frozenset", "complex", "bytes", "bytearray")) | {
     "_codecs.encode",

@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 from hangs import processor_budget
 
+from sidestream._format import validate as limits
+from sidestream._format.cover import find_overlap
+from sidestream._format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
+from sidestream._format.validate import validate
 from sidestream.errors import Corrupt, NotCovered, UnsupportedCheckpoint
-from sidestream.format import validate as limits
-from sidestream.format.cover import find_overlap
-from sidestream.format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
-from sidestream.format.validate import validate
 
 FILE = "__0_0.distcp"
 

@@ -19,18 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import assert_same, filled, raw_bytes
 
-from sidestream._threads import Deadline, Stop
+from sidestream._format import checksum
+from sidestream._format.dcp.described import describe
+from sidestream._format.dtypes import DTYPES
+from sidestream._format.frame import frame_tensor, frame_value
+from sidestream._format.manifest import parse_manifest, write_manifest
+from sidestream._format.marker import TAIL_BYTES, Marker, find_marker
+from sidestream._format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Manifest, TensorEntry, ValueEntry
+from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
+from sidestream._format.values import pickle_node
+from sidestream._layout.values import decode_value, encode_value
+from sidestream._runtime.threads import Deadline, Stop
 from sidestream.errors import Closed, Corrupt, DeadlineExceeded, UnsupportedCheckpoint
-from sidestream.format import checksum
-from sidestream.format.described import describe
-from sidestream.format.dtypes import DTYPES
-from sidestream.format.frame import frame_tensor, frame_value
-from sidestream.format.manifest import parse_manifest, write_manifest
-from sidestream.format.marker import TAIL_BYTES, Marker, find_marker
-from sidestream.format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Manifest, TensorEntry, ValueEntry
-from sidestream.format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
-from sidestream.format.values import pickle_node
-from sidestream.plan.values import decode_value, encode_value
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning"),

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 import sidestream
 import sidestream.blocking
-from sidestream._threads import Deadline
+from sidestream._runtime.threads import Deadline
+from sidestream._staging import AsyncStager, StageMode
+from sidestream._staging.registration import settle
 from sidestream.errors import CapturingGraph
-from sidestream.staging import AsyncStager, StageMode
-from sidestream.staging.registration import settle
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*ComplexHalf support is experimental.*:UserWarning"),
@@ -547,7 +547,7 @@ def test_a_graph_that_is_recorded_on_a_device_that_is_not_the_current_one() -> N
 ENDS = """
 import asyncio, os, sys
 import torch
-from sidestream.staging import AsyncStager
+from sidestream._staging import AsyncStager
 
 how = sys.argv[1]
 source, host = torch.ones(1 << 20, device="cuda"), torch.ones(1 << 11, 1 << 11)

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import sidestream
-from sidestream._threads import Deadline
+from sidestream._runtime.threads import Deadline
+from sidestream._staging import AsyncStager
+from sidestream._staging.registration import settle
 from sidestream.errors import ArenaExhausted, Closed, DeadlineExceeded, DeviceFailed
-from sidestream.staging import AsyncStager
-from sidestream.staging.registration import settle
 
 if "CUDASIM_BUILD" not in os.environ:
     pytest.skip("needs the simulated CUDA runtime: nox -s cuda_sim", allow_module_level=True)
@@ -61,8 +61,8 @@ def large(value: float = 1.0) -> torch.Tensor:
 CONTEXTS = """
 import asyncio, gc, pathlib, sys, threading
 import cudasim, torch, sidestream
-from sidestream.staging import AsyncStager
-from sidestream.staging.blocking import BlockingAsyncStager
+from sidestream._staging import AsyncStager
+from sidestream._staging.blocking import BlockingAsyncStager
 
 torch.cuda.set_device(1)
 folder = pathlib.Path(sys.argv[1])
@@ -258,7 +258,7 @@ def test_a_registration_that_fails(code: int, capfd: pytest.CaptureFixture[str])
 ERRORS = """
 import asyncio, os, sys
 import cudasim, torch, sidestream
-from sidestream.staging import AsyncStager
+from sidestream._staging import AsyncStager
 
 where = sys.argv[1]
 
@@ -325,7 +325,7 @@ def test_every_call_on_a_broken_device_says_so(tmp_path: Path) -> None:
 LATE = """
 import sys, time
 import cudasim, torch
-from sidestream.staging import AsyncStager
+from sidestream._staging import AsyncStager
 
 
 class Late:
@@ -362,7 +362,7 @@ def test_a_process_ends_though_the_device_does_not_answer(answer: str) -> None:
 
 FULL = """
 import cudasim, torch
-from sidestream.staging import AsyncStager
+from sidestream._staging import AsyncStager
 
 source = torch.ones(64 << 18, device="cuda")
 cached = [torch.empty(20 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]

@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sidestream
-from sidestream import _threads, writing
-from sidestream.joint import planning
-from sidestream.ranks import group
-from sidestream.staging import HostEngine
-from sidestream.storage import local
+from sidestream._group import hub as group
+from sidestream._runtime import threads as _threads
+from sidestream._save import group_planning as planning
+from sidestream._save import writing
+from sidestream._staging import HostEngine
+from sidestream._storage.local import store as local
 
 TIMEOUT_S = 60.0
 ROWS = torch.arange(70.0).reshape(10, 7)

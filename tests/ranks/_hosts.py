@@ -26,8 +26,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import sidestream
 from sidestream import events
-from sidestream.joint import hosts
-from sidestream.ranks import group
+from sidestream._group import hub as group
+from sidestream._load.per_host import hosts
 
 MATRIX = torch.arange(8 << 20, dtype=torch.float32).reshape(-1, 512)  # 32 MiB
 MEMORY_BYTES = 16 << 20

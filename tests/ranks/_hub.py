@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from sidestream.ranks.group import Hub, Spoke
-from sidestream.ranks.owner import Link, owner
+from sidestream._group.hub import Hub, Spoke
+from sidestream._group.owner import Link, owner
 
 LONG_S = 60.0
 

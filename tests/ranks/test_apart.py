@@ -17,6 +17,8 @@ from _planned import Gated, Halving, Renaming, failing
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import sidestream
+from sidestream._run import restore as restoring
+from sidestream._save.planner import independent as parts
 from sidestream.errors import (
     AccessDenied,
     CheckpointNotFound,
@@ -27,8 +29,6 @@ from sidestream.errors import (
     PlannerFailed,
     StorageError,
 )
-from sidestream.planners import parts
-from sidestream.runs import restoring
 
 if TYPE_CHECKING:
     from conftest import Groups
@@ -211,7 +211,7 @@ class Noting(DefaultSavePlanner):
 
 async def test_nothing_is_written_before_somebody_has_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await sidestream.save(part_of(0), tmp_path / "a")
-    monkeypatch.setattr("sidestream.planners.saving._GRACE_S", 60.0)  # it waits no longer than that
+    monkeypatch.setattr("sidestream._save.planner.save._GRACE_S", 60.0)  # it waits no longer than that
     planner = Noting()
     with pytest.raises(Conflict):
         await save_part(0, tmp_path / "a", planner=planner)

@@ -13,14 +13,14 @@ from concurrent.futures import Future
 import pytest
 from _hub import LONG_S, Ranks, in_owner
 
-from sidestream._threads import Deadline
+from sidestream._group import has_ended, this_process
+from sidestream._group.failure import Stopped
+from sidestream._group.frames import Frame, Kind
+from sidestream._group.hub import Hub
+from sidestream._group.operation import Exchange, Operation
+from sidestream._group.rendezvous import deadline_of
+from sidestream._runtime.threads import Deadline
 from sidestream.errors import RankFailures
-from sidestream.ranks import has_ended, this_process
-from sidestream.ranks.failure import Stopped
-from sidestream.ranks.group import Hub
-from sidestream.ranks.operation import Exchange, Operation
-from sidestream.ranks.rendezvous import deadline_of
-from sidestream.ranks.wire import Frame, Kind
 
 
 @pytest.fixture

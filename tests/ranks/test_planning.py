@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from sidestream._layout.sharded.assign import Assignment, Told, assign
+from sidestream._layout.sharded.rank_layout import encode_values, lay_out_rank
+from sidestream._layout.sharded.rank_table import LocalTable, local_table, parse_rows
+from sidestream._staging import Captured, Composite, PlanCache, Sharding
 from sidestream.errors import InvalidOption
-from sidestream.plan.rank_save import encode_values, lay_out_rank
-from sidestream.plan.table import LocalTable, local_table, parse_rows
-from sidestream.plan.together import Assignment, Told, assign
-from sidestream.staging import Captured, Composite, PlanCache, Sharding
 
 
 def assigned(*states: dict[str, Any]) -> tuple[list[str], list[LocalTable], list[Assignment]]:

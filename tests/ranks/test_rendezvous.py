@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sidestream._threads import Deadline
-from sidestream.ranks import Member, Operation
-from sidestream.ranks.group import Hub, Spoke
+from sidestream._group import Member, Operation
+from sidestream._group.hub import Hub, Spoke
+from sidestream._runtime.threads import Deadline
 
 TIMEOUT_S = 60.0
 NAME = "0/0-1-2"

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from _hub import LONG_S, Ranks, in_owner, owner_held
 
-from sidestream._threads import Deadline
-from sidestream.commit import Verdict
+from sidestream._group import Operation, Stopped
+from sidestream._group.frames import Frame, Kind
+from sidestream._group.hub import Group
+from sidestream._group.owner import owner
+from sidestream._run.group import call_together
+from sidestream._run.slots import QueuedSave, Slots
+from sidestream._run.starting import JointTurn, Starts
+from sidestream._runtime.threads import Deadline
+from sidestream._save.commit import Verdict
+from sidestream._save.pending import PendingSave, SaveInfo, SaveProgress
 from sidestream.errors import RankFailures, Skipped
-from sidestream.pending import PendingSave, SaveInfo, SaveProgress
-from sidestream.ranks import Operation, Stopped
-from sidestream.ranks.group import Group
-from sidestream.ranks.owner import owner
-from sidestream.ranks.wire import Frame, Kind
-from sidestream.runs.overlap import QueuedSave, Slots
-from sidestream.runs.starting import JointTurn, Starts
-from sidestream.runs.together import call_together
 
 WORLD = 3
 SAVES = 8
@@ -178,7 +178,7 @@ async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is silent: a rank above it gives up when it has waited, with nothing on its way, for as long as it may."""
-    monkeypatch.setattr("sidestream.ranks.group._LATER_S", 0.0)
+    monkeypatch.setattr("sidestream._group.hub._LATER_S", 0.0)
     rank = Rank(three.spokes[0], 1, "")
     await rank.slots.acquire()
     operation, coming = await waiting_for_rank_0(rank)
@@ -193,7 +193,7 @@ async def test_one_that_was_stopped_in_the_queue_waits_for_the_verdict_no_longer
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has told all to stop and is silent then, while another save of this rank is still on its way."""
-    monkeypatch.setattr("sidestream.ranks.group._LATER_S", 0.0)
+    monkeypatch.setattr("sidestream._group.hub._LATER_S", 0.0)
     rank = Rank(three.spokes[0], 1, "")
     await rank.slots.acquire()
     operation, coming = await waiting_for_rank_0(rank)

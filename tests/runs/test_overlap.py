@@ -11,8 +11,8 @@ import pytest
 from _run import Held, leases_in, state_of, until
 
 import sidestream
+from sidestream._run.slots import OwnTurn, Slots
 from sidestream.errors import Busy, Conflict, InvalidOption, Skipped
-from sidestream.runs.overlap import OwnTurn, Slots
 
 
 async def test_wait(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from _run import Held, blank, ended, flip, is_state_of, leases_in, line_of, proc
 
 import sidestream
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
-from sidestream._threads import Deadline, Stop, Threads
-from sidestream.commit import BytesBody
+from sidestream._run.leases import Leases
+from sidestream._run.pruning import Pruner
+from sidestream._runtime.threads import Deadline, Stop, Threads
+from sidestream._save.commit import BytesBody
+from sidestream._storage import LocalStore, ReadRange
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
-from sidestream.runs.leases import Leases
-from sidestream.runs.pruning import Pruner
-from sidestream.storage import LocalStore, ReadRange
 
 
 def entries(run: Path) -> list[str]:

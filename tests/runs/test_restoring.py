@@ -15,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from _run import blank, flip, is_state_of, leases_in, save_steps, state_of
 
 import sidestream
-from sidestream._threads import Deadline
-from sidestream.catalog import list_steps
+from sidestream._load.open.manifest import list_steps
+from sidestream._run.choose import Wish, choose
+from sidestream._run.leases import Leases
+from sidestream._runtime.threads import Deadline
+from sidestream._storage import LocalStore
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, MissingKeys
-from sidestream.runs.choosing import Wish, choose
-from sidestream.runs.leases import Leases
-from sidestream.storage import LocalStore
 
 
 async def test_a_fallback_is_asked_for_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
+from sidestream._run.pruning import abandoned
+from sidestream._run.retention import doomed, needs_metadata
+from sidestream._storage import Leftover
 from sidestream.errors import InvalidOption
-from sidestream.runs.pruning import abandoned
-from sidestream.runs.retention import doomed, needs_metadata
-from sidestream.storage import Leftover
 
 
 def saved(*steps: int, **losses: float) -> list[SavedStep]:

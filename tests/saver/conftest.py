@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from fsspec.asyn import get_loop
 
+from sidestream._worker.client import close_all
 from sidestream.blocking import run_anywhere
-from sidestream.saver.client import close_all
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))  # for what happens inside a saver
 
@@ -80,6 +80,6 @@ def children() -> Callable[[], list[int]]:
 
 def _is_saver(pid: int) -> bool:
     try:
-        return b"sidestream.saver.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"sidestream._worker.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False

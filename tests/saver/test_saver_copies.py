@@ -19,16 +19,16 @@ import torch
 from states import assert_same
 
 import sidestream
-from sidestream._threads import Deadline, Stop
+from sidestream._layout.save_layout import plan_save
+from sidestream._layout.values import copy_value
+from sidestream._runtime.threads import Deadline, Stop
+from sidestream._staging import AsyncStager, Piece, Staging, capture
+from sidestream._worker.client import saver_process
+from sidestream._worker.copying import Copier
+from sidestream._worker.filling import LinkFiller
+from sidestream._worker.wire import PIECE, Kind
 from sidestream.errors import Closed, UnsupportedTensor
 from sidestream.options import SaverProcess
-from sidestream.plan.save import plan_save
-from sidestream.plan.values import copy_value
-from sidestream.saver.client import saver_process
-from sidestream.saver.copying import Copier
-from sidestream.saver.filling import LinkFiller
-from sidestream.saver.wire import PIECE, Kind
-from sidestream.staging import AsyncStager, Piece, Staging, capture
 
 Until = Callable[[Callable[[], bool]], None]
 Children = Callable[[], list[int]]
@@ -240,7 +240,7 @@ def test_a_system_without_the_call() -> None:
     ctypes.CDLL.__getattr__ = hidden
     import sidestream
     sidestream.save
-    from sidestream.saver.copying import read_memory
+    from sidestream._worker.copying import read_memory
     try:
         read_memory(1, 2, 3, 4)
     except OSError as error:

@@ -25,18 +25,18 @@ from states import assert_same
 
 import sidestream
 from sidestream import events
-from sidestream._threads import Deadline, Stop
+from sidestream._format.frame import frame_tensor
+from sidestream._format.layout_bytes import pack_layout
+from sidestream._format.records import BLOCK_BYTES
+from sidestream._format.shard import PAGE_BYTES, lay_out
+from sidestream._runtime.threads import Deadline, Stop
+from sidestream._storage import LocalStore, locate_run
+from sidestream._worker.client import close_all, saver_process
+from sidestream._worker.job import Job, Order
+from sidestream._worker.wire import Channel, Frame, Kind, Outbox, pack
+from sidestream._worker.work import READY, Rate, Request, _Windows
 from sidestream.errors import Closed, Conflict, DeadlineExceeded, InvalidOption, NoSpace, SaverLost
-from sidestream.format.frame import frame_tensor
-from sidestream.format.layout_bytes import pack_layout
-from sidestream.format.records import BLOCK_BYTES
-from sidestream.format.shard import PAGE_BYTES, lay_out
 from sidestream.options import SaverProcess
-from sidestream.saver.client import close_all, saver_process
-from sidestream.saver.job import Job, Order
-from sidestream.saver.wire import Channel, Frame, Kind, Outbox, pack
-from sidestream.saver.work import READY, Rate, Request, _Windows
-from sidestream.storage import LocalStore, locate_run
 
 Until = Callable[[Callable[[], bool]], None]
 Children = Callable[[], list[int]]
@@ -51,7 +51,7 @@ async def back(url: Path) -> object:
 
 
 def test_what_it_imports_pulls_in_no_torch() -> None:
-    code = "import sys, sidestream.saver.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, sidestream._worker.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -478,9 +478,9 @@ async def main():
     sidestream.async_save(state, sys.argv[1] + "/c", saver=sidestream.SaverProcess(rate_bytes_per_s=1e6))
     while not any(name.startswith(".c") for name in os.listdir(sys.argv[1])):
         await asyncio.sleep(0.01)
-    print(sidestream.saver.client.saver_process(sidestream.SaverProcess(rate_bytes_per_s=1e6)).pid, flush=True)
+    print(sidestream._worker.client.saver_process(sidestream.SaverProcess(rate_bytes_per_s=1e6)).pid, flush=True)
     await asyncio.sleep(3600)
-import sidestream.saver.client
+import sidestream._worker.client
 asyncio.run(main())
 """
 

@@ -34,17 +34,17 @@ from torch.distributed.checkpoint.metadata import (
 
 import sidestream
 from sidestream import errors
-from sidestream._threads import Deadline, io_threads, politely
-from sidestream.catalog import list_generations, list_steps, named_steps, next_generation
+from sidestream._format.independent_parts import PartMarker, missing_ranks, part_attribute, whole
+from sidestream._format.rank_files import merge_ranks, rank_files
+from sidestream._format.records import Chunk, DictKey, Manifest, TensorEntry
+from sidestream._format.shared import parse_part
+from sidestream._layout.assemble import assemble
+from sidestream._layout.hashed import check_hashes, fill, set_of
+from sidestream._layout.values import decode_value
+from sidestream._load.open.manifest import list_generations, list_steps, named_steps, next_generation
+from sidestream._runtime.threads import Deadline, io_threads, politely
+from sidestream._storage import Where, locate_run
 from sidestream.errors import Corrupt, DeadlineExceeded, Incomplete, OutOfMemory, UnsupportedCheckpoint
-from sidestream.format.apart import PartMarker, missing_ranks, part_attribute, whole
-from sidestream.format.ranks import merge_ranks, rank_files
-from sidestream.format.records import Chunk, DictKey, Manifest, TensorEntry
-from sidestream.format.shared import parse_part
-from sidestream.plan.assemble import assemble
-from sidestream.plan.hashed import check_hashes, fill, set_of
-from sidestream.plan.values import decode_value
-from sidestream.storage import Where, locate_run
 
 MANY = 20_000
 MODULUS = (1 << 61) - 1

@@ -18,8 +18,8 @@ from stock import stock_load
 
 import sidestream
 from sidestream import errors
-from sidestream.format.digest import installed_digest
-from sidestream.format.frame import frame_tensor
+from sidestream._format.digest import installed_digest
+from sidestream._format.frame import frame_tensor
 
 MIB = 1 << 20
 LARGE = torch.randint(0, 256, (5 * MIB + 77,), dtype=torch.uint8)

@@ -13,10 +13,10 @@ import torch
 
 import sidestream
 from sidestream import errors
-from sidestream._redact import redacted
-from sidestream._threads import Deadline, Stop, Threads
-from sidestream.commit import BytesBody
-from sidestream.storage import LocalStore
+from sidestream._runtime.redact import redacted
+from sidestream._runtime.threads import Deadline, Stop, Threads
+from sidestream._save.commit import BytesBody
+from sidestream._storage import LocalStore
 
 CANARY = "c4n4ry"
 

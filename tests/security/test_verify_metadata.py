@@ -18,9 +18,9 @@ from stock import stock_load
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 import sidestream
+from sidestream._format.marker import find_marker, marker_attribute
+from sidestream._format.pickles import write as p
 from sidestream.dcp import StorageWriter
-from sidestream.format import pickles as p
-from sidestream.format.marker import find_marker, marker_attribute
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*")
 

@@ -7,7 +7,7 @@ import threading
 import fsspec
 from fsspec.asyn import sync
 
-from sidestream.storage.bounded import Bounded
+from sidestream._storage.clients.bounded import Bounded
 
 
 async def retrying(name: str, send: object) -> None:

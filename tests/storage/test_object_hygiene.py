@@ -18,9 +18,9 @@ from _s3_server import S3Server
 
 import sidestream
 from sidestream import errors
-from sidestream._threads import Deadline
-from sidestream.storage import Where, locate_run
-from sidestream.storage.objects import ObjectStore
+from sidestream._runtime.threads import Deadline
+from sidestream._storage import Where, locate_run
+from sidestream._storage.object_store.store import ObjectStore
 
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
 

@@ -15,8 +15,8 @@ from _s3_server import S3Server
 from states import assert_same
 
 import sidestream
+from sidestream._worker.client import close_all, saver_process
 from sidestream.errors import SidestreamError
-from sidestream.saver.client import close_all, saver_process
 
 
 def state(value: float) -> dict[str, torch.Tensor]:

@@ -20,10 +20,10 @@ from leases import all_returned
 
 import sidestream
 from sidestream import errors, events
-from sidestream._threads import Deadline
-from sidestream.storage.cache import FileCache
-from sidestream.storage.engine import Engine
-from sidestream.storage.late import Kept, LateEngine, frozen
+from sidestream._runtime.threads import Deadline
+from sidestream._storage.clients.engine import Engine
+from sidestream._storage.clients.lazy import Kept, LateEngine, frozen
+from sidestream._storage.wrappers.file_cache import FileCache
 
 ENGINES = ["obstore", "fsspec"]
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
@@ -111,7 +111,7 @@ def test_what_is_kept_of_clients(profiles: Path, monkeypatch: pytest.MonkeyPatch
 async def test_saves_share_a_client(s3: S3Server) -> None:
     """A second one opens no connection of its own for what the first one's can carry."""
     place = s3_place(s3, "obstore")
-    from sidestream.storage import Where, locate_directory
+    from sidestream._storage import Where, locate_directory
 
     where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
     engines = [vars(locate_directory(place.url(), where).store)["_engine"] for _ in range(2)]

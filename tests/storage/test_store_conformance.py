@@ -10,9 +10,9 @@ import pytest
 from _places import s3_place
 
 from sidestream import errors
-from sidestream._threads import Deadline, Stop, Threads
-from sidestream.commit import BytesBody
-from sidestream.storage import ReadRange, Store, Where, locate_run
+from sidestream._runtime.threads import Deadline, Stop, Threads
+from sidestream._save.commit import BytesBody
+from sidestream._storage import ReadRange, Store, Where, locate_run
 
 ATTEMPT = f".ckpt.{'a' * 32}.partial"
 OTHER = f".ckpt.{'b' * 32}.partial"

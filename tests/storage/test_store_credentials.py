@@ -13,9 +13,9 @@ from _s3_server import KEY, SECRET, S3Server
 
 import sidestream
 from sidestream import errors, events
-from sidestream._redact import redacted
-from sidestream.storage import Where, locate_directory, locate_run
-from sidestream.storage.credentials import Unmapped, client_for
+from sidestream._runtime.redact import redacted
+from sidestream._storage import Where, locate_directory, locate_run
+from sidestream._storage.clients.credentials import Unmapped, client_for
 
 
 def test_s3_options_of_both_worlds() -> None:

@@ -74,12 +74,12 @@ def test_the_package_does_without_the_extra(s3: S3Server) -> None:
     done = run(
         """
         import sys
-        import sidestream.storage, sidestream.checkpointer
+        import sidestream._storage, sidestream.checkpointer
         assert "obstore" not in sys.modules and "s3fs" not in sys.modules
         sys.modules["obstore"] = sys.modules["s3fs"] = None
         from sidestream import errors
         try:
-            sidestream.storage.locate_run(BASE)
+            sidestream._storage.locate_run(BASE)
         except errors.MissingExtra as error:
             assert error.extra == "cloud" and "sidestream[cloud]" in str(error), error
         else:

@@ -12,7 +12,7 @@ from _states import PART_BYTES, blank_state, make_state, seed_in
 
 import sidestream
 from sidestream import events
-from sidestream.storage import Store, Where, locate_run
+from sidestream._storage import Store, Where, locate_run
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 import test_store_conformance as suite

@@ -170,8 +170,8 @@ async def test_kill_at_every_request(
 async def test_what_a_killed_save_left_is_found_and_removed(
     engine: str, seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, judge: Oracle, prefix: str
 ) -> None:
-    from sidestream._threads import Deadline
-    from sidestream.storage import Where, locate_run
+    from sidestream._runtime.threads import Deadline
+    from sidestream._storage import Where, locate_run
 
     run = seaweed.url(prefix)
     with faults.lane() as lane:

@@ -12,22 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from .._format.dtypes import DTYPES
 from ..errors import InvalidOption, SidestreamError
-from ..format.dtypes import DTYPES
-from .frame import (
-    AsJson,
-    StorageOption,
-    TargetOption,
-    TimeoutS,
-    Url,
-    app,
-    bar,
-    options_of,
-    print_json,
-    say,
-    size,
-    verb,
-)
+from .frame import AsJson, StorageOption, TargetOption, TimeoutS, Url, app, bar, options_of, print_json, say, size, verb
 
 _BudgetMib = Annotated[int, typer.Option(help="Memory for payloads, 96 at least.")]
 
@@ -126,7 +113,7 @@ def prune(
     best = [_metric(word) for word in keep_best or ()]
     stores = options_of(storage_option)
     from .. import blocking
-    from ..runs.retention import KeepBest, KeepEvery, KeepLast
+    from .._run.retention import KeepBest, KeepEvery, KeepLast
 
     policies: list[Any] = [] if keep_last is None else [KeepLast(keep_last)]
     policies += [] if keep_every is None else [KeepEvery(steps=keep_every)]

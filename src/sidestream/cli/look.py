@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import torch
 
 from .. import blocking
-from .._threads import Deadline
-from ..catalog import list_steps
-from ..converting.source import SourceOpaque, SourceTensor, open_source
+from .._convert.source import SourceOpaque, SourceTensor, open_source
+from .._format.dtypes import itemsize
+from .._load.open.manifest import list_steps
+from .._runtime.threads import Deadline
+from .._storage import Where, locate_run
 from ..errors import CheckpointNotFound, MissingKeys
-from ..format.dtypes import itemsize
 from ..options import Progress
-from ..storage import Where, locate_run
 from .values import Inside, value_differences
 
 __all__ = ["Difference", "Row", "StepRow", "differences", "rows", "steps"]

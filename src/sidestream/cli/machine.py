@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ..format.checksum import CRC_ENGINE
-from ..saver.process import available
+from .._format.checksum import CRC_ENGINE
+from .._worker.process import available
 
 __all__ = ["Finding", "machine"]
 

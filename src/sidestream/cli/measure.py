@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from .._tasks import finish
-from .._threads import Threads, io_threads
+from .._load.api import load
+from .._runtime.tasks import finish
+from .._runtime.threads import Threads, io_threads
+from .._save.api import save
+from .._staging.stager import AsyncStager
 from ..errors import InvalidOption, NoSpace
-from ..loading import load
 from ..options import Progress
-from ..saving import save
-from ..staging.stager import AsyncStager
 
 __all__ = ["Measured", "measure"]
 

@@ -14,18 +14,18 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from .._threads import Deadline, io_threads
+from .._format.records import Manifest
+from .._layout.objects import allowed_types
+from .._load.device_streams import current_streams
+from .._load.open.manifest import open_manifest
+from .._load.planner.items import in_batches, read_bytes, targets_of, values_of
+from .._load.planner.metadata import metadata_of
+from .._load.reader import Reader
+from .._runtime.threads import Deadline, io_threads
+from .._storage import Location
 from ..blocking import run_anywhere
-from ..catalog import open_manifest
 from ..errors import InvalidOption
-from ..format.records import Manifest
 from ..options import StorePolicy, Trust, Verify, check_choice, check_timeout
-from ..plan.objects import allowed_types
-from ..planners.incoming import in_batches, read_bytes, targets_of, values_of
-from ..planners.metadata import metadata_of
-from ..reading import Reader
-from ..storage import Location
-from ..streams import current_streams
 from .session import Address, Sessions, is_located
 from .stock_options import StockReaderOptions, check_stock_reader, one_url
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
+from .._storage import LocalStore, Location, Where, locate_directory
 from ..errors import SidestreamError
 from ..options import StorePolicy
-from ..storage import LocalStore, Location, Where, locate_directory
 
 __all__ = ["Address", "Sessions", "is_located"]
 

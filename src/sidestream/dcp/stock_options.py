@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from .._format.transforms import check_transforms
 from ..errors import InvalidOption, UnsupportedCheckpoint
-from ..format.transforms import check_transforms
 from ..options import Durability
 
 __all__ = [

@@ -21,20 +21,20 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .._threads import Deadline, Stop, Threads, io_threads
+from .._format.records import Manifest
+from .._layout.objects import allowed_types
+from .._load.open.manifest import attempt_name
+from .._runtime.threads import Deadline, Stop, Threads, io_threads
+from .._save.commit import Verdict, clean_up, commit_files
+from .._save.planner.independent import commit_as_part, look_for_room, tag_of
+from .._save.planner.items import Outgoing, warn_of_refused
+from .._save.planner.metadata import as_stock, check_files, complete, files_of_commit
+from .._storage import Body, Location, Place, Store
+from .._storage.clients.io_loop import in_io_thread
+from .._worker.client import choose_saver
 from ..blocking import run_anywhere
-from ..catalog import attempt_name
-from ..commit import Verdict, clean_up, commit_files
 from ..errors import InvalidOption, SidestreamError
-from ..format.records import Manifest
 from ..options import Apart, Durability, SaverChoice, StorePolicy, Trust, check_choice, check_saver, check_timeout
-from ..plan.objects import allowed_types
-from ..planners.committing import as_stock, check_files, complete, files_of_commit
-from ..planners.outgoing import Outgoing, warn_of_refused
-from ..planners.parts import commit_as_part, look_for_room, tag_of
-from ..saver.client import choose_saver
-from ..storage import Body, Location, Place, Store
-from ..storage.io_loop import in_io_thread
 from .orders import Order, forget_order, order_received
 from .session import Address, Sessions, is_located
 from .stock_options import StockWriterOptions, check_extensions, check_stock_writer, durability_of, one_url

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-if "SIDESTREAM_SAVER_TRIAL" in os.environ and any("sidestream.saver.main" in one for one in sys.orig_argv):
+if "SIDESTREAM_SAVER_TRIAL" in os.environ and any("sidestream._worker.main" in one for one in sys.orig_argv):
     sys.path.append(os.path.dirname(os.path.dirname(__file__)))
     from _saver_trial import begin
 

@@ -25,8 +25,8 @@ from _seeded import make_state
 
 import sidestream
 from sidestream import errors
+from sidestream._worker.client import saver_process
 from sidestream.options import SaverChoice
-from sidestream.saver.client import saver_process
 
 SHORT, LONG = 120, 2_000
 WRITERS = ("threads", "a saver process")

@@ -19,8 +19,8 @@ from _trials import Told, Trials
 
 import sidestream
 from sidestream import errors, events
-from sidestream._threads import Deadline
-from sidestream.saver.client import saver_process
+from sidestream._runtime.threads import Deadline
+from sidestream._worker.client import saver_process
 
 SHORT, LONG = 30, 500
 SAVES = [(1, 11), (2, 12)]

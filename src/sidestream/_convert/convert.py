@@ -1,0 +1,325 @@
+"""``convert``: from any format that is read to any that is written."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from .._format.dtypes import itemsize
+from .._format.records import Manifest
+from .._format.safetensors.read import SUFFIX
+from .._layout.cast import castable
+from .._layout.ranges import PIECE_BYTES
+from .._layout.select import selected
+from .._load.foreign.single_file import TORCH_SUFFIXES
+from .._load.open.manifest import attempt_name
+from .._runtime.abandoned import watch
+from .._runtime.public import public
+from .._runtime.tasks import finish, running_loop
+from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.torch_probes import dtype_from_name, dtype_name
+from .._save.commit import Unfinished, Verdict, clean_up, commit
+from .._storage import Location, Naming, Where, locate_directory
+from ..errors import InvalidOption, UnsupportedTensor
+from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
+from .dcp_target import DcpTarget
+from .pipeline import Pipeline
+from .publish import publish
+from .source import Source, SourceOpaque, SourceTensor, open_source
+from .targets import OutTensor, OutValue, TargetFile, check_names, renamed_path, safetensors_files, torch_file
+from .windows import WINDOWS, Destination
+
+__all__ = ["ConvertReport", "Format", "Rename", "convert"]
+
+Format = Literal["dcp", "torch", "safetensors"]
+"""``"dcp"``: a checkpoint of ours, which stock DCP reads. ``"torch"``: one file, as ``torch.save`` writes it.
+``"safetensors"``: one file, or a directory as transformers reads it."""
+
+Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
+"""A function of the old name, or regular expressions and what replaces every match of them, one after the other."""
+
+_LEAST_BYTES = 96 << 20
+_MIB = 1 << 20
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What was written: ``files`` by name, ``nbytes`` of them together, ``tensors`` and ``values`` by their new names.
+    ``left_out`` are names of the source that ``select`` did not name, ``cast`` what was converted, and ``unverified``
+    what the source had no checksum for."""
+
+    url: str
+    format: Format
+    files: tuple[str, ...]
+    nbytes: int
+    tensors: tuple[str, ...]
+    values: tuple[str, ...]
+    left_out: tuple[str, ...]
+    cast: tuple[str, ...]
+    unverified: tuple[str, ...]
+
+
+@public
+async def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    format: Format | None = None,  # noqa: A002  # what everybody calls it
+    select: str | Collection[str] | None = None,
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int | None = 5 << 30,
+    budget_bytes: int = 256 << 20,
+    verify: Verify = "always",
+    durability: Durability = "fsync",
+    progress: Progress | None = None,
+    timeout_s: float = 3600.0,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    store_policy: StorePolicy | None = None,
+) -> ConvertReport:
+    """Write what is in ``source`` to the new ``target``, piece by piece; when this returns it is visible as a whole.
+
+    ``source`` is a checkpoint of ours or of stock DCP, a file of ``torch.save``, or safetensors (a file or a
+    directory); everything is read as data, and nothing unpickled. ``format`` follows from ``target`` if it is not
+    given: ``.safetensors``, ``.pt``, ``.pth`` and ``.bin`` are files, everything else is a directory for DCP.
+
+    ``select``: patterns (``"model.*"``) of what to take. ``rename``: see ``Rename``; it sees the source's names.
+    ``dtype``: what floating-point tensors become. ``shard_bytes``: where a directory of safetensors, or of DCP, goes on
+    in the next file; None for one file. ``budget_bytes`` of memory at most are used for payloads, unless a single
+    tensor cannot be read in pieces (compressed by stock DCP, saved by it with strides, or cut into columns): that one
+    is held whole. ``verify`` as in ``load``; a source whose checksums cover whole tensors is read twice for it.
+    ``storage_options`` are those of ``source``, ``target_options`` those of ``target``; ``store_policy`` is for both.
+
+    On object storage a file appears when it is complete, and of a directory of safetensors the index comes last. A
+    file that is larger than a part of ``store_policy`` is not created conditionally there: of two conversions to one
+    name at the same time, one may replace the other's.
+
+    Raises what opening ``source`` raises; ``MissingKeys`` if a pattern matches nothing; ``UnsupportedCheckpoint`` if
+    the selection has a tensor of a kind that this version does not read; ``KeyCollision``; ``InvalidOption``, for
+    safetensors also where the selection has plain values, which they cannot hold; ``UnsupportedTensor``; ``Conflict``
+    if ``target`` is there; ``Corrupt``, ``StorageError``, ``DeadlineExceeded``: then nothing is visible, and what was
+    written has been removed. The same holds for a cancel.
+    """
+    running_loop("convert")
+    chosen = _format(target, format)
+    _check_options(verify, durability, timeout_s, budget_bytes, shard_bytes, dtype)
+    deadline = Deadline.after(timeout_s)
+    where = locate_directory(target, Where(target_options, None, store_policy))
+    single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
+    opened = await open_source(source, deadline, Where(storage_options, None, store_policy))
+    selection = await io_threads().run(_select, opened, select, rename, dtype, deadline=deadline)
+    values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
+    if values:
+        listed = ", ".join(values[:5])
+        raise InvalidOption(
+            f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
+        )
+    files = await io_threads().run(
+        _plan, selection, chosen, where.name if single else None, budget_bytes, shard_bytes, deadline=deadline
+    )
+    total = await io_threads().run(_total, selection, deadline=deadline)
+    pipeline = Pipeline(opened, selection.origin, verify, deadline, progress, total)
+    work = _Conversion(pipeline, selection, where, single, files, durability)
+    await work.run()
+
+    def report() -> ConvertReport:
+        return ConvertReport(
+            url=where.url,
+            format=chosen,
+            files=tuple(file.name for file in work.files),
+            nbytes=sum(file.nbytes for file in work.files),
+            tensors=tuple(one.fqn for one in selection.tensors),
+            values=tuple(one.fqn for one in selection.values),
+            left_out=selection.left_out,
+            cast=selection.cast,
+            unverified=tuple(sorted(new for new, (old, _) in selection.origin.items() if old in opened.unverified)),
+        )
+
+    return await io_threads().run(report)
+
+
+# --- what to take ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    tensors: list[OutTensor]
+    values: list[OutValue]
+    origin: dict[str, tuple[str, SourceTensor]]
+    order: list[str]
+    left_out: tuple[str, ...]
+    cast: tuple[str, ...]
+
+
+def _select(
+    source: Source, select: str | Collection[str] | None, rename: Rename | None, dtype: torch.dtype | None
+) -> _Selection:
+    taken = selected(source.entries, select, source.url)
+    _refuse_opaque(source, taken)
+    names = {fqn: _new_name(fqn, rename) for fqn in taken}
+    check_names(list(names.values()))
+    found = _Selection([], [], {}, list(names.values()), tuple(fqn for fqn in source.entries if fqn not in names), ())
+    cast = []
+    for fqn, new in names.items():
+        entry = source.entries[fqn]
+        path = renamed_path(entry.path, fqn, new)
+        if isinstance(entry, SourceOpaque):
+            continue
+        if not isinstance(entry, SourceTensor):
+            found.values.append(OutValue(new, path, entry.node, entry.empty))
+            continue
+        saved = entry.entry.dtype
+        wanted = _target_dtype(fqn, saved, dtype)
+        if wanted != saved:
+            cast.append(new)
+        nbytes = math.prod(entry.entry.shape) * itemsize(wanted)
+        found.tensors.append(OutTensor(new, path, wanted, entry.entry.shape, nbytes, (entry.identity, wanted)))
+        found.origin[new] = (fqn, entry)
+    return _Selection(found.tensors, found.values, found.origin, found.order, found.left_out, tuple(cast))
+
+
+def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
+    """Raise an error for the first tensor that cannot be read, which names the others too."""
+    opaque = [fqn for fqn in taken if isinstance(source.entries[fqn], SourceOpaque)]
+    if not opaque:
+        return
+    first = source.entries[opaque[0]]
+    assert isinstance(first, SourceOpaque)
+    also = f" (so are {', '.join(opaque[1:6])}{', ...' if len(opaque) > 6 else ''})" if opaque[1:] else ""
+    first.error.args = (f"{source.url}: {first.error.args[0]}{also}; use a selection without it",)
+    raise first.error
+
+
+def _total(selection: _Selection) -> int:
+    distinct = {one.identity: one.nbytes for one in politely(selection.tensors)}
+    return sum(distinct.values())
+
+
+def _new_name(fqn: str, rename: Rename | None) -> str:
+    if rename is None:
+        return fqn
+    if callable(rename):
+        new: Any = rename(fqn)
+        if type(new) is not str:
+            raise InvalidOption(f"rename= gives {new!r} for {fqn!r}, which is no name")
+        return str(new)
+    for pattern, replacement in rename.items():
+        try:
+            fqn = re.sub(pattern, replacement, fqn)
+        except re.error as error:
+            raise InvalidOption(f"rename={pattern!r} is no regular expression: {error}") from None
+    return fqn
+
+
+def _target_dtype(fqn: str, saved: str, dtype: torch.dtype | None) -> str:
+    if dtype is None or not dtype_from_name(saved).is_floating_point:
+        return saved
+    wanted = dtype_name(dtype)
+    if not castable(saved, wanted):
+        raise UnsupportedTensor(f"{fqn}: torch does not convert {saved} to {wanted}")
+    return wanted
+
+
+# --- doing it -------------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    selection: _Selection, chosen: Format, name: str | None, budget_bytes: int, shard_bytes: int | None
+) -> Sequence[TargetFile] | DcpTarget:
+    window_bytes = min(64 * _MIB, (budget_bytes - WINDOWS * PIECE_BYTES) // WINDOWS) // _MIB * _MIB
+    tensors, values = selection.tensors, selection.values
+    if chosen == "dcp":
+        return DcpTarget(tensors, values, shard_bytes or 1 << 62, window_bytes)
+    if chosen == "torch":
+        return [torch_file(name or "", tensors, values, selection.order, window_bytes)]
+    return safetensors_files(tensors, name, shard_bytes, window_bytes)
+
+
+class _Conversion:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        selection: _Selection,
+        where: Location,
+        single: bool,
+        files: Sequence[TargetFile] | DcpTarget,
+        durability: Durability,
+    ) -> None:
+        self._pipeline, self._selection, self._where, self._single = pipeline, selection, where, single
+        self._dcp = files if isinstance(files, DcpTarget) else None
+        self.files = files.data_files if isinstance(files, DcpTarget) else files
+        self._durability = durability
+        self._verify, self._deadline = pipeline.verify, pipeline.deadline
+        self._save_id = uuid.uuid4().hex
+
+    async def run(self) -> None:
+        store, target = self._where.store, self._where.name
+        attempt = attempt_name(target, self._save_id)
+        if self._verify == "always":
+            pieces = [piece for _, tensor in self._selection.origin.values() for piece in tensor.checks]
+            await self._pipeline.check(pieces)
+        verdict = Verdict()
+        left = Unfinished(f"converting to {self._where.url}", store, attempt, verdict, self._deadline.at)
+        watched = watch(left)
+        try:
+            naming: Naming = "attempt" if self._dcp is not None else "single" if self._single else "given"
+            into = Destination(store, attempt, target, naming, self._durability)
+            await self._pipeline.write(self.files, into)
+            if self._dcp is not None:
+                await self._commit(self._dcp, attempt, verdict)
+            else:
+                await finish(lambda: publish(into, verdict, self._deadline))
+        except BaseException as error:
+            await clean_up(store, attempt, verdict, error)
+            raise
+        finally:
+            watched.end()
+
+    async def _commit(self, dcp: DcpTarget, attempt: str, verdict: Verdict) -> None:
+        store, target = self._where.store, self._where.name
+        names = {file.name: store.published_name(attempt, file.name) for file in self.files}
+        entries = await io_threads().run(dcp.entries, self._selection.order, names, deadline=self._deadline)
+        manifest = Manifest(self._save_id, entries, {names[file.name]: file.nbytes for file in self.files})
+        await commit(store, attempt, target, manifest, verdict, durability=self._durability, deadline=self._deadline)
+
+
+# --- what was asked for ---------------------------------------------------------------------------------------------
+
+
+def _format(target: str | os.PathLike[str], chosen: Format | None) -> Format:
+    if chosen is not None:
+        check_choice("format", chosen, Format)
+        return chosen
+    text = str(target)
+    if text.endswith(SUFFIX):
+        return "safetensors"
+    return "torch" if text.endswith(TORCH_SUFFIXES) else "dcp"
+
+
+def _check_options(
+    verify: Verify,
+    durability: Durability,
+    timeout_s: float,
+    budget_bytes: int,
+    shard_bytes: int | None,
+    dtype: torch.dtype | None,
+) -> None:
+    check_choice("verify", verify, Verify)
+    check_choice("durability", durability, Durability)
+    check_timeout(timeout_s)
+    check_count("budget_bytes", budget_bytes)
+    if budget_bytes < _LEAST_BYTES:
+        raise InvalidOption(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
+    if shard_bytes is not None:
+        check_count("shard_bytes", shard_bytes)
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise InvalidOption(f"dtype={dtype!r} has to be a floating-point dtype of torch")

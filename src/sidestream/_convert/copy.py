@@ -1,0 +1,321 @@
+"""``copy``: a checkpoint from one store to another as it is, and compared with what was read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import uuid
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from .._format.checksum import crc32
+from .._format.independent_parts import part_metadata_name
+from .._format.marker import METADATA_NAME
+from .._format.records import EmptyEntry, Manifest
+from .._format.safetensors.read import INDEX_NAME
+from .._layout.checks import Piece
+from .._layout.ranges import PIECE_BYTES
+from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
+from .._load.open.manifest import attempt_name, open_manifest
+from .._load.reader import Scratch, in_parallel
+from .._load.verify import Verification
+from .._runtime.abandoned import watch
+from .._runtime.caller import call
+from .._runtime.public import public
+from .._runtime.tasks import finish, running_loop
+from .._runtime.threads import Deadline, Stop, io_threads, politely
+from .._save.commit import Unfinished, Verdict, clean_up, commit_files
+from .._storage import Location, Naming, Place, ReadRange, Where, locate_directory
+from ..errors import Corrupt, InvalidOption, StorageError
+from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
+from .publish import publish
+from .windows import WINDOWS, Destination, WindowedFile, Windows
+
+__all__ = ["CopyReport", "copy"]
+
+_LEAST_BYTES = 96 << 20
+_MOST_WINDOW_BYTES = 64 << 20
+_PAGE_BYTES = 4096
+_OURS = re.compile(r"(?:__[0-9]+_[0-9]+|manifest)-([0-9a-f]{32})(?:\.distcp|\.[0-9]+)?")
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What was copied: ``files`` of ``nbytes`` together. ``verified`` tensors and values were compared with checksums
+    of the source's writer on the way; ``unverified`` have none. What arrived was compared with what was read in either
+    case."""
+
+    url: str
+    files: tuple[str, ...]
+    nbytes: int
+    verified: tuple[str, ...]
+    unverified: tuple[str, ...]
+
+
+@public
+async def copy(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    budget_bytes: int = 256 << 20,
+    durability: Durability = "fsync",
+    progress: Progress | None = None,
+    timeout_s: float = 3600.0,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    store_policy: StorePolicy | None = None,
+) -> CopyReport:
+    """Copy the checkpoint at ``source``, or the file of ``torch.save`` or safetensors there, to the new ``target``.
+
+    Files keep their names and every byte, so signatures stay good. Of a directory everything in it is copied, but for
+    directories, and for what interrupted saves left behind. Bytes are compared with the checksums of their writer as
+    they pass, and read back from ``target`` before that is visible; ``budget_bytes`` of memory at most are used for
+    them. ``progress(done, total)`` counts what is written and what is read back.
+
+    ``storage_options`` are those of ``source``, ``target_options`` those of ``target``; ``store_policy`` is for both.
+    When this returns, ``target`` is visible as a whole and, with ``durability="fsync"``, durable. On object storage a
+    single file is visible before it has been read back, and so is the last of a directory without a ``.metadata``: the
+    index of safetensors, if they have one.
+
+    Raises ``CheckpointNotFound``; ``Conflict`` if ``target`` is there; ``Corrupt`` for damage of the source;
+    ``StorageError`` also where other bytes came back than were written; ``DeadlineExceeded``: then nothing is visible,
+    and what was written has been removed. The same holds for a cancel.
+    """
+    running_loop("copy")
+    check_choice("durability", durability, Durability)
+    check_timeout(timeout_s)
+    check_count("budget_bytes", budget_bytes)
+    if budget_bytes < _LEAST_BYTES:
+        raise InvalidOption(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
+    deadline = Deadline.after(timeout_s)
+    where = locate_directory(target, Where(target_options, None, store_policy))
+    location = locate_directory(source, Where(storage_options, None, store_policy))
+    found = await _look(location, deadline)
+    window_bytes = min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS)
+    await _Copy(found, where, deadline, window_bytes, durability, progress).run()
+    return CopyReport(
+        url=where.url,
+        files=tuple(found.sizes),
+        nbytes=sum(found.sizes.values()),
+        verified=tuple(fqn for fqn in found.names if fqn not in found.unverified),
+        unverified=tuple(sorted(found.unverified)),
+    )
+
+
+# --- what there is to copy ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The files in the directory ``location``, in the order in which they are written: the last one makes them a
+    checkpoint. ``single`` says that there is but one, which is the target itself."""
+
+    location: Location
+    sizes: Mapping[str, int]
+    single: bool
+    pieces: Mapping[str, Sequence[Piece]]
+    names: Sequence[str]
+    unverified: frozenset[str]
+    marker_crc: int = 0
+
+
+async def _look(location: Location, deadline: Deadline) -> _Found:
+    directory, manifest = await open_manifest(location, deadline)
+    single = directory.name != location.name
+    if not single and not location.store.lists:
+        raise InvalidOption(f"{location.url}: a server without listings does not say which files are in a directory")
+    verification = Verification(directory, manifest, deadline)
+    pieces, left_out = await io_threads().run(_apart, await verification.plan(), deadline=deadline)
+    await verification.check_whole_items()
+    if verification.damages:
+        first = next(iter(verification.damages.values()))
+        raise Corrupt(f"{location.url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
+    names = await io_threads().run(_names, manifest, deadline=deadline)
+    unverified = frozenset(verification.unverified | verification.unreadable | left_out)
+    if single:
+        return _Found(directory, manifest.files, True, pieces, names, unverified)
+    listed = await location.store.sizes(location.name, deadline=deadline)
+    sizes = await io_threads().run(_in_order, listed, manifest, deadline=deadline)
+    marker_crc = 0
+    if METADATA_NAME in sizes:
+        name = f"{location.name}/{METADATA_NAME}"
+        raw = await read_file(location.store, name, sizes[METADATA_NAME], deadline, most_bytes=MOST_METADATA_BYTES)
+        marker_crc = await io_threads().run(crc32, raw, deadline=deadline)
+    return _Found(location, sizes, False, pieces, names, unverified, marker_crc)
+
+
+def _names(manifest: Manifest) -> list[str]:
+    return [fqn for fqn, one in politely(manifest.entries.items()) if not isinstance(one, EmptyEntry)]
+
+
+def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
+    """On object storage, what an attempt that did not commit has left carries its own id."""
+    return {
+        name: nbytes
+        for name, nbytes in politely(listed.items())
+        if (match := _OURS.fullmatch(name)) is None or match[1] == manifest.save_id
+    }
+
+
+def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
+    """The files to copy; the file that readers look for is the last one."""
+    sizes = _without_leftovers(listed, manifest)
+    markers = [name for name in (METADATA_NAME, INDEX_NAME, part_metadata_name(0)) if name in sizes]
+    last = markers[0] if markers else max(sizes, key=lambda name: sizes[name])
+    return {**{name: nbytes for name, nbytes in sizes.items() if name != last}, last: sizes[last]}
+
+
+# --- copying it -----------------------------------------------------------------------------------------------------
+
+
+class _CopiedFile:
+    """A file that is read in windows; no piece that has a checksum lies across two of them."""
+
+    def __init__(self, name: str, nbytes: int, pieces: Sequence[Piece], window_bytes: int) -> None:
+        self.name, self.nbytes = name, nbytes
+        ends = _ends(nbytes, pieces, window_bytes)
+        self.windows = list(pairwise([0, *ends]))
+        self.aligned = all(end % _PAGE_BYTES == 0 for end in ends)
+        self.crcs = [0] * len(self.windows)
+        self._pieces: list[list[Piece]] = [[] for _ in self.windows]
+        for piece in pieces:
+            self._pieces[bisect_right(ends, piece.offset)].append(piece)
+
+    def seal(self, index: int, view: memoryview, stop: Stop, deadline: Deadline) -> None:
+        """Compare what was read, and note what it is."""
+        start, _ = self.windows[index]
+        for piece in self._pieces[index]:
+            stop.check()
+            piece.check(view[piece.offset - start : piece.offset - start + piece.nbytes])
+        self.crcs[index] = crc32(view)
+
+
+def _ends(nbytes: int, pieces: Sequence[Piece], window_bytes: int) -> list[int]:
+    """Where windows of a file end: on a page, if there is one between two of ``pieces``."""
+    ends: list[int] = []
+    start = done = paged = 0
+    for piece in pieces:
+        end = piece.offset + piece.nbytes
+        while end > start + window_bytes and piece.offset > start:
+            start = paged if paged > start else max(done, min(piece.offset, start + window_bytes))
+            ends.append(start)
+        if piece.offset % _PAGE_BYTES == 0:
+            paged = piece.offset
+        done = end
+    while nbytes > start + window_bytes:
+        start = done if done > start else start + window_bytes
+        ends.append(start)
+    if nbytes > start:
+        ends.append(nbytes)
+    return ends
+
+
+def _apart(pieces: Iterable[Piece]) -> tuple[dict[str, list[Piece]], set[str]]:
+    """By file and in order; those that lie across others are left out, and named. Only a forged file has some."""
+    found: dict[str, list[Piece]] = {}
+    left_out: set[str] = set()
+    for piece in politely(sorted(pieces, key=lambda piece: (piece.file, piece.offset))):
+        before = found.setdefault(piece.file, [])
+        if before and piece.offset < before[-1].offset + before[-1].nbytes:
+            left_out.add(piece.fqn)
+        elif piece.nbytes:
+            before.append(piece)
+    return found, left_out
+
+
+@dataclass(slots=True)
+class _Copy:
+    found: _Found
+    where: Location
+    deadline: Deadline
+    window_bytes: int
+    durability: Durability
+    progress: Progress | None
+    _done_bytes: int = 0
+
+    async def run(self) -> None:
+        found, store, target = self.found, self.where.store, self.where.name
+        files = [
+            _CopiedFile(target if found.single else name, nbytes, found.pieces.get(name, ()), self.window_bytes)
+            for name, nbytes in found.sizes.items()
+        ]
+        naming: Naming = "single" if found.single else "given"
+        into = Destination(store, attempt_name(target, uuid.uuid4().hex), target, naming, self.durability)
+        verdict = Verdict()
+        left = Unfinished(f"copying to {self.where.url}", store, into.attempt, verdict, self.deadline.at)
+        watched = watch(left)
+        self._tell(0)
+        try:
+            *others, last = files
+            if others:
+                await self._write(others, into, "new")
+            if last.name == METADATA_NAME:
+                await self._commit(into, verdict)
+            else:
+                await self._write([last], into, "joined" if others else "new")
+                await finish(lambda: publish(into, verdict, self.deadline))
+        except BaseException as error:
+            await clean_up(store, into.attempt, verdict, error)
+            raise
+        finally:
+            watched.end()
+
+    async def _commit(self, into: Destination, verdict: Verdict) -> None:
+        found, location, nbytes = self.found, self.found.location, self.found.sizes[METADATA_NAME]
+        raw = await read_file(location.store, f"{location.name}/{METADATA_NAME}", nbytes, self.deadline)
+        if crc32(raw) != found.marker_crc:
+            raise Corrupt(f"{location.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME)
+        self._tell(2 * nbytes)
+        files = {METADATA_NAME: [bytes(raw)]}
+        await commit_files(
+            into.store, into.attempt, into.target, files, verdict, durability=self.durability, deadline=self.deadline
+        )
+
+    async def _write(self, files: Sequence[_CopiedFile], into: Destination, place: Place) -> None:
+        found, location = self.found, self.found.location
+        names = {file.name: next(iter(found.sizes)) if found.single else file.name for file in files}
+
+        async def fill(file: WindowedFile, index: int, view: memoryview) -> None:
+            start, _ = file.windows[index]
+            begins = range(0, len(view), PIECE_BYTES)
+            ranges = [ReadRange(start + begin, view[begin : begin + PIECE_BYTES]) for begin in begins]
+            try:
+                await location.store.read(f"{location.name}/{names[file.name]}", ranges, deadline=self.deadline)
+            except FileNotFoundError as error:
+                raise Corrupt(f"{error.filename} was deleted while it was copied", file=names[file.name]) from error
+            self._tell(len(view))
+
+        await Windows(fill, self.deadline).write(files, into, place=place)
+        await self._read_back(files, into)
+
+    async def _read_back(self, files: Sequence[_CopiedFile], into: Destination) -> None:
+        queue = ((file, index) for file in files for index in range(len(file.windows)))
+        scratch = Scratch()
+
+        async def work() -> None:
+            for file, index in queue:
+                start, end = file.windows[index]
+                memory = scratch.take(end - start)
+                view = memoryview(memory)[: end - start]
+                name = into.path_of(file.name)
+                try:
+                    await into.store.read(name, [ReadRange(start, view)], deadline=self.deadline)
+                except (Corrupt, FileNotFoundError) as error:
+                    raise StorageError(errno.EIO, f"what was written did not arrive: {error}", name) from error
+                if await io_threads().run(crc32, view, deadline=self.deadline) != file.crcs[index]:
+                    raise StorageError(errno.EIO, f"other bytes came back than were written, from {start} on", name)
+                del view
+                scratch.give_back(memory)
+                self._tell(end - start)
+
+        await in_parallel(work)
+
+    def _tell(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        if self.progress is not None:
+            call(self.progress, self._done_bytes, 2 * sum(self.found.sizes.values()))

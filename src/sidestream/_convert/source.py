@@ -1,0 +1,209 @@
+"""What is converted: a checkpoint directory, a ``torch.save`` file or a safetensors file, told in one way."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .._format.dtypes import itemsize
+from .._format.records import (
+    Chunk,
+    EmptyEntry,
+    ForeignPayload,
+    Key,
+    Manifest,
+    Node,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+)
+from .._layout.checks import Piece, foreign_pieces
+from .._layout.values import encode_value
+from .._load.foreign.values import (
+    Located,
+    locate_tensor,
+    located_already,
+    opaque_entries,
+    read_values,
+    sorted_out,
+    why_opaque,
+)
+from .._load.open.manifest import open_manifest
+from .._load.reader import in_parallel
+from .._runtime.threads import Deadline, io_threads, politely
+from .._storage import EVERYDAY, Location, Store, Where, locate_directory
+from ..errors import SidestreamError, UnsupportedCheckpoint
+
+__all__ = ["Source", "SourceOpaque", "SourceTensor", "SourceValue", "open_source"]
+
+_VIEWS_ANYHOW_BYTES = 64 << 20
+_VIEWS_RATIO = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor of the source.
+
+    ``straight`` is the tensor as one dimension, if its bytes can be read from anywhere to anywhere; ``entry`` is it as
+    it was saved, and ``located`` what the zips say of that, if it is another writer's. ``checks`` are to be made
+    before, where checksums cover more than a piece. Tensors of one ``identity`` are tied.
+    """
+
+    path: tuple[Key, ...]
+    entry: TensorEntry
+    straight: TensorEntry | None
+    located: Located | None
+    identity: object
+    checks: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceValue:
+    """A plain value as data; None stands for an empty dict if ``empty``."""
+
+    path: tuple[Key, ...]
+    node: Node
+    empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOpaque:
+    """A tensor that cannot be read, and the error to raise if it is selected."""
+
+    path: tuple[Key, ...]
+    entry: TensorEntry | OpaqueEntry
+    error: SidestreamError
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    store: Store
+    directory: str
+    url: str
+    entries: Mapping[str, SourceTensor | SourceValue | SourceOpaque]
+    own: bool = False
+    unverified: frozenset[str] = field(default_factory=frozenset)
+
+
+async def open_source(url: str | os.PathLike[str], deadline: Deadline, where: Where = EVERYDAY) -> Source:
+    """Raises what opening a checkpoint raises; reads no payload of a tensor."""
+    location, manifest = await open_manifest(locate_directory(url, where), deadline)
+    return await _of_manifest(location, manifest, deadline)
+
+
+async def _of_manifest(location: Location, manifest: Manifest, deadline: Deadline) -> Source:
+    threads = io_threads()
+    tensors, wanted = await threads.run(sorted_out, manifest.entries, deadline=deadline)
+    opaque = await threads.run(opaque_entries, manifest.entries, deadline=deadline)
+    values = await read_values(location.store, location.name, manifest, wanted, deadline)
+    located: dict[str, Located] = {}
+    refused: dict[str, SidestreamError] = {}
+    for fqn, one in opaque.items():
+        refused[fqn] = await why_opaque(location.store, location.name, fqn, one, deadline)
+    if not manifest.own:
+        located, closed = await threads.run(located_already, tensors, {}, deadline=deadline)
+        queue = iter(closed.items())
+
+        async def work() -> None:
+            for fqn, entry in queue:
+                try:
+                    located[fqn] = await locate_tensor(location.store, location.name, fqn, entry, deadline)
+                except UnsupportedCheckpoint as error:
+                    refused[fqn] = error
+
+        await in_parallel(work)
+    return await threads.run(_described, location, manifest, values, located, refused, deadline=deadline)
+
+
+def _described(
+    location: Location,
+    manifest: Manifest,
+    values: Mapping[str, Any],
+    located: Mapping[str, Located],
+    refused: Mapping[str, SidestreamError],
+) -> Source:
+    """Describe the checkpoint. Called in a worker thread. ``refused``: the errors for the tensors that this version
+    does not read."""
+    entries: dict[str, SourceTensor | SourceValue | SourceOpaque] = {}
+    unverified: set[str] = set()
+    checked: set[object] = set()
+    for fqn, entry in politely(manifest.entries.items()):
+        if isinstance(entry, EmptyEntry):
+            entries[fqn] = SourceValue(entry.path, None, empty=True)
+        elif isinstance(entry, ValueEntry):
+            entries[fqn] = SourceValue(entry.path, encode_value(values[fqn], fqn))
+        elif isinstance(entry, OpaqueEntry) or fqn in refused:
+            entries[fqn] = SourceOpaque(entry.path, entry, refused[fqn])
+        elif manifest.own:
+            identity = (entry.dtype, entry.chunks)
+            entries[fqn] = SourceTensor(entry.path, entry, _straight(entry), None, identity)
+        else:
+            entries[fqn] = _foreign_tensor(fqn, entry, located[fqn], checked)
+            if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
+                unverified.add(fqn)
+    _check_views(manifest, location.url)
+    return Source(location.store, location.name, location.url, entries, manifest.own, frozenset(unverified))
+
+
+def _check_views(manifest: Manifest, url: str) -> None:
+    """Raise ``UnsupportedCheckpoint`` if views of the same storage would take far more bytes than the file has. Every
+    target format stores each view separately."""
+    distinct: dict[object, int] = {}
+    for entry in politely(manifest.entries.values()):
+        if isinstance(entry, TensorEntry) and any(chunk.told is not None for chunk in entry.chunks):
+            distinct[entry.dtype, entry.chunks] = math.prod(entry.shape) * itemsize(entry.dtype)
+    nbytes, there = sum(distinct.values()), sum(manifest.files.values())
+    if nbytes > _VIEWS_ANYHOW_BYTES + _VIEWS_RATIO * there:
+        raise UnsupportedCheckpoint(
+            f"{url}: its tensors are views of the same storages; written one by one they would take {nbytes} bytes, "
+            f"and the file has {there}: clone() the tensors that are needed and save them again"
+        )
+
+
+def _foreign_tensor(fqn: str, entry: TensorEntry, found: Located, checked: set[object]) -> SourceTensor:
+    if any(chunk.transform for chunk in entry.chunks):
+        return SourceTensor(entry.path, entry, None, None, fqn)
+    located, payloads = found
+    identity = (entry.dtype, entry.chunks) if all(chunk.told is not None for chunk in entry.chunks) else fqn
+    straight = _straight(_row_major(located, payloads))
+    unchecked = {chunk: one for chunk, one in payloads.items() if (chunk.file, chunk.payload_offset) not in checked}
+    checked.update((chunk.file, chunk.payload_offset) for chunk in unchecked)
+    checks = tuple(foreign_pieces(fqn, located, unchecked)) if straight is not None else ()
+    return SourceTensor(entry.path, entry, straight, (located, payloads), identity, checks)
+
+
+def _row_major(located: TensorEntry, payloads: Mapping[Chunk, ForeignPayload]) -> TensorEntry | None:
+    """With every chunk where its elements begin, if they lie there one after the other."""
+    size = itemsize(located.dtype)
+    chunks = []
+    for chunk in located.chunks:
+        payload = payloads.get(chunk)
+        if payload is None:
+            chunks.append(chunk)
+            continue
+        strides = torch.empty(chunk.sizes, device="meta").stride()
+        if chunk.payload_offset is None or payload.strides not in (None, strides):
+            return None
+        if payload.strides is None and payload.payload_bytes != math.prod(chunk.sizes) * size:
+            return None
+        chunks.append(replace(chunk, payload_offset=chunk.payload_offset + payload.first_element * size, told=None))
+    return replace(located, chunks=tuple(chunks))
+
+
+def _straight(entry: TensorEntry | None) -> TensorEntry | None:
+    """The tensor, if it is row-major, as one dimension, where every chunk is whole rows."""
+    if entry is None:
+        return None
+    row = math.prod(entry.shape[1:])
+    chunks = []
+    for chunk in entry.chunks:
+        if any(chunk.offsets[1:]) or chunk.sizes[1:] != entry.shape[1:]:
+            return None
+        first = chunk.offsets[0] * row if chunk.offsets else 0
+        chunks.append(replace(chunk, offsets=(first,), sizes=(math.prod(chunk.sizes),)))
+    return replace(entry, shape=(math.prod(entry.shape),), chunks=tuple(chunks))

@@ -1,0 +1,242 @@
+"""What is written: files that consist of windows, each filled with payloads and then sealed with what goes around."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from .._format.checksum import crc32
+from .._format.frame import tensor_pickle
+from .._format.pickles.write import EMPTY_DICT, dict_of, list_of
+from .._format.records import BLOCK_BYTES, DictKey, Key, Node
+from .._format.safetensors.read import INDEX_NAME
+from .._format.safetensors.write import Named, file_names, header_of, index_of, shards_of_sizes
+from .._format.torch_zip.file import TorchArchive
+from .._format.values import pickle_part
+from .._layout.assemble import assemble
+from .._runtime.threads import Deadline, Stop, politely
+from ..errors import InvalidOption, KeyCollision
+from .windows import WindowedFile
+
+__all__ = [
+    "OutTensor",
+    "OutValue",
+    "Slice",
+    "TargetFile",
+    "Written",
+    "check_names",
+    "renamed_path",
+    "safetensors_files",
+    "torch_file",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OutTensor:
+    """A tensor as it is to be written; those with one ``identity`` are the same."""
+
+    fqn: str
+    path: tuple[Key, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    identity: object
+
+
+@dataclass(frozen=True, slots=True)
+class OutValue:
+    fqn: str
+    path: tuple[Key, ...]
+    node: Node
+    empty: bool = False
+
+
+class Slice(NamedTuple):
+    """Bytes ``begin`` to ``begin + nbytes`` of the payload of ``tensor``, which belong at byte ``at`` of a window."""
+
+    tensor: OutTensor
+    begin: int
+    nbytes: int
+    at: int
+
+
+class TargetFile(WindowedFile, Protocol):
+    def slices(self, index: int) -> Iterator[Slice]:
+        """What belongs into a window before it is sealed."""
+
+
+Piece = bytes | OutTensor | Callable[[Mapping[int, int]], bytes]
+
+
+class Written:
+    """A file of pieces one after the other: known bytes, payloads, and bytes that depend on checksums before them."""
+
+    aligned = False
+
+    def __init__(self, name: str, pieces: Sequence[tuple[int, int, Piece]], window_bytes: int) -> None:
+        self.name = name
+        self.nbytes = pieces[-1][0] + pieces[-1][1] if pieces else 0
+        self.windows: list[tuple[int, int]] = []
+        self._parts: list[list[tuple[int, int, int, Piece]]] = []  # of each window: index, begin, nbytes, piece
+        self._at: list[list[int]] = []
+        self._cut(pieces, window_bytes)
+        self._turn = 0
+        self._changed = threading.Condition()
+        self._crcs: dict[int, int] = {}
+
+    def _cut(self, pieces: Sequence[tuple[int, int, Piece]], window_bytes: int) -> None:
+        """Payloads are cut at multiples of 1 MiB, so at whole elements."""
+        start = 0
+        parts: list[tuple[int, int, int, Piece]] = []
+        at: list[int] = []
+        number = -1
+        for offset, nbytes, piece in pieces:
+            number += isinstance(piece, OutTensor)
+            begin = 0
+            while begin < nbytes or (begin == nbytes == 0):
+                room = start + window_bytes - offset - begin
+                take = min(nbytes - begin, room if room >= nbytes - begin else room // BLOCK_BYTES * BLOCK_BYTES)
+                if take <= 0 and nbytes:
+                    self._close(start, offset + begin, parts, at)
+                    start, parts, at = offset + begin, [], []
+                    continue
+                parts.append((number, begin, take, piece))
+                at.append(offset + begin - start)
+                begin += take
+                if nbytes == 0:
+                    break
+        self._close(start, self.nbytes, parts, at)
+
+    def _close(self, start: int, end: int, parts: list[tuple[int, int, int, Piece]], at: list[int]) -> None:
+        if end > start or not self.windows:
+            self.windows.append((start, end))
+            self._parts.append(parts)
+            self._at.append(at)
+
+    def slices(self, index: int) -> Iterator[Slice]:
+        for (_, begin, nbytes, piece), at in zip(self._parts[index], self._at[index], strict=True):
+            if isinstance(piece, OutTensor):
+                yield Slice(piece, begin, nbytes, at)
+
+    def seal(self, index: int, view: memoryview, stop: Stop, deadline: Deadline) -> None:
+        self._wait_for(index, stop, deadline)
+        for (number, begin, nbytes, piece), at in politely(zip(self._parts[index], self._at[index], strict=True)):
+            if isinstance(piece, OutTensor):
+                self._crcs[number] = crc32(view[at : at + nbytes], self._crcs.get(number, 0))
+            else:
+                content = piece if isinstance(piece, bytes) else piece(self._crcs)
+                view[at : at + nbytes] = content[begin : begin + nbytes]
+        with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+
+    def _wait_for(self, index: int, stop: Stop, deadline: Deadline) -> None:
+        def wake() -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        with stop.waking(wake), self._changed:
+            while self._turn != index:
+                stop.check()
+                if not self._changed.wait(deadline.remaining_s()):
+                    raise deadline.exceeded("the part of a file before")
+
+
+# --- torch.save -----------------------------------------------------------------------------------------------------
+
+
+def torch_file(
+    name: str, tensors: Sequence[OutTensor], values: Sequence[OutValue], order: Sequence[str], window_bytes: int
+) -> Written:
+    """One file with everything, nested as it was and in this order; tied tensors share a storage."""
+    distinct: dict[object, int] = {}
+    first: list[OutTensor] = []
+    leaves: dict[str, tuple[tuple[Key, ...], _Pickled]] = {}
+    for one in tensors:
+        number = distinct.setdefault(one.identity, len(first))
+        if number == len(first):
+            first.append(one)
+        leaves[one.fqn] = (one.path, _Pickled(tensor_pickle(one.dtype, one.shape, str(number))))
+    storages = [b""] * len(first)
+    for value in values:
+        pickled = EMPTY_DICT if value.empty else pickle_part(value.node, storages)
+        leaves[value.fqn] = (value.path, _Pickled(pickled))
+    pickled = b"\x80\x02" + _pickle_tree(assemble(politely([leaves[fqn] for fqn in order]))) + b"."
+    archive = TorchArchive(pickled, storages[len(first) :], [one.nbytes for one in first])
+    ends = [offset for offset, _ in archive.pieces[1:]] + [archive.nbytes]
+    pieces: list[tuple[int, int, Piece]] = [
+        (offset, end - offset, first[piece] if isinstance(piece, int) else piece)
+        for (offset, piece), end in zip(archive.pieces, ends, strict=True)
+    ]
+    return Written(name, pieces, window_bytes)
+
+
+class _Pickled(NamedTuple):
+    content: bytes
+
+
+def _pickle_tree(node: Any) -> bytes:
+    if isinstance(node, _Pickled):
+        return node.content
+    if isinstance(node, dict):
+        return dict_of((pickle_part(key, []), _pickle_tree(value)) for key, value in node.items())
+    return list_of(_pickle_tree(value) for value in node)
+
+
+# --- safetensors ----------------------------------------------------------------------------------------------------
+
+
+def safetensors_files(
+    tensors: Sequence[OutTensor], name: str | None, shard_bytes: int | None, window_bytes: int
+) -> list[Written]:
+    """One file called ``name``, or files and their index as transformers names them."""
+    by_name = {one.fqn: one for one in tensors}
+    named = [Named(one.fqn, one.dtype, one.shape, one.nbytes) for one in tensors]
+    shards = shards_of_sizes(named, None if name is not None else shard_bytes)
+    names = file_names(len(shards)) if name is None else [name]
+    files = []
+    for file, shard in zip(names, shards, strict=True):
+        shard.sort(key=lambda one: -(one.nbytes // max(1, _elements(one))))
+        header = header_of(shard)
+        pieces: list[tuple[int, int, Piece]] = [(0, len(header), header)]
+        position = len(header)
+        for one in shard:
+            pieces.append((position, one.nbytes, by_name[one.name]))
+            position += one.nbytes
+        files.append(Written(file, pieces, window_bytes))
+    if len(files) > 1:
+        index = index_of(shards, names)
+        files.append(Written(INDEX_NAME, [(0, len(index), index)], window_bytes))
+    return files
+
+
+def _elements(one: Named) -> int:
+    count = 1
+    for dim in one.shape:
+        count *= dim
+    return count
+
+
+def renamed_path(path: tuple[Key, ...], old: str, new: str) -> tuple[Key, ...]:
+    """Where a renamed entry goes: below the same containers, as far as the new name begins with theirs."""
+    if new == old:
+        return path
+    for depth in range(len(path) - 1, 0, -1):
+        if any(isinstance(key, int) for key in path[:depth]):
+            continue
+        prefix = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path[:depth]) + "."
+        if new.startswith(prefix) and len(new) > len(prefix):
+            return (*path[:depth], new[len(prefix) :])
+    return (new,)
+
+
+def check_names(names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if not name:
+            raise InvalidOption("rename= gives an empty name")
+        if name in seen:
+            raise KeyCollision(f"rename= gives two entries the name {name!r}")
+        seen.add(name)

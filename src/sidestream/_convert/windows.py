@@ -1,0 +1,179 @@
+"""Files on their way to a store in windows, each filled, sealed and written, a bounded number of them at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from .._load.reader import first_error
+from .._runtime.threads import Deadline, Stop, Threads
+from .._storage import Naming, Place, Store
+from ..errors import Closed, allocating
+from ..options import Durability
+
+__all__ = ["WINDOWS", "Destination", "WindowedFile", "Windows"]
+
+WINDOWS = 4
+"""So many windows are in memory at once."""
+
+_WRITE_THREADS = 4
+
+
+class WindowedFile(Protocol):
+    """A file to be written."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def aligned(self) -> bool: ...
+
+    @property
+    def windows(self) -> Sequence[tuple[int, int]]:
+        """Begin and end of each, without gaps."""
+
+    def seal(self, index: int, view: memoryview, stop: Stop, deadline: Deadline) -> None:
+        """In a thread: finish a window whose payloads are in ``view``; it may wait for the windows before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where files go: the ``attempt`` that is to become ``target``, and what they are called there."""
+
+    store: Store
+    attempt: str
+    target: str
+    naming: Naming
+    durability: Durability
+
+    def path_of(self, file: str) -> str:
+        """Where a file with a name of its own lies before it is published."""
+        if self.store.appears_whole:
+            return f"{self.attempt}/{file}"
+        return self.target if self.naming == "single" else f"{self.target}/{file}"
+
+
+class _Part:
+    """A window of a file: filled by the loop, sealed and written by a thread, which then lets go of it."""
+
+    def __init__(self, file: WindowedFile, index: int) -> None:
+        self.file, self.index = file, index
+        self.offset, self.end = file.windows[index]
+        self.filled: Future[memoryview] = Future()
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.offset
+
+    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        with stop.waking(self._wake):
+            stop.check()
+            try:
+                view = self.filled.result(deadline.remaining_s())
+            except CancelledError:
+                raise Closed("stopped before the work was done") from None
+            except TimeoutError as error:
+                raise deadline.exceeded("reading the source") from error
+        self.file.seal(self.index, view, stop, deadline)
+        return view
+
+    def _wake(self) -> None:
+        self.filled.cancel()
+
+    def release(self) -> None:
+        self.filled = Future()  # the old one refers to the memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    nbytes: int
+    aligned: bool
+    parts: Sequence[_Part]
+
+
+Fill: TypeAlias = Callable[[WindowedFile, int, memoryview], Awaitable[None]]
+"""On the loop: put the content of a file's window of this index into memory."""
+
+
+class Windows:
+    """The memory of one conversion or copy. Windows are filled one after the other, in the order of the files."""
+
+    def __init__(self, fill: Fill, deadline: Deadline) -> None:
+        self._fill = fill
+        self._deadline = deadline
+        self._largest = 1
+        self._loop = asyncio.get_running_loop()
+        self._slots = asyncio.Semaphore(WINDOWS)
+        self._spare: list[mmap.mmap] = []
+        self._keeping = True
+
+    async def write(self, files: Iterable[WindowedFile], into: Destination, *, place: Place = "new") -> None:
+        """Write all of ``files``; when this returns or raises, no thread works on them any more, and their memory goes
+        back to the system."""
+        parts = [(file, [_Part(file, index) for index in range(len(file.windows))]) for file in files]
+        bodies = [(file.name, _Body(file.nbytes, file.aligned, one)) for file, one in parts]
+        self._largest = max((part.nbytes for _, one in parts for part in one), default=1)
+        threads, stop = Threads("sidestream-convert", _WRITE_THREADS), Stop()
+
+        def write() -> None:
+            into.store.write(
+                into.attempt,
+                into.target,
+                bodies,
+                threads=threads,
+                durability=into.durability,
+                stop=stop,
+                deadline=self._deadline,
+                place=place,
+                naming=into.naming,
+            )
+
+        try:
+            done = threads.submit(write)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._fill_all([part for _, one in parts for part in one]))
+                await threads.wait(done, "writing", stop=stop, deadline=self._deadline)
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        finally:
+            threads.close()
+            # A thread that has just ended its work may refer to all this for some time yet.
+            self._keeping = False
+            self._spare.clear()
+
+    async def _fill_all(self, parts: Sequence[_Part]) -> None:
+        for part in parts:
+            await self._slots.acquire()
+            view = self._take(part.nbytes)
+            await self._fill(part.file, part.index, view)
+            if part.filled.set_running_or_notify_cancel():
+                part.filled.set_result(view)
+            del view
+
+    def _take(self, nbytes: int) -> memoryview:
+        """Memory of a window, which may be used again when nobody has a view of it any more: a client of object storage
+        goes on sending a part that it has released."""
+        spare = self._spare.pop() if self._spare else None  # appended by other threads, taken here alone
+        with allocating("memory for a window"):
+            memory = mmap.mmap(-1, self._largest) if spare is None else spare
+        array = (ctypes.c_char * nbytes).from_buffer(memory)
+        weakref.finalize(array, self._give_back, memory).atexit = False
+        return memoryview(array).cast("B")
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        """In any thread."""
+        self._spare.append(memory)
+        if not self._keeping:
+            self._spare.clear()
+        with suppress(RuntimeError):  # whoever kept a view has outlived the loop
+            self._loop.call_soon_threadsafe(self._slots.release)

@@ -1,0 +1,266 @@
+"""Stock DCP's ``.metadata`` as a ``Manifest``: decoded as data, so nothing that it names is imported or run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..._runtime.threads import let_go, politely
+from ...errors import Corrupt
+from ..dtypes import DTYPES
+from ..pickles.keys import name_of
+from ..pickles.machine import Call, Global, Limits, Pairs
+from ..pickles.tensors import DtypeNames, is_dtype
+from ..pickles.unpickle import decode
+from ..records import Chunk, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..transforms import check_transforms
+
+__all__ = ["DcpDescription", "read_dcp_description", "read_dcp_metadata"]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_LEGACY = "torch.distributed._shard.sharded_tensor.metadata"
+_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+
+_GLOBALS = DtypeNames(
+    frozenset(
+        {f"{_METADATA}.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")}
+        | {f"{_METADATA}.{name}" for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")}
+        | {f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_LEGACY}.TensorProperties", f"{_LEGACY}.MEM_FORMAT_ENCODING"}
+        | {f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")}
+        | {_STORAGE_INFO, "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"}
+        # how early releases of CPython 3.11 pickle a member of an enum; here it is a name like any other
+        | {"builtins.getattr"}
+    )
+)
+_PROPERTIES = frozenset({f"{_METADATA}.TensorProperties", f"{_LEGACY}.TensorProperties"})
+
+# The shape of what is read is fixed and nothing here recurses, so nesting need not be checked. What may be shared and
+# is walked for each entry is bounded instead, or a small file could ask for a very long walk.
+_LIMITS = Limits(integer_bytes=9, depth=None)
+_MAX_ATTRIBUTES = 64
+_MAX_RANK = 64
+_MAX_PATH = 64
+_MAX_FQN = 4096
+
+_Index = tuple[str, str]
+"""An FQN and the name of the offsets (see ``keys.py``), which is empty for a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Location:
+    file: str
+    offset: int
+    length: int
+    transform: str | None
+
+
+def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
+    """The checkpoint that a ``.metadata`` file describes, with an empty ``save_id`` and ``files``, not yet validated.
+
+    Unknown attributes are ignored. Without ``planner_data`` the path of an entry is its FQN. A tensor of a dtype that
+    this version does not read becomes an ``OpaqueEntry``.
+
+    Raises ``Corrupt`` where the file is malformed or has no location for a chunk, ``UnsafeObject`` where it names a
+    type that is not part of the format, ``UnsupportedCheckpoint`` for unknown transforms.
+    """
+    metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
+    entries = _entries(metadata, _locations(metadata.get("storage_data")))
+    let_go(*(value.flat for value in metadata.values() if isinstance(value, Pairs)))
+    return Manifest(save_id="", entries=entries, files={})
+
+
+@dataclass(frozen=True, slots=True)
+class DcpDescription:
+    """The complete content of a ``.metadata``, for a comparison with the manifest.
+
+    ``attributes`` are the attributes of ``Metadata`` that are text or None. ``storage_meta`` has the attributes of that
+    object, or is None if it is missing. ``pathless`` are the FQNs that ``planner_data`` lacks; ``spare`` the FQNs in
+    ``planner_data`` or ``storage_data`` that are not described. ``properties`` are the properties of each tensor except
+    its dtype: layout, whether it requires gradients, memory format, whether it is pinned. ``hints``: by FQN and
+    offsets, the index of the chunk that a location names; None if it names none.
+    """
+
+    entries: Mapping[str, Entry]
+    attributes: Mapping[str, str | None]
+    storage_meta: Mapping[str, object] | None
+    pathless: frozenset[str]
+    spare: frozenset[str]
+    properties: Mapping[str, tuple[object, ...]]
+    hints: Mapping[tuple[str, tuple[int, ...]], object]
+
+
+def read_dcp_description(data: bytes | bytearray) -> DcpDescription:
+    """Parse ``data``. Called in a worker thread. Raises what ``read_dcp_metadata`` raises."""
+    metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
+    locations = _locations(metadata.get("storage_data"))
+    entries = _entries(metadata, locations)
+    paths = _paths(metadata.get("planner_data")) or {}
+    meta = metadata.get("storage_meta")
+    described = _pairs(metadata.get("state_dict_metadata"), "state_dict_metadata")
+    return DcpDescription(
+        entries=entries,
+        attributes={name: one for name, one in metadata.items() if one is None or isinstance(one, str)},
+        storage_meta=None if meta is None else _attributes(meta, f"{_METADATA}.StorageMeta"),
+        pathless=frozenset(entries.keys() - paths.keys()),
+        spare=frozenset(fqn for fqn, _ in locations) | (paths.keys() - entries.keys()),
+        properties={_fqn(fqn): _properties(one, _fqn(fqn)) for fqn, one in politely(described) if _is_tensor(one)},
+        hints=_hints(metadata.get("storage_data")),
+    )
+
+
+def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location]) -> dict[str, Entry]:
+    """Return the entries, and remove their locations from ``locations``."""
+    paths = _paths(metadata.get("planner_data"))
+    entries: dict[str, Entry] = {}
+    for key, described in politely(_pairs(metadata.get("state_dict_metadata"), "state_dict_metadata")):
+        fqn = _fqn(key)
+        if fqn in entries:
+            raise Corrupt(f".metadata: {fqn!r} is described twice", fqn=fqn)
+        path = (fqn,) if paths is None else _path(fqn, paths)
+        if isinstance(described, Call) and described.function == f"{_METADATA}.BytesStorageMetadata":
+            where = _take(locations, fqn, None)
+            entries[fqn] = ValueEntry(path, where.file, where.offset, where.length, transform=where.transform)
+        else:
+            entries[fqn] = _tensor_entry(fqn, path, described, locations)
+    return entries
+
+
+def _is_tensor(described: object) -> bool:
+    return isinstance(described, Call) and described.function == f"{_METADATA}.TensorStorageMetadata"
+
+
+def _properties(described: object, fqn: str) -> tuple[object, ...]:
+    """Return the properties as torch pickles them: a tuple in which each object is represented by its text or
+    number."""
+    properties = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn).get("properties")
+    state = properties.state if isinstance(properties, Call) else None
+    if not isinstance(state, tuple) or len(state) > _MAX_ATTRIBUTES:
+        return (None,)
+    return tuple(one.args[0] if isinstance(one, Call) and len(one.args) == 1 else one for one in state[1:])
+
+
+def _hints(storage_data: object) -> dict[tuple[str, tuple[int, ...]], object]:
+    hints = {}
+    for key, _ in politely(_pairs(storage_data, "storage_data")):
+        index = _attributes(key, f"{_METADATA}.MetadataIndex")
+        if index.get("offset") is not None:
+            fqn = _fqn(index.get("fqn"))
+            hints[fqn, _dims(index.get("offset"), fqn)] = index.get("index")
+    return hints
+
+
+def _tensor_entry(
+    fqn: str, path: tuple[Key, ...], described: object, locations: dict[_Index, _Location]
+) -> TensorEntry | OpaqueEntry:
+    attributes = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn)
+    chunks = attributes.get("chunks")
+    if not isinstance(chunks, list):
+        raise Corrupt(f".metadata: {fqn!r} has no list of chunks", fqn=fqn)
+    dtype = _dtype(attributes.get("properties"), fqn)
+    shape = _dims(attributes.get("size"), fqn)
+    kind = TensorEntry if dtype in DTYPES else OpaqueEntry
+    return kind(path, dtype, shape, tuple(_chunk(fqn, chunk, locations) for chunk in chunks))
+
+
+def _chunk(fqn: str, described: object, locations: dict[_Index, _Location]) -> Chunk:
+    attributes = _attributes(described, f"{_METADATA}.ChunkStorageMetadata", fqn)
+    offsets = _dims(attributes.get("offsets"), fqn)
+    sizes = _dims(attributes.get("sizes"), fqn)
+    where = _take(locations, fqn, offsets)
+    return Chunk(offsets, sizes, where.file, where.offset, where.length, transform=where.transform)
+
+
+def _take(locations: dict[_Index, _Location], fqn: str, offsets: tuple[int, ...] | None) -> _Location:
+    """The location of an item, which is used up: a list of chunks that repeats one ends here, however long it is."""
+    where = locations.pop((fqn, "" if offsets is None else name_of(offsets)), None)
+    if where is None:
+        at = "" if offsets is None else f" for the chunk at {list(offsets)}, or has the chunk twice"
+        raise Corrupt(f".metadata: {fqn!r} has no storage_data{at}", fqn=fqn)
+    return where
+
+
+def _dtype(properties: object, fqn: str) -> str:
+    state: object = None
+    if isinstance(properties, Call) and properties.function in _PROPERTIES:
+        state = properties.state
+    if isinstance(state, Pairs):
+        dtype = _named(state, fqn).get("dtype")
+    else:
+        dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, Global) or not is_dtype(dtype.name):
+        raise Corrupt(f".metadata: {fqn!r} has no dtype", fqn=fqn)
+    return dtype.name.removeprefix("torch.")
+
+
+def _locations(storage_data: object) -> dict[_Index, _Location]:
+    locations: dict[_Index, _Location] = {}
+    for key, value in politely(_pairs(storage_data, "storage_data")):
+        index = _attributes(key, f"{_METADATA}.MetadataIndex")
+        fqn = _fqn(index.get("fqn"))
+        offset = index.get("offset")
+        info = _attributes(value, _STORAGE_INFO, fqn)
+        match info.get("relative_path"), info.get("offset"), info.get("length"):
+            case str(file), int(start), int(length) if type(start) is int and type(length) is int:
+                where = _Location(file, start, length, check_transforms(info.get("transform_descriptors"), fqn))
+            case _:
+                raise Corrupt(f".metadata: the storage_data of {fqn!r} is incomplete", fqn=fqn)
+        slot = (fqn, "" if offset is None else name_of(_dims(offset, fqn)))
+        if slot in locations:
+            raise Corrupt(f".metadata: {fqn!r} has two locations for one chunk", fqn=fqn)
+        locations[slot] = where
+    return locations
+
+
+def _paths(planner_data: object) -> dict[str, object] | None:
+    if not isinstance(planner_data, Pairs):  # nothing, or what another planner than DCP's own has noted
+        return None
+    return {key: path for key, path in politely(_pairs(planner_data, "planner_data")) if isinstance(key, str)}
+
+
+def _path(fqn: str, paths: dict[str, object]) -> tuple[Key, ...]:
+    path = paths.get(fqn, (fqn,))
+    if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_PATH:
+        raise Corrupt(f".metadata: the path of {fqn!r} is no tuple, or has more than {_MAX_PATH} steps", fqn=fqn)
+    steps = tuple(step for step in path if isinstance(step, str) or type(step) is int)
+    if len(steps) != len(path):
+        raise Corrupt(f".metadata: the path of {fqn!r} has a step that is no string or index", fqn=fqn)
+    return steps
+
+
+def _dims(value: object, fqn: str) -> tuple[int, ...]:
+    """Sizes or offsets: a ``torch.Size``, or a tuple as some writers have it."""
+    if isinstance(value, Call) and value.function == "torch.Size" and len(value.args) == 1:
+        value = value.args[0]
+    if isinstance(value, tuple) and len(value) <= _MAX_RANK and all(type(dim) is int and dim >= 0 for dim in value):
+        return value
+    raise Corrupt(f".metadata: {fqn!r} has sizes or offsets that are none", fqn=fqn)
+
+
+def _attributes(value: object, kind: str, fqn: str | None = None) -> dict[str, object]:
+    """The attributes of an object of the class ``kind``, which an object without a state has none of."""
+    if not isinstance(value, Call) or value.function != kind:
+        raise Corrupt(f".metadata: something else stands where a {kind.rpartition('.')[2]} belongs", fqn=fqn)
+    return {} if value.state is None else _named(value.state, fqn)
+
+
+def _named(state: object, fqn: str | None) -> dict[str, object]:
+    if not isinstance(state, Pairs) or len(state) > _MAX_ATTRIBUTES:
+        raise Corrupt(".metadata: the attributes of an object are no dict, or too many", fqn=fqn)
+    names = [name for name in state.flat[::2] if isinstance(name, str)]
+    if len(names) < len(state):
+        raise Corrupt(".metadata: an attribute of an object has no name", fqn=fqn)
+    return dict(zip(names, state.flat[1::2], strict=True))
+
+
+def _fqn(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_FQN:
+        raise Corrupt(f".metadata: an FQN is no string, or longer than {_MAX_FQN} characters")
+    return value
+
+
+def _pairs(value: object, what: str) -> Pairs:
+    if isinstance(value, Call) and value.function == "collections.OrderedDict" and value.items is not None:
+        value = value.items
+    if not isinstance(value, Pairs):
+        raise Corrupt(f".metadata: {what} is no dict")
+    return value

@@ -1,0 +1,173 @@
+"""The bytes around a payload: one item of a shard is a ``torch.save`` zip, framed by hand.
+
+A zip's central directory comes after its data, and a record's CRC may stand in a descriptor behind the record, so the
+header depends on dtype and shape alone and the payload can pass through before its CRC is known. Item = header,
+payload, trailer. The smallest set of records that torch reads is written: ``data.pkl``, ``byteorder``, ``version`` and
+``data/0``. Golden tests hold the result against ``torch.load``, ``zipfile`` and ``torch.save``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from zlib import crc32
+
+from .dtypes import DTYPES
+from .pickles import write as p
+
+__all__ = ["Frame", "frame_tensor", "frame_value"]
+
+_DOS_DATE = 0x21  # 1980-01-01, the earliest that a zip can say: files do not depend on the clock
+_CRC_FOLLOWS = 0x08
+_MAX_32 = 0xFFFFFFFF
+_ARCHIVE = "archive"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """``header`` before and ``trailer(crc)`` after a payload of ``payload_bytes``."""
+
+    header: bytes
+    payload_bytes: int
+    _trailer: bytes
+    _crc_at: tuple[int, int]
+    item_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "item_bytes", len(self.header) + self.payload_bytes + len(self._trailer))
+
+    @property
+    def blank_trailer(self) -> tuple[bytes, tuple[int, int]]:
+        """The trailer without the CRC, and the two places where it goes."""
+        return self._trailer, self._crc_at
+
+    def trailer(self, crc: int) -> bytes:
+        """The trailer, with the CRC-32 of the payload in the descriptor and in the central directory."""
+        trailer = bytearray(self._trailer)
+        for position in self._crc_at:
+            struct.pack_into("<I", trailer, position, crc)
+        return bytes(trailer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    name: str
+    nbytes: int
+    crc: int
+    offset: int  # of the local header in the zip
+    flags: int
+
+    @property
+    def zip64(self) -> bool:
+        return self.nbytes >= _MAX_32
+
+    def local_header(self) -> bytes:
+        name = f"{_ARCHIVE}/{self.name}".encode()
+        sizes = (0, 0) if self.flags & _CRC_FOLLOWS else (self.nbytes, self.nbytes)
+        # A zip64 field in the local header tells readers that the descriptor has 8-byte sizes.
+        extra = struct.pack("<HHQQ", 1, 16, 0, 0) if self.zip64 else b""
+        if self.zip64:
+            sizes = (_MAX_32, _MAX_32)
+        version = 45 if self.zip64 else 20
+        head = struct.pack(
+            "<4sHHHHHIIIHH",
+            b"PK\x03\x04",
+            version,
+            self.flags,
+            0,
+            0,
+            _DOS_DATE,
+            self.crc,
+            *sizes,
+            len(name),
+            len(extra),
+        )
+        return head + name + extra
+
+    def descriptor(self) -> bytes:
+        return struct.pack("<4sIQQ" if self.zip64 else "<4sIII", b"PK\x07\x08", self.crc, self.nbytes, self.nbytes)
+
+    def directory_entry(self) -> bytes:
+        name = f"{_ARCHIVE}/{self.name}".encode()
+        extra = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.zip64 else b""
+        size = _MAX_32 if self.zip64 else self.nbytes
+        version = 45 if self.zip64 else 20
+        head = struct.pack(
+            "<4sHHHHHHIII", b"PK\x01\x02", version, version, self.flags, 0, 0, _DOS_DATE, self.crc, size, size
+        )
+        return head + struct.pack("<HHHHHII", len(name), len(extra), 0, 0, 0, 0, self.offset) + name + extra
+
+
+@lru_cache(maxsize=65536)
+def frame_tensor(dtype: str, shape: tuple[int, ...]) -> Frame:
+    """The frame of a row-major tensor. ``dtype`` as in ``DTYPES``. Cached: a training run has few distinct ones."""
+    payload_bytes = math.prod(shape) * DTYPES[dtype][0]
+    header, records = _lead(b"\x80\x02" + tensor_pickle(dtype, shape, "0") + b".")
+    payload = _Record("data/0", payload_bytes, 0, len(header), _CRC_FOLLOWS)
+    header += payload.local_header()
+    trailer = payload.descriptor()
+    directory_at = len(header) + payload_bytes + len(trailer)
+    before = b"".join(record.directory_entry() for record in records)
+    crc_at = (4, len(trailer) + len(before) + 16)
+    directory = before + payload.directory_entry()
+    trailer += directory + _end_of_directory(len(records) + 1, len(directory), directory_at)
+    return Frame(header, payload_bytes, trailer, crc_at)
+
+
+def frame_value(pickled: bytes, storages: Sequence[bytes] = ()) -> bytes:
+    """A whole item for a plain value: ``pickled`` refers to the i-th of ``storages`` as storage key ``str(i)``."""
+    body, records = _lead(pickled)
+    for key, raw in enumerate(storages):
+        record = _Record(f"data/{key}", len(raw), crc32(raw), len(body), 0)
+        body += record.local_header() + raw
+        records.append(record)
+    directory = b"".join(record.directory_entry() for record in records)
+    return body + directory + _end_of_directory(len(records), len(directory), len(body))
+
+
+def tensor_pickle(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
+    """The pickle of a row-major tensor over the storage ``key`` of its archive, as ``torch.save`` spells it."""
+    itemsize, storage = DTYPES[dtype]
+    elements = math.prod(shape)
+    strides = [math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape))]
+    if storage is not None:
+        rebuild, storage_type, numel = "_rebuild_tensor_v2", p.global_("torch", storage), elements
+    else:
+        rebuild, storage_type, numel = (
+            "_rebuild_tensor_v3",
+            p.global_("torch.storage", "UntypedStorage"),
+            elements * itemsize,
+        )
+    persistent_id = p.tuple_of(p.text("storage"), storage_type, p.text(key), p.text("cpu"), p.integer(numel)) + b"Q"
+    arguments = [
+        persistent_id,
+        p.integer(0),
+        p.tuple_of(*map(p.integer, shape)),
+        p.tuple_of(*map(p.integer, strides)),
+        p.FALSE,
+        p.call(p.global_("collections", "OrderedDict")),
+    ]
+    if storage is None:
+        arguments.append(p.global_("torch", dtype))
+    return p.call(p.global_("torch._utils", rebuild), *arguments)
+
+
+def _lead(pickled: bytes) -> tuple[bytes, list[_Record]]:
+    """The records that stand before any payload."""
+    body, records = b"", []
+    for name, raw in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
+        record = _Record(name, len(raw), crc32(raw), len(body), 0)
+        body += record.local_header() + raw
+        records.append(record)
+    return body, records
+
+
+def _end_of_directory(count: int, nbytes: int, offset: int) -> bytes:
+    end = b""
+    if offset >= _MAX_32:
+        end = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, offset)
+        end += struct.pack("<4sIQI", b"PK\x06\x07", 0, offset + nbytes, 1)
+    return end + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, count, count, nbytes, min(offset, _MAX_32), 0)

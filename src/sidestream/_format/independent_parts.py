@@ -1,0 +1,139 @@
+"""Checkpoints whose ranks saved apart: a part of each, which says how many there are and of which save.
+
+The marker of a part is the last attribute in ``__<rank>.metadata``, as that of a whole checkpoint is in ``.metadata``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+from .._runtime.threads import politely
+from ..errors import Corrupt, Incomplete
+from .marker import find_attribute, last_attribute
+
+__all__ = [
+    "PART_ATTRIBUTE",
+    "PartMarker",
+    "find_part_marker",
+    "missing_ranks",
+    "part_attribute",
+    "part_manifest_name",
+    "part_metadata_name",
+    "whole",
+]
+
+PART_ATTRIBUTE = "sidestream_part"
+_ID = re.compile(r"[0-9a-f]{16}")
+_SHOWN = 20
+_MOST_RANKS = 10_000_000
+_MOST_MISSING = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class PartMarker:
+    """The part of ``rank``, one of ``world_size``, of the save that its callers call ``save_id``. ``id`` is in the
+    names of its files; length and CRC-32 are those of its manifest. ``saved_at`` as in ``Marker``."""
+
+    save_id: str
+    rank: int
+    world_size: int
+    id: str
+    manifest_bytes: int
+    manifest_crc: int
+    saved_at: int = 0
+
+
+def part_metadata_name(rank: int) -> str:
+    """As stock DCP calls it."""
+    return f"__{rank}.metadata"
+
+
+def part_manifest_name(rank: int, part_id: str) -> str:
+    return f"__{rank}-{part_id}.manifest"
+
+
+def part_attribute(marker: PartMarker) -> bytes:
+    return last_attribute(PART_ATTRIBUTE, asdict(marker))
+
+
+def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
+    """The marker in the tail of the file of ``rank``; None if another writer made it. Raises ``Corrupt``."""
+    file = part_metadata_name(rank)
+    told = find_attribute(tail, PART_ATTRIBUTE, file)
+    if told is None:
+        return None
+    try:
+        marker = PartMarker(**told)
+        numbers = (marker.rank, marker.world_size, marker.manifest_bytes, marker.manifest_crc, marker.saved_at)
+        valid = all(type(number) is int and number >= 0 for number in numbers) and type(marker.save_id) is str
+        if not valid or not marker.rank < marker.world_size <= _MOST_RANKS or _ID.fullmatch(marker.id) is None:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise Corrupt(f"the commit marker in {file} is damaged", file=file) from None
+    if marker.rank != rank:
+        raise Corrupt(f"{file} is the part of rank {marker.rank}: was it renamed?", file=file)
+    return marker
+
+
+def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
+    """The parts of a checkpoint, by rank. ``found`` has what there is of each rank, at least one of them ours.
+
+    Raises ``Incomplete`` unless all parts of one save are present, and no others. Called in a worker thread."""
+    counts = Counter((one.save_id, one.world_size) for one in found.values() if one is not None)
+    (save_id, world), _ = max(counts.items(), key=lambda item: (item[1], item[0]))
+    mine = {
+        rank: one
+        for rank, one in found.items()
+        if one is not None and (one.save_id, one.world_size) == (save_id, world)
+    }
+    others = {rank: _told(one, save_id) for rank, one in politely(sorted(found.items())) if rank not in mine}
+    there = sum(rank < world for rank in found)
+    if there == world and not others:
+        return [mine[rank] for rank in range(world)]
+    said = []
+    missing = missing_ranks(found, world)
+    if missing:
+        said.append(f"the parts of {_ranks(missing, world - there)} are missing")
+    for other, ranks in _by_text(others).items():
+        said.append(f"{_ranks(ranks, len(ranks))}: {other}")
+    raise Incomplete(
+        f"the save {save_id!r} of {world} ranks, each by itself, is not whole: {'; '.join(said)}",
+        save_id=save_id,
+        missing=missing,
+        others={rank: "" if found[rank] is None else _id_of(found[rank]) for rank in others},
+    )
+
+
+def missing_ranks(found: Container[int], world: int) -> list[int]:
+    """Return the ranks that have no part, the first 65,536 of them, because a file of a few bytes can claim that there
+    are millions. Called in a worker thread."""
+    return list(islice((rank for rank in politely(range(world)) if rank not in found), _MOST_MISSING))
+
+
+def _by_text(others: Mapping[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, text in politely(others.items()):
+        found.setdefault(text, []).append(rank)
+    return dict(islice(found.items(), _SHOWN))
+
+
+def _id_of(one: PartMarker | None) -> str:
+    return "" if one is None else one.save_id
+
+
+def _told(one: PartMarker | None, save_id: str) -> str:
+    if one is None:
+        return "another writer's part"
+    if one.save_id == save_id:
+        return f"a part of a save of {one.world_size} ranks with the same id"
+    return f"a part of the save {one.save_id!r}"
+
+
+def _ranks(ranks: Sequence[int], count: int) -> str:
+    """Return the first of ``count`` ranks as text."""
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {count - _SHOWN} more" if count > _SHOWN else "")
+    return f"rank {shown}" if count == 1 else f"ranks {shown}"

@@ -1,0 +1,83 @@
+"""The layout of a shard as bytes, and what became of it: for a process that knows nothing of the plan.
+
+What is sent is what has to be written (framing bytes and offsets), not what it was derived from.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from .._runtime.threads import politely
+from .checksum import block_count
+from .digest import DIGEST_BYTES
+from .frame import Frame
+from .shard import BlockSums, Placed, ShardLayout, Window
+
+__all__ = ["pack_layout", "pack_sums", "unpack_layout", "unpack_sums"]
+
+_HEAD = struct.Struct("<QIII")  # bytes of the shard; frames, items, windows
+_FRAME = struct.Struct("<QIIII")  # bytes of the payload, header, trailer; where the trailer has the CRC
+_ITEM = struct.Struct("<IQ")
+_WINDOW = struct.Struct("<QQII")
+_CRC_BYTES = 4
+
+
+def pack_layout(layout: ShardLayout) -> bytes:
+    """For a worker thread: some microseconds for each item."""
+    numbers: dict[int, int] = {}
+    frames: list[Frame] = []
+    items = bytearray()
+    for item in politely(layout.items):
+        number = numbers.get(id(item.frame))
+        if number is None:
+            number = numbers[id(item.frame)] = len(frames)
+            frames.append(item.frame)
+        items += _ITEM.pack(number, item.item_offset)
+    head = _HEAD.pack(layout.nbytes, len(frames), len(layout.items), len(layout.windows))
+    windows = (_WINDOW.pack(*window) for window in layout.windows)
+    return b"".join(chain((head,), politely(_packed(frames)), (items,), windows))
+
+
+def _packed(frames: Iterable[Frame]) -> Iterator[bytes]:
+    for frame in frames:
+        trailer, crc_at = frame.blank_trailer
+        yield _FRAME.pack(frame.payload_bytes, len(frame.header), len(trailer), *crc_at) + frame.header + trailer
+
+
+def unpack_layout(packed: memoryview) -> ShardLayout:
+    """What ``pack_layout`` made."""
+    nbytes, frame_count, item_count, window_count = _HEAD.unpack_from(packed)
+    at = _HEAD.size
+    frames: list[Frame] = []
+    for _ in range(frame_count):
+        payload, header_bytes, trailer_bytes, *crc_at = _FRAME.unpack_from(packed, at)
+        start = at + _FRAME.size
+        middle, at = start + header_bytes, start + header_bytes + trailer_bytes
+        frames.append(Frame(bytes(packed[start:middle]), payload, bytes(packed[middle:at]), (crc_at[0], crc_at[1])))
+    end = at + item_count * _ITEM.size
+    items = tuple(Placed(frames[number], offset) for number, offset in _ITEM.iter_unpack(packed[at:end]))
+    windows = tuple(Window(*window) for window in _WINDOW.iter_unpack(packed[end : end + window_count * _WINDOW.size]))
+    return ShardLayout(nbytes, items, windows)
+
+
+def pack_sums(sums: BlockSums) -> tuple[bytes, bytes]:
+    return b"".join(sums.crcs), b"".join(sums.digests)
+
+
+def unpack_sums(layout: ShardLayout, crcs: bytes, digests: bytes, into: BlockSums) -> None:
+    """For a worker thread. Raises ``ValueError`` for what is not of this layout."""
+    _distribute(layout, crcs, _CRC_BYTES, into.crcs)
+    if into.digests:
+        _distribute(layout, digests, DIGEST_BYTES, into.digests)
+
+
+def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[bytes]) -> None:
+    at = 0
+    for index, item in enumerate(politely(layout.items)):
+        end = at + block_count(item.frame.payload_bytes) * each_bytes
+        into[index] = packed[at:end]
+        at = end
+    if at != len(packed):
+        raise ValueError(f"{len(packed)} bytes of checksums came, {at} belong to this shard")

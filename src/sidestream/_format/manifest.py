@@ -1,0 +1,285 @@
+"""The manifest: JSON lines, one for the checkpoint, one for each entry, and perhaps one for the user's own metadata.
+``docs/format.md`` has the fields."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any, TypeVar, cast, get_args
+
+from .._runtime.threads import politely
+from ..errors import Corrupt, UnsupportedCheckpoint
+from ..options import Digest
+from .records import (
+    BLOCK_BYTES,
+    Chunk,
+    DictKey,
+    EmptyEntry,
+    Entry,
+    Key,
+    Manifest,
+    Node,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+)
+from .shared import PartName, Root, Shared, SharedRow, parse_patterns, pattern_lines, row_lines
+
+__all__ = [
+    "entry_line",
+    "head_line",
+    "line_around_checksums",
+    "metadata_line",
+    "parse_manifest",
+    "parse_metadata_line",
+    "root_body",
+    "write_manifest",
+    "write_root",
+]
+
+T = TypeVar("T")
+_VERSION = 1
+_SHARED_VERSION = 2
+
+
+def write_manifest(manifest: Manifest, torch_version: str) -> Iterator[bytes]:
+    """The file, line by line."""
+    yield head_line(manifest, torch_version, len(manifest.entries))
+    for fqn, entry in manifest.entries.items():
+        yield entry_line(fqn, entry)
+    yield metadata_line(manifest)
+
+
+def head_line(manifest: Manifest, torch_version: str, entries: int) -> bytes:
+    """The first line, of a manifest with so many ``entries``."""
+    return _line(
+        {
+            **_head(manifest, _VERSION, torch_version, entries),
+            **({} if manifest.planner == "sidestream" else {"planner": manifest.planner}),
+            **({} if manifest.planner_data is None else {"planner_data": manifest.planner_data}),
+        }
+    )
+
+
+def entry_line(fqn: str, entry: Entry) -> bytes:
+    return _line([*_entry(entry), fqn, _path(entry)])
+
+
+def line_around_checksums(fqn: str, entry: TensorEntry) -> tuple[bytes, bytes]:
+    """The line of a tensor whose only chunk has no checksums: up to where they go, and from there on."""
+    before, quotes, after = entry_line(fqn, entry).partition(b'""]]],')  # no other text ends a chunk
+    assert quotes
+    return before + quotes[:1], quotes[1:] + after
+
+
+def _path(entry: Entry) -> list[object]:
+    return [{"key": key.value} if isinstance(key, DictKey) else key for key in entry.path]
+
+
+def write_root(root: Root, torch_version: str, body: bytes) -> Iterator[bytes]:
+    """The root of a manifest in parts. ``body``: its patterns and rows, which do not change from save to save."""
+    head = _head(root.manifest, _SHARED_VERSION, torch_version, len(root.shared.rows))
+    yield _line({**head, "patterns": len(root.shared.patterns), "parts": root.parts})
+    yield body
+    yield metadata_line(root.manifest)
+
+
+def root_body(shared: Shared) -> bytes:
+    """In a worker thread."""
+    return b"".join([*pattern_lines(shared), *row_lines(shared)])
+
+
+def _head(manifest: Manifest, version: int, torch_version: str, entries: int) -> dict[str, object]:
+    return {
+        "sidestream": version,
+        "save_id": manifest.save_id,
+        "step": manifest.step,
+        "generation": manifest.generation,
+        "torch": torch_version,
+        "block_bytes": BLOCK_BYTES,
+        "files": manifest.files,
+        "entries": entries,
+        "metadata": manifest.metadata is not None,
+        **({} if manifest.digest is None else {"digest": manifest.digest}),
+    }
+
+
+def metadata_line(manifest: Manifest) -> bytes:
+    """The last line, which can be read without the others; empty where there is no metadata."""
+    return b"" if manifest.metadata is None else _line({"metadata": manifest.metadata})
+
+
+def parse_metadata_line(line: bytes) -> Node:
+    """The metadata in the last line. Raises ``Corrupt``."""
+    try:
+        return _metadata(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        raise Corrupt("the metadata line of the manifest is damaged") from None
+
+
+def _metadata(line: Any) -> Node:
+    if type(line) is not dict or list(line) != ["metadata"] or type(line["metadata"]) is not dict:
+        raise Corrupt("the manifest has a last line that is not what it announces")
+    node: Node = line["metadata"]
+    return node
+
+
+def _line(content: object) -> bytes:
+    return _encode(content).encode() + b"\n"
+
+
+# Made once, and for trees only: half of the time of a line.
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
+
+
+def _entry(entry: Entry) -> tuple[object, ...]:
+    match entry:
+        case TensorEntry():
+            return "tensor", [entry.dtype, entry.shape, [_chunk(chunk) for chunk in entry.chunks]]
+        case ValueEntry():
+            return "value", [entry.file, entry.item_offset, entry.item_bytes, entry.node]
+        case EmptyEntry():
+            return "empty", entry.kind
+        case OpaqueEntry():
+            raise TypeError("a tensor that cannot be read is never written")
+
+
+def _chunk(chunk: Chunk) -> list[object]:
+    crcs = base64.b64encode(chunk.crcs).decode() if chunk.crcs else ""
+    digests = [] if chunk.digests is None else [base64.b64encode(chunk.digests).decode()]
+    place = (chunk.file, chunk.item_offset, chunk.item_bytes, chunk.payload_offset)
+    return [chunk.offsets, chunk.sizes, *place, crcs, *digests]
+
+
+def parse_manifest(raw: bytes | bytearray) -> Manifest | Root:
+    """Raises ``Corrupt`` where the text is not what ``write_manifest`` writes, ``UnsupportedCheckpoint`` for a later
+    version. The content is not validated here (``validate.py``). In a worker thread. A ``Root`` has its entries in
+    the parts of the ranks (``shared.py``)."""
+    lines = cast(list[bytes], raw.split(b"\n"))
+    if lines.pop() != b"":
+        raise Corrupt("the manifest is cut off")
+    try:
+        head = json.loads(lines[0].decode())  # bytes that look like UTF-16 would make it import a codec
+        if head["sidestream"] not in (_VERSION, _SHARED_VERSION) or head["block_bytes"] != BLOCK_BYTES:
+            raise UnsupportedCheckpoint(
+                f"the manifest has version {head['sidestream']}, this sidestream reads {_SHARED_VERSION}: upgrade it"
+            )
+        metadata = _metadata(json.loads(lines.pop().decode())) if _is(bool, head.get("metadata", False)) else None
+        digest = head.get("digest")
+        if digest not in (None, *get_args(Digest)):
+            raise UnsupportedCheckpoint(
+                f"the manifest has digests of the unknown kind {digest!a:.40}: upgrade sidestream"
+            )
+        if head["sidestream"] == _SHARED_VERSION:
+            return _parse_root(head, lines[1:], digest, metadata)
+        entries = dict(_parse_entry(json.loads(line.decode())) for line in politely(lines[1:]))
+        if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
+            raise Corrupt(f"the manifest announces {head['entries']} entries and has {len(entries)}")
+        files, step = _files(head), _step(head)
+        planner = head.get("planner", "sidestream")
+        if planner not in ("sidestream", "dcp"):
+            raise UnsupportedCheckpoint(f"the manifest was planned by {planner!a:.40}, which is unknown: upgrade it")
+        generation, noted = _is(int, head["generation"]), head.get("planner_data")
+        return Manifest(_is(str, head["save_id"]), entries, files, step, generation, digest, metadata, planner, noted)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
+            raise
+        raise Corrupt(f"the manifest is damaged: {type(error).__name__}") from None
+
+
+def _files(head: dict[str, Any]) -> dict[str, int]:
+    return {_is(str, name): _is(int, nbytes) for name, nbytes in head["files"].items()}
+
+
+def _step(head: dict[str, Any]) -> int | None:
+    return None if head["step"] is None else _is(int, head["step"])
+
+
+def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, metadata: Node) -> Root:
+    patterns, entries = _is(int, head["patterns"]), _is(int, head["entries"])
+    if len(lines) != patterns + entries:
+        raise Corrupt(f"the manifest announces {patterns + entries} lines and has {len(lines)}")
+    parts = tuple(PartName(_is(int, nbytes), _is(int, crc)) for nbytes, crc in head["parts"])
+    shared = Shared(
+        tuple(_parse_row(json.loads(line.decode()), patterns, len(parts)) for line in politely(lines[patterns:])),
+        parse_patterns(lines[:patterns], len(parts)),
+    )
+    for row in shared.rows:
+        boxes = shared.patterns[row.pattern] if row.kind == "tensor" else ()
+        if any(len(one.offsets) != len(row.shape) for one in boxes[:1]):
+            raise Corrupt(f"{row.fqn}: the manifest has boxes of another rank for it", fqn=row.fqn)
+    save_id, generation = _is(str, head["save_id"]), _is(int, head["generation"])
+    made = Manifest(save_id, {}, _files(head), _step(head), generation, digest, metadata, ranks=len(parts))
+    return Root(made, shared, parts)
+
+
+def _parse_row(line: list[Any], patterns: int, ranks: int) -> SharedRow:
+    kind, content, fqn, raw_path = line
+    path = tuple(_parse_key(key) for key in raw_path)
+    if kind == "tensor":
+        dtype, shape, pattern = content
+        if not 0 <= _is(int, pattern) < patterns:
+            raise Corrupt("the manifest names a pattern that it does not have")
+        return SharedRow(kind, _is(str, fqn), path, _is(str, dtype), _ints(shape), pattern)
+    if kind == "value" and not 0 <= _is(int, content) < ranks:
+        raise Corrupt("the manifest names a rank that it does not have")
+    if kind not in ("value", "empty"):
+        raise Corrupt(f"the manifest has an entry of the unknown kind {kind!r}")
+    return SharedRow(kind, _is(str, fqn), path, "", (), content if kind == "value" else -1)
+
+
+def _parse_entry(line: list[Any]) -> tuple[str, Entry]:
+    kind, content, fqn, raw_path = line
+    path = tuple(_parse_key(key) for key in raw_path)
+    entry: Entry
+    match kind:
+        case "tensor":
+            dtype, shape, chunks = content
+            entry = TensorEntry(path, _is(str, dtype), _ints(shape), tuple(_parse_chunk(chunk) for chunk in chunks))
+        case "value":
+            file, offset, nbytes, node = content
+            entry = ValueEntry(path, _is(str, file), _is(int, offset), _is(int, nbytes), node)
+        case "empty":
+            if content != "dict":
+                raise Corrupt(f"the manifest has an empty container of the unknown kind {content!r}")
+            entry = EmptyEntry(path, content)
+        case _:
+            raise Corrupt(f"the manifest has an entry of the unknown kind {kind!r}")
+    return _is(str, fqn), entry
+
+
+def _parse_key(key: Any) -> Key:
+    if isinstance(key, dict):
+        (value,) = key.values()
+        if value is not None and type(value) not in (bool, int, float):
+            raise Corrupt("the manifest has a dict key of an unknown kind")
+        return DictKey(value)
+    if type(key) is int or type(key) is str:
+        return key
+    raise Corrupt("the manifest has a path that is not one")
+
+
+def _parse_chunk(chunk: list[Any]) -> Chunk:
+    offsets, sizes, file, item_offset, item_bytes, payload_offset, crcs, *digests = chunk
+    (digest,) = digests or (None,)
+    return Chunk(
+        _ints(offsets),
+        _ints(sizes),
+        _is(str, file),
+        _is(int, item_offset),
+        _is(int, item_bytes),
+        _is(int, payload_offset),
+        base64.b64decode(_is(str, crcs), validate=True),
+        digests=None if digest is None else base64.b64decode(_is(str, digest), validate=True),
+    )
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    return tuple(_is(int, value) for value in _is(list, values))
+
+
+def _is(kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise Corrupt(f"the manifest has a {type(value).__name__} where a {kind.__name__} belongs")
+    return value

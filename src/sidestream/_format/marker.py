@@ -1,0 +1,123 @@
+"""The commit marker: what the tail of ``.metadata`` says about the save that wrote it.
+
+It is the last attribute of DCP's ``Metadata`` object, a string: a CRC-32 in hexadecimal, and JSON. Its place is fixed,
+so a reader needs the last ``TAIL_BYTES`` of the file only, and never decodes the pickle before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+from zlib import crc32
+
+from ..errors import Corrupt
+from .pickles import write as p
+
+__all__ = [
+    "ATTRIBUTE",
+    "MAX_METADATA_BYTES",
+    "METADATA_NAME",
+    "TAIL_BYTES",
+    "Marker",
+    "attribute_end",
+    "find_attribute",
+    "find_marker",
+    "last_attribute",
+    "manifest_name",
+    "marker_attribute",
+]
+
+METADATA_NAME = ".metadata"
+ATTRIBUTE = "sidestream"
+TAIL_BYTES = 4096
+MAX_METADATA_BYTES = 256 << 10
+_END = b"ub."  # SETITEMS into the state, BUILD the Metadata, STOP
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """One save: its id, and length and CRC-32 of ``manifest-<save_id>``; ``step`` if it belongs to a run.
+
+    ``saved_at``: when it was begun, in seconds since 1970 by the writer's clock; 0 if that is not known. The last
+    ``metadata_bytes`` of the manifest are the user's metadata, with a CRC-32 of their own."""
+
+    save_id: str
+    manifest_bytes: int
+    manifest_crc: int
+    step: int | None = None
+    generation: int = 1
+    saved_at: int = 0
+    metadata_bytes: int = 0
+    metadata_crc: int = 0
+
+
+def manifest_name(save_id: str) -> str:
+    return f"manifest-{save_id}"
+
+
+def marker_attribute(marker: Marker) -> bytes:
+    """Name and value of the attribute, and the end of the pickle."""
+    return last_attribute(ATTRIBUTE, asdict(marker))
+
+
+def last_attribute(name: str, told: Mapping[str, object]) -> bytes:
+    """An attribute of ``Metadata`` with data of ours and a checksum of it, and the end of the pickle."""
+    content = json.dumps(told, separators=(",", ":"))
+    return attribute_end(name, f"{crc32(content.encode()):08x}{content}")
+
+
+def attribute_end(name: str, value: str) -> bytes:
+    """Return the end of a pickle whose last attribute is the text ``name``."""
+    return p.text(name) + p.text(value) + _END
+
+
+def find_marker(tail: bytes) -> Marker | None:
+    """The marker in the last ``TAIL_BYTES`` (or all) of a ``.metadata``; None if another writer made the file.
+
+    Raises ``Corrupt`` if there is one and it is damaged, or if the file is cut off.
+    """
+    told = find_attribute(tail, ATTRIBUTE, METADATA_NAME)
+    return None if told is None else _parse(told)
+
+
+def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | None:
+    """What ``last_attribute`` has put at the end of ``file``; None if it has none of that name. Raises ``Corrupt``."""
+    if not tail.endswith(b"."):
+        raise Corrupt(f"{file} is cut off: it does not end as a pickle does", file=file)
+    name = p.text(attribute)
+    at = tail.rfind(name + b"X")
+    if at < 0:
+        return None
+    start = at + len(name) + 5
+    length = int.from_bytes(tail[start - 4 : start], "little")
+    raw = tail[start : start + length]
+    try:
+        if start + length + len(_END) != len(tail) or not tail.endswith(_END):
+            raise ValueError
+        if int(raw[:8], 16) != crc32(raw[8:]):
+            raise ValueError
+        told = json.loads(raw[8:].decode())
+        if type(told) is not dict:
+            raise ValueError
+    except (ValueError, RecursionError):
+        raise Corrupt(f"the commit marker in {file} is damaged", file=file) from None
+    return told
+
+
+def _parse(told: dict[str, Any]) -> Marker:
+    try:
+        marker = Marker(**told)
+    except TypeError:
+        raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
+    numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation, marker.saved_at]
+    numbers += [marker.metadata_bytes, marker.metadata_crc]
+    numbers += [] if marker.step is None else [marker.step]
+    valid = all(type(number) is int and number >= 0 for number in numbers)
+    valid = valid and marker.metadata_bytes <= min(marker.manifest_bytes, MAX_METADATA_BYTES)
+    if not valid or _SAVE_ID.fullmatch(str(marker.save_id)) is None:
+        raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME)
+    return marker

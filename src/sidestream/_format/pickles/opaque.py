@@ -1,0 +1,37 @@
+"""Tensors of other writers that this version cannot read, found before memory is allocated for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..._runtime.threads import politely
+from ..dtypes import itemsize
+from ..records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry
+
+__all__ = ["with_opaque_entries"]
+
+
+def with_opaque_entries(manifest: Manifest) -> Manifest:
+    """Return a foreign manifest in which each tensor whose item is too small for its elements is an ``OpaqueEntry``.
+    Called in a worker thread.
+
+    Stock DCP writes such an item for a tensor subclass (of torchao, for instance): ``.metadata`` has the dtype that the
+    subclass shows, and the item holds the tensors that it wraps. A damaged ``.metadata`` may look the same. The item
+    distinguishes the two cases when the tensor is read.
+    """
+    return replace(manifest, entries={fqn: _sorted_out(entry) for fqn, entry in politely(manifest.entries.items())})
+
+
+def _sorted_out(entry: Entry) -> Entry:
+    if isinstance(entry, TensorEntry) and any(_too_small(entry.dtype, chunk) for chunk in entry.chunks):
+        return OpaqueEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
+    return entry
+
+
+def _too_small(dtype: str, chunk: Chunk) -> bool:
+    """Whether the item is too small for the elements. ``validate`` checks compressed items and items that were
+    located."""
+    if chunk.payload_offset is not None or chunk.transform or any(size < 0 for size in chunk.sizes):
+        return False
+    return math.prod(chunk.sizes) * itemsize(dtype) > chunk.item_bytes

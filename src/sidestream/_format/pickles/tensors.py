@@ -1,0 +1,142 @@
+"""What ``torch.save`` pickles for a dense tensor, read as data: dtype, shape, strides, and the record it lies in."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from ...errors import Corrupt, UnsupportedCheckpoint
+from ..dtypes import DTYPES, STORAGE_DTYPES, itemsize
+from .machine import Call, Global, Pairs, Persistent
+
+__all__ = ["TENSOR_GLOBALS", "TENSOR_REBUILDERS", "DtypeNames", "StoredTensor", "is_dtype", "read_tensor"]
+
+_DTYPE = re.compile(
+    r"torch\.(bool|b?float[0-9]+(_[a-z0-9_]+)?|complex[0-9]+|q?u?int[0-9]+(x[0-9]+)?|bits[0-9]+(x[0-9]+)?)"
+)
+_UNTYPED = "torch.storage.UntypedStorage"
+_PARAMETER = "torch._utils._rebuild_parameter"
+_MAX_RANK = 64
+_MAX_ARGS = 16
+
+TENSOR_REBUILDERS = frozenset({"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", _PARAMETER})
+
+
+def is_dtype(name: str) -> bool:
+    """Whether a global is spelled like a dtype of torch, be it one that checkpoints may hold or not."""
+    return _DTYPE.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeNames:
+    """An allow-list for ``unpickle.decode``: these names and all dtypes, so that an unknown dtype is told as such."""
+
+    names: frozenset[str]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (name in self.names or is_dtype(name))
+
+
+TENSOR_GLOBALS = DtypeNames(
+    TENSOR_REBUILDERS | {f"torch.{storage}" for storage in STORAGE_DTYPES} | {_UNTYPED, "collections.OrderedDict"}
+)
+"""What the pickle of a tensor may name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A view of a storage. ``key`` names the storage's record, ``storage_bytes`` is the size that the record must have.
+
+    ``strides`` and ``storage_offset`` count elements; every element lies within the storage.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage_offset: int
+    key: str
+    storage_bytes: int
+
+
+def read_tensor(value: object) -> StoredTensor:
+    """The tensor that ``value`` (from ``unpickle.decode``) rebuilds; a parameter is read as its tensor.
+
+    Raises ``Corrupt`` where it is no dense tensor or reaches out of its storage, and ``UnsupportedCheckpoint`` for
+    dtypes that a checkpoint cannot hold and for lazily conjugated or negated tensors.
+    """
+    if isinstance(value, Call) and value.function == _PARAMETER and value.args:
+        value = value.args[0]
+    if not isinstance(value, Call) or len(value.args) > _MAX_ARGS:
+        raise _malformed("it is none")
+    dtype: Global | None
+    match value.function, value.args:
+        case "torch._utils._rebuild_tensor_v2", (storage, int(offset), tuple(shape), tuple(strides), _, _, *rest):
+            dtype = None
+        case (
+            "torch._utils._rebuild_tensor_v3",
+            (storage, int(offset), tuple(shape), tuple(strides), _, _, Global() as dtype, *rest),
+        ):
+            pass
+        case _:
+            raise _malformed("it rebuilds no dense tensor")
+    name, key, storage_bytes = _storage(storage, dtype)
+    if any(not isinstance(extra, Pairs) or len(extra) for extra in rest):
+        raise UnsupportedCheckpoint("a lazily conjugated or negated tensor; resolve it before saving")
+    tensor = StoredTensor(name, _dims(shape), _dims(strides), offset, key, storage_bytes)
+    _check_reach(tensor)
+    first = offset if math.prod(tensor.shape) else 0
+    return replace(tensor, strides=_significant(tensor.shape, tensor.strides), storage_offset=first)
+
+
+def _storage(value: object, dtype: Global | None) -> tuple[str, str, int]:
+    """dtype, record key and size of a storage; ``dtype`` stands beside storages that have none of their own."""
+    match value:
+        case Persistent(("storage", Global(kind), str(key), str(), int(count))) if count >= 0:
+            pass
+        case _:
+            raise _malformed("its storage is none")
+    if dtype is None:
+        name = STORAGE_DTYPES.get(kind.removeprefix("torch."), "")
+    else:
+        name = dtype.name.removeprefix("torch.")
+        if is_dtype(dtype.name) and name not in DTYPES:
+            raise UnsupportedCheckpoint(f"a tensor of dtype {name}, which checkpoints cannot hold")
+    if name not in DTYPES or (dtype is not None) != (kind == _UNTYPED):
+        raise _malformed("it has no dtype")
+    return name, key, count if dtype is not None else count * itemsize(name)
+
+
+def _dims(dims: tuple[object, ...]) -> tuple[int, ...]:
+    checked = tuple(dim for dim in dims[: _MAX_RANK + 1] if type(dim) is int and 0 <= dim < 1 << 63)
+    if len(checked) != len(dims) or len(dims) > _MAX_RANK:
+        raise _malformed("its shape or strides are impossible")
+    return checked
+
+
+def _check_reach(tensor: StoredTensor) -> None:
+    if len(tensor.shape) != len(tensor.strides) or tensor.storage_offset < 0:
+        raise _malformed("its shape or strides are impossible")
+    if not math.prod(tensor.shape):
+        return
+    reach = sum((dim - 1) * stride for dim, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if (tensor.storage_offset + reach + 1) * itemsize(tensor.dtype) > tensor.storage_bytes:
+        raise _malformed("it reaches out of its storage")
+
+
+def _significant(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides with those that no element depends on replaced by the strides of a row-major tensor. Such
+    strides may be arbitrary, and equal tensors would otherwise compare as different."""
+    dense = []
+    following = 1
+    for dim in reversed(shape):
+        dense.append(following)
+        following *= max(dim, 1)
+    dense.reverse()
+    if not math.prod(shape):
+        return tuple(dense)
+    return tuple(own if dim > 1 else row for dim, own, row in zip(shape, strides, dense, strict=True))
+
+
+def _malformed(what: str) -> Corrupt:
+    return Corrupt(f"malformed tensor: {what}")

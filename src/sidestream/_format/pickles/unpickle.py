@@ -1,0 +1,108 @@
+"""A pickle read as data: what the opcodes say, as plain containers and records; nothing is imported or called.
+
+Covers the opcodes that protocols 2 to 5 use for values, which is what ``torch.save`` and stock DCP write. Text opcodes
+of protocol 0, extension codes, out-of-band buffers and stack tricks have no place there and are refused.
+
+Nothing read is ever hashed, compared or printed recursively: dicts stay lists of pairs (``Pairs``) and sets stay calls
+of ``builtins.set`` with a list, so nested keys cost nothing. Parts may be shared, as in any pickle: whoever expands the
+result has to bound what he makes of it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Container, Sequence
+
+from ..._runtime.threads import politely
+from ...errors import Corrupt
+from .machine import Call, Global, Limits, Machine, Pairs, Persistent
+from .opcodes import HANDLERS
+
+__all__ = ["Call", "Global", "Limits", "Pairs", "Persistent", "decode"]
+
+_DEFAULT_LIMITS = Limits()
+_STOP = ord(".")
+_SLICE = 512  # opcodes, a fraction of a microsecond each
+
+
+def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS) -> object:
+    """What ``data`` describes: None, bool, int, float, str, bytes, bytearray, list, tuple and the records above.
+
+    The result is finite (no container holds itself) and nested at most ``limits.depth`` deep, so that a recursive
+    reader is safe, unless that is None; it may share parts. Python 2 module names are given as Python 3 spells them.
+
+    Raises ``UnsafeObject`` for a global that is not in ``allowed``, naming it, and ``Corrupt`` for everything else:
+    a truncated or malformed pickle, one beyond the limits, an opcode of another protocol, trailing bytes.
+    """
+    if len(data) > limits.total_bytes:
+        raise Corrupt(f"pickle of {len(data)} bytes, more than the {limits.total_bytes} allowed")
+    machine = Machine(data, allowed, limits)
+    try:
+        result = _run(machine, limits.opcodes)
+    except (IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
+        raise Corrupt(
+            f"malformed pickle near byte {machine.position}: {type(error).__name__}", offset=machine.position
+        ) from None
+    if limits.depth is not None:
+        _check_nesting(result, limits.depth)
+    return result
+
+
+def _run(machine: Machine, opcodes: int) -> object:
+    data = machine.data
+    handlers = HANDLERS
+    for done in politely(range(0, opcodes, _SLICE), every=1):
+        for _ in range(min(_SLICE, opcodes - done)):
+            opcode = data[machine.position]
+            machine.position += 1
+            if opcode == _STOP:
+                if machine.marks or len(machine.stack) != 1 or machine.position != len(data):
+                    raise machine.malformed("values or bytes are left over at its end")
+                return machine.stack[0]
+            handlers[opcode](machine)
+    raise machine.malformed(f"more than {opcodes} opcodes")
+
+
+# --- what a recursive reader relies on -----------------------------------------------------------------------------
+
+_NESTING = (list, tuple, Pairs, Call, Persistent)
+_NESTING_TYPES = frozenset(_NESTING)
+
+
+def _check_nesting(root: object, limit: int) -> None:
+    """Raise ``Corrupt`` where a container holds itself or lies deeper than ``limit``; every part is visited once."""
+    if type(root) not in _NESTING_TYPES:
+        return
+    heights: dict[int, int] = {}  # by id; 0 while the parts are being visited
+    todo = [root]
+    for _ in politely(iter(lambda: bool(todo), False)):
+        part = todo[-1]
+        key = id(part)
+        height = heights.get(key)
+        if height:
+            todo.pop()
+            continue
+        nested = [inner for inner in _parts(part) if type(inner) in _NESTING_TYPES]
+        if height is None and nested:
+            heights[key] = 0
+            fresh = [inner for inner in nested if not heights.get(id(inner))]
+            if any(id(inner) in heights for inner in fresh):
+                raise Corrupt("malformed pickle: a container holds itself")
+            todo.extend(fresh)
+            continue
+        height = 1 + max((heights[id(inner)] for inner in nested), default=0)
+        if height > limit:
+            raise Corrupt(f"malformed pickle: nested more than {limit} deep")
+        heights[key] = height
+        todo.pop()
+
+
+def _parts(part: object) -> Sequence[object]:
+    if isinstance(part, list | tuple):
+        return part
+    if isinstance(part, Pairs):
+        return part.flat
+    if isinstance(part, Call):
+        return (*part.args, part.state, part.items, part.elements)
+    assert isinstance(part, Persistent)
+    return (part.id,)

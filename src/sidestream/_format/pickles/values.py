@@ -1,0 +1,344 @@
+"""Values that ``torch.save`` wrote, as ``Node`` data: what the pickle means, without the classes that it names.
+
+The kinds are those of ``records.Node``; ``open_value`` lists them. Numbers, strings, bytes, ``io.BytesIO``, containers,
+``torch.Size``, dtypes, devices, dense tensors, and numpy's scalars and arrays of plain numbers are data. Everything
+else is refused, except objects of types that the caller allowed: a ``Node`` records the arguments of such an object and
+does not construct it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from base64 import b64encode
+from collections.abc import Callable, Sequence, Set
+from itertools import repeat
+
+from ..._runtime.threads import politely
+from ...errors import Corrupt, UnsafeObject
+from ..dtypes import itemsize
+from ..records import Node
+from .machine import Call, Global, Pairs, Persistent
+from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
+
+__all__ = ["VALUE_GLOBALS", "ValueBudget", "node_of", "value_globals"]
+
+_PARTS_IN_A_ROW = 512
+_NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
+_NUMPY_KINDS = re.compile("b1|[iu][1248]|f[248]|c8|c16")
+_DEVICE = re.compile("[a-z0-9_]{1,32}")
+_RECONSTRUCT = frozenset(f"{core}._reconstruct" for core in _NUMPY_CORES)
+_BYTES_IO = frozenset({"_io.BytesIO", "io.BytesIO"})
+_SCALAR = frozenset(f"{core}.scalar" for core in _NUMPY_CORES)
+
+VALUE_GLOBALS = DtypeNames(
+    TENSOR_GLOBALS.names
+    | _RECONSTRUCT
+    | _SCALAR
+    | _BYTES_IO
+    | {f"builtins.{name}" for name in ("set", "frozenset", "complex", "bytes", "bytearray")}
+    | {"_codecs.encode", "torch.Size", "torch.device", "numpy.ndarray", "numpy.dtype"}
+)
+"""What the pickle of a value may name."""
+
+_HASHABLE_KINDS = frozenset(
+    {"int", "float", "frozenset", "bytes", "complex", "size", "dtype", "device", "numpy", "bytesio"}
+)
+_ALLOWED_KINDS = frozenset({"object", "type", "member"})  # whether such a key can be hashed its type will say
+
+
+def value_globals(allow: Set[str]) -> DtypeNames:
+    """What the pickle of a value may name where the types ``allow`` are allowed.
+
+    A class inside a class is found by way of the outer one, so the beginnings of a name are names as well.
+    """
+    if not allow:
+        return VALUE_GLOBALS
+    parts = (name.split(".") for name in allow)
+    beginnings = {".".join(name[: end + 1]) for name in parts for end in range(len(name))}
+    return DtypeNames(VALUE_GLOBALS.names | beginnings | {"builtins.getattr"})
+
+
+class ValueBudget:
+    """The size that all values read by one call may expand to together.
+
+    A pickle shares parts and a ``Node`` does not, so a small pickle can expand to a very large ``Node``. Each value
+    adds an amount in proportion to its own bytes to the budget; the rest is shared by all values.
+    """
+
+    __slots__ = ("_bytes_left", "_pace", "_parts_left")
+
+    def __init__(self) -> None:
+        self._parts_left = 1 << 16
+        self._bytes_left = 1 << 20
+        self._pace = politely(repeat(None), every=1)
+
+    def grant(self, pickle_bytes: int, item_bytes: int) -> None:
+        """Increase the budget for a value in an item of ``item_bytes`` with a pickle of ``pickle_bytes``."""
+        self._parts_left += pickle_bytes
+        self._bytes_left += 4 * item_bytes
+
+    def spend_part(self) -> None:
+        """Take one part from the budget. Raises ``Corrupt`` if it is exhausted, ``DeadlineExceeded``."""
+        self._parts_left -= 1
+        if self._parts_left < 0:
+            raise Corrupt("the values expand to far more parts than their pickles have bytes")
+        if not self._parts_left % _PARTS_IN_A_ROW:
+            next(self._pace, None)  # it is exhausted once a deadline has ended it
+
+    def spend_bytes(self, count: int) -> None:
+        """Take bytes from the budget. Raises ``Corrupt`` if it has fewer left."""
+        self._bytes_left -= count
+        if self._bytes_left < 0:
+            raise Corrupt("the values expand to far more bytes than their items have")
+
+
+def node_of(
+    value: object,
+    budget: ValueBudget,
+    read_payload: Callable[[StoredTensor], bytes],
+    allow: Set[str] = frozenset(),
+) -> Node:
+    """Convert ``value``, a result of ``unpickle.decode``, to a ``Node``. Its size is taken from ``budget``.
+
+    ``read_payload`` returns the bytes of the storage of a tensor inside the value. Types are allowed by their qualified
+    names; types that are data remain data.
+
+    Raises ``UnsafeObject`` for what is not data, naming its type, and ``Corrupt`` for calls that make no sense.
+    """
+    return _Translator(budget, read_payload, allow - VALUE_GLOBALS.names).node(value)
+
+
+class _Translator:
+    def __init__(self, budget: ValueBudget, read_payload: Callable[[StoredTensor], bytes], allow: Set[str]) -> None:
+        self._budget = budget
+        self._spend = budget.spend_bytes
+        self._read_payload = read_payload
+        self._allow = allow
+
+    def node(self, value: object) -> Node:
+        self._budget.spend_part()
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            self._spend(len(value))
+            return value
+        if isinstance(value, int):
+            return value if abs(value) < 1 << 63 else self._long(value)
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": str(value)}
+        if isinstance(value, list):
+            return {"list": self._nodes(value)}
+        if isinstance(value, tuple):
+            return {"tuple": self._nodes(value)}
+        if isinstance(value, Pairs):
+            return {"dict": self._pairs(value)}
+        if isinstance(value, bytes | bytearray):
+            return {"bytes" if isinstance(value, bytes) else "bytearray": self._base64(value)}
+        if isinstance(value, Global) and is_dtype(value.name):
+            return {"dtype": value.name.removeprefix("torch.")}
+        if isinstance(value, Call):
+            return self._call(value)
+        if isinstance(value, Global):
+            if value.name in self._allow:
+                return {"type": value.name}
+            raise UnsafeObject(f"the value holds {value.name} itself, which is not read as data")
+        raise _nonsense("a storage outside of a tensor" if isinstance(value, Persistent) else "an unknown object")
+
+    def _call(self, call: Call) -> Node:
+        name = call.function
+        if name in self._allow:
+            return self._object(call)
+        if call.elements is not None:
+            raise _nonsense(f"{name} with elements")
+        if name in TENSOR_REBUILDERS:
+            return self._tensor(read_tensor(call))
+        if name in _RECONSTRUCT:
+            return self._ndarray(call)
+        if name == "collections.OrderedDict":
+            return self._ordered_dict(call)
+        if name in _BYTES_IO:
+            return self._bytes_io(call)
+        if name == "numpy.dtype":
+            raise UnsafeObject("the value holds a numpy.dtype itself, which is not read as data")
+        if call.state is not None or call.items is not None:
+            raise _nonsense(f"{name} with a state")
+        if name in _SCALAR:
+            return self._numpy_scalar(call)
+        match name.removeprefix("builtins."), call.args:
+            case ("set" | "frozenset") as kind, (list(elements),):
+                return {kind: self._hashable_nodes(elements)}
+            case "complex", (float(real), float(imaginary)):
+                return {"complex": [self.node(real), self.node(imaginary)]}
+            case (("_codecs.encode" | "bytes"), _):
+                return {"bytes": self._base64(_bytes_of(call))}
+            case "bytearray", ():
+                return {"bytearray": ""}
+            case "bytearray", (content,):
+                return {"bytearray": self._base64(_bytes_of(content))}
+            case "bytearray", (str(content), str(encoding)):
+                return {"bytearray": self._base64(_encode(content, encoding))}
+            case "torch.Size", (tuple(sizes),) if all(type(size) is int and abs(size) < 1 << 63 for size in sizes):
+                return {"size": self._nodes(sizes)}
+            case "torch.device", (str(kind),) if _DEVICE.fullmatch(kind):
+                return {"device": kind}
+            case "getattr", (Global(enum), str(member)) if enum in self._allow:
+                return {"member": [enum, member]}
+            case "torch.device", (str(kind), int(index)) if _DEVICE.fullmatch(kind) and 0 <= index < 1 << 16:
+                return {"device": f"{kind}:{index}"}
+        if name not in VALUE_GLOBALS:
+            raise UnsafeObject(f"the value asks for {name}, which is not among the types read as data")
+        raise _nonsense(f"{name} with arguments that it does not take")
+
+    def _object(self, call: Call) -> Node:
+        """What an object of an allowed type is made from, as pickle would make it."""
+        content: dict[str, Node] = {"type": call.function, "new": call.new, "args": self._nodes(call.args)}
+        if call.elements is not None:
+            content["elements"] = self._nodes(call.elements)
+        if call.items is not None:
+            content["items"] = self._pairs(call.items)
+        if call.state is not None:
+            content["state"] = self.node(call.state)
+        return {"object": content}
+
+    def _long(self, value: int) -> Node:
+        digits = hex(value)
+        self._spend(len(digits))
+        return {"int": digits}
+
+    def _ordered_dict(self, call: Call) -> Node:
+        # a module's state dict carries the versions of its parts in an attribute, which means nothing inside a value
+        match call.args, call.state:
+            case (), None | Pairs(["_metadata", _]):
+                return {"ordered_dict": self._pairs(call.items or Pairs())}
+        raise UnsafeObject("the value holds a collections.OrderedDict with attributes, which is not read as data")
+
+    def _bytes_io(self, call: Call) -> Node:
+        match call.args, call.state, call.items:
+            case (), (content, int(position), None | Pairs([])), None if type(position) is int:
+                data = _bytes_of(content)
+            case _:
+                raise UnsafeObject("the value holds an io.BytesIO with attributes, which is not read as data")
+        if not 0 <= position <= len(data):
+            raise UnsafeObject(
+                "the value holds an io.BytesIO with a position beyond its end, which is not read as data"
+            )
+        return {"bytesio": [self._base64(data), position]}
+
+    def _tensor(self, tensor: StoredTensor) -> Node:
+        size = itemsize(tensor.dtype)
+        self._spend(math.prod(tensor.shape) * size)
+        data = _row_major(self._read_payload(tensor), size, tensor.shape, tensor.strides, tensor.storage_offset)
+        return {"tensor": {"dtype": tensor.dtype, "shape": list(tensor.shape), "data": _ascii(data)}}
+
+    def _ndarray(self, call: Call) -> Node:
+        match call.args, call.state:
+            case (Global("numpy.ndarray"), (0,), _), (int(), tuple(shape), dtype, bool(fortran), content):
+                pass
+            case _:
+                raise UnsafeObject("the value holds a numpy.ndarray of a subclass or unknown layout")
+        spelled, size = _numpy_dtype(dtype)
+        data = _bytes_of(content)
+        if len(shape) > 64 or not all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape):
+            raise _nonsense("a numpy.ndarray of an impossible shape")
+        if math.prod(shape) * size != len(data):
+            raise _nonsense(f"a numpy.ndarray of {len(data)} bytes that do not match its shape")
+        self._spend(len(data))
+        if fortran:
+            strides = [math.prod(shape[:dim]) for dim in range(len(shape))]
+            data = _row_major(data, size, shape, strides, 0)
+        return {"ndarray": {"dtype": spelled, "shape": list(shape), "data": _ascii(data)}}
+
+    def _numpy_scalar(self, call: Call) -> Node:
+        if len(call.args) != 2:
+            raise _nonsense("a numpy scalar without content")
+        spelled, size = _numpy_dtype(call.args[0])
+        data = _bytes_of(call.args[1])
+        if len(data) != size:
+            raise _nonsense(f"a numpy scalar of {len(data)} bytes")
+        return {"numpy": {"dtype": spelled, "data": self._base64(data)}}
+
+    def _nodes(self, values: Sequence[object]) -> list[Node]:
+        return [self.node(value) for value in values]
+
+    def _hashable_nodes(self, values: Sequence[object]) -> list[Node]:
+        nodes = self._nodes(values)
+        if not all(map(_hashable, nodes)):
+            raise _nonsense("a dict key or set element that cannot be hashed")
+        return nodes
+
+    def _pairs(self, pairs: Pairs) -> list[Node]:
+        keys = self._hashable_nodes(pairs.flat[::2])
+        return [[key, self.node(value)] for key, value in zip(keys, pairs.flat[1::2], strict=True)]
+
+    def _base64(self, content: bytes | bytearray) -> str:
+        self._spend(len(content))
+        return _ascii(content)
+
+
+def _nonsense(what: str) -> Corrupt:
+    return Corrupt(f"malformed value: {what}")
+
+
+def _ascii(content: bytes | bytearray) -> str:
+    return b64encode(content).decode("ascii")
+
+
+def _hashable(node: Node) -> bool:
+    if not isinstance(node, dict):
+        return not isinstance(node, list)
+    ((kind, content),) = node.items()
+    if kind == "tuple" and isinstance(content, list):
+        return all(map(_hashable, content))
+    return kind in _HASHABLE_KINDS or kind in _ALLOWED_KINDS
+
+
+def _bytes_of(value: object) -> bytes:
+    """Bytes as any protocol spells them; protocol 2 has none and encodes a string."""
+    match value:
+        case bytes():
+            return value
+        case Call("_codecs.encode", (str(text), str(encoding))):
+            return _encode(text, encoding)
+        case Call("builtins.bytes", ()):
+            return b""
+    raise _nonsense("bytes that are no bytes")
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise _nonsense("bytes in an encoding other than latin-1")
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError:
+        raise _nonsense("bytes that are not latin-1") from None
+
+
+def _numpy_dtype(value: object) -> tuple[str, int]:
+    """The dtype in numpy's own spelling (``"<f4"``) and its size, for plain numbers."""
+    match value:
+        case Call("numpy.dtype", (str(code), *_), (_, ("<" | ">" | "|" | "=") as order, None, None, None, *_)):
+            if not _NUMPY_KINDS.fullmatch(code):
+                raise UnsafeObject(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
+            size = int(code[1:])
+            return ("|" if size == 1 else "<" if order == "=" else order) + code, size
+        case Call("numpy.dtype", (str(code), *_), _):
+            raise UnsafeObject(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
+    raise _nonsense("a numpy dtype that is none")
+
+
+def _row_major(data: bytes, size: int, shape: Sequence[int], strides: Sequence[int], first: int) -> bytes:
+    """The elements in row-major order; ``strides`` and ``first`` count elements and stay within ``data``."""
+    if math.prod(shape) == 0:
+        return b""
+    expected = 1
+    for dim, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if dim > 1 and stride != expected:
+            break
+        expected *= dim
+    else:
+        return data[first * size : (first + expected) * size]
+    starts = [first]
+    for dim, stride in zip(shape, strides, strict=True):
+        starts = [start + index * stride for start in starts for index in range(dim)]
+    return b"".join(data[start * size : (start + 1) * size] for start in starts)

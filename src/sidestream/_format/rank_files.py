@@ -1,0 +1,98 @@
+"""Checkpoints that stock DCP wrote rank by rank: one ``__<rank>.metadata`` each, and nothing about the whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from .._runtime.threads import politely
+from ..errors import Corrupt
+from .pickles.keys import name_of
+from .records import Chunk, Entry, Manifest, TensorEntry, ValueEntry
+
+__all__ = ["Item", "Replica", "is_rank_file", "merge_ranks", "rank_files", "ranks_among"]
+
+_NAME = re.compile(r"__(0|[1-9][0-9]{0,6})\.metadata")
+
+Item: TypeAlias = "tuple[TensorEntry, Chunk] | ValueEntry"
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What two ranks wrote under one name and place: the checkpoint has one meaning only if they are equal."""
+
+    fqn: str
+    first: Item
+    other: Item
+
+
+def is_rank_file(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def ranks_among(names: Iterable[str]) -> list[int]:
+    """Return the ranks that have such a file, in order. Called in a worker thread."""
+    return sorted(int(match[1]) for name in politely(names) if (match := _NAME.fullmatch(name)))
+
+
+def rank_files(names: Iterable[str]) -> list[str]:
+    """The files of the ranks, in order; none if there are none. Raises ``Corrupt`` where one of them is missing."""
+    ranks = ranks_among(names)
+    for expected, rank in enumerate(ranks):
+        if rank != expected:
+            raise Corrupt(f"__{expected}.metadata is missing, although __{rank}.metadata is there")
+    return [f"__{rank}.metadata" for rank in ranks]
+
+
+def merge_ranks(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
+    """The checkpoint that the ranks wrote together, and what is to be compared before it can be trusted.
+
+    Raises ``Corrupt``, naming FQN and rank, where they disagree about what a name stands for.
+    """
+    entries: dict[str, Entry] = {}
+    boxes: dict[str, dict[str, Chunk]] = {}
+    replicas: list[Replica] = []
+    for rank, part in enumerate(parts):
+        for fqn, entry in politely(part.entries.items()):
+            first = entries.setdefault(fqn, entry)
+            if _meaning(first) != _meaning(entry):
+                raise Corrupt(
+                    f"{fqn!r} is {_told(first)} to the ranks before, {_told(entry)} to rank {rank}",
+                    file=f"__{rank}.metadata",
+                    fqn=fqn,
+                )
+            if isinstance(entry, TensorEntry):
+                replicas.extend(_gather(fqn, entry, boxes.setdefault(fqn, {})))
+            elif isinstance(entry, ValueEntry) and isinstance(first, ValueEntry) and first is not entry:
+                replicas.append(Replica(fqn, first, entry))
+    return Manifest(save_id="", entries=_with_chunks(entries, boxes), files={}), replicas
+
+
+def _gather(fqn: str, entry: TensorEntry, boxes: dict[str, Chunk]) -> list[Replica]:
+    """Add the chunks of a rank to those of the ranks before; those that were there are replicas."""
+    found = []
+    for chunk in politely(entry.chunks, 128):
+        first = boxes.setdefault(name_of(chunk.offsets, chunk.sizes), chunk)
+        if first is not chunk:
+            found.append(Replica(fqn, (entry, first), (entry, chunk)))
+    return found
+
+
+def _with_chunks(entries: dict[str, Entry], boxes: Mapping[str, Mapping[str, Chunk]]) -> dict[str, Entry]:
+    return {
+        fqn: replace(entry, chunks=tuple(boxes[fqn].values())) if isinstance(entry, TensorEntry) else entry
+        for fqn, entry in politely(entries.items())
+    }
+
+
+def _meaning(entry: Entry) -> object:
+    shape = (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
+    return type(entry), entry.path, shape
+
+
+def _told(entry: Entry) -> str:
+    if isinstance(entry, TensorEntry):
+        return f"a {entry.dtype} of shape {entry.shape} at {entry.path}"
+    return f"a value at {entry.path}"

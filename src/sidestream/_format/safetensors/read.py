@@ -1,0 +1,243 @@
+"""The safetensors format, read by hand: a header of JSON, then the bare elements of each tensor.
+
+Stock DCP writes it in two ways: as shards beside a ``.metadata`` that has no use for their layout, and as directories
+in the manner of Hugging Face, where the headers are all there is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..._runtime.threads import politely
+from ...errors import Corrupt, UnsupportedCheckpoint
+from ..dtypes import itemsize
+from ..records import Chunk, Entry, Manifest, TensorEntry
+
+__all__ = [
+    "DTYPE_NAMES",
+    "INDEX_NAME",
+    "PREFIX_BYTES",
+    "SUFFIX",
+    "Header",
+    "Slice",
+    "header_bytes",
+    "locate_shards",
+    "manifest_of_headers",
+    "parse_header",
+    "parse_index",
+    "shards_of",
+]
+
+INDEX_NAME = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+PREFIX_BYTES = 8
+
+_MOST_HEADER_BYTES = 100_000_000  # what the format's own reader takes
+_MAX_RANK = 64
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",  # the header counts the halves of each element
+}
+
+DTYPE_NAMES = {dtype: spelled for spelled, dtype in _DTYPES.items()}
+"""How the format spells torch's dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One tensor of a file: the box at ``offsets`` of a larger one. Its bytes begin at byte ``start`` of the file."""
+
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+Header = Mapping[str, Slice]
+
+
+def header_bytes(prefix: bytes | bytearray, available: int, file: str) -> int:
+    """The length of the header, from the bytes before it. Raises ``Corrupt`` if ``available`` bytes cannot hold it."""
+    nbytes = int.from_bytes(prefix, "little")
+    if nbytes > min(available, _MOST_HEADER_BYTES):
+        raise Corrupt(
+            f"{file} is no safetensors file: it announces a header of {nbytes} bytes. (Stock DCP writes such files "
+            "from state dicts that hold more than tensors.)",
+            file=file,
+        )
+    return nbytes
+
+
+def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str) -> Header:
+    """The tensors of a file, by name; their elements lie between byte ``start`` and ``file_bytes``, its end.
+
+    Raises ``Corrupt`` where the header is malformed, or does not account for the file to its end;
+    ``UnsupportedCheckpoint`` for a dtype that is not known.
+    """
+    try:
+        content = _parse_json(raw)
+        extra = content.pop("__metadata__", {})
+        sharding = _parse_json(extra.get("DCP_SHARDING_INFO", "{}"))
+        header = {name: _slice(name, described, sharding, start, file) for name, described in politely(content.items())}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
+            raise
+        raise Corrupt(f"{file}: its safetensors header is malformed ({type(error).__name__})", file=file) from None
+    end = max((one.start + one.nbytes for one in header.values()), default=start)
+    if end != file_bytes:
+        raise Corrupt(f"{file} has {file_bytes} bytes, its safetensors header accounts for {end}", file=file)
+    return header
+
+
+def _slice(name: str, described: Any, sharding: Any, start: int, file: str) -> Slice:
+    spelled, shape = described["dtype"], _numbers(described["shape"])
+    if spelled not in _DTYPES:
+        raise UnsupportedCheckpoint(f"{name!r} in {file} has dtype {spelled!a:.40}, which this version does not read")
+    dtype = _DTYPES[spelled]
+    if spelled == "F4" and shape and shape[-1] % 2 == 0:
+        shape = (*shape[:-1], shape[-1] // 2)
+    begin, end = _numbers(described["data_offsets"])
+    if end - begin != math.prod(shape) * itemsize(dtype):
+        raise Corrupt(f"{file}: {name!r} has {end - begin} bytes, which do not fit its shape", file=file, fqn=name)
+    offsets = _numbers(sharding[name]["saved_offsets"]) if sharding else (0,) * len(shape)
+    if len(offsets) != len(shape):
+        raise ValueError
+    return Slice(dtype, offsets, shape, start + begin, end - begin)
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    numbers = tuple(number for number in value if type(number) is int and 0 <= number < 1 << 63)
+    if type(value) is not list or len(numbers) != len(value) or len(value) > _MAX_RANK:
+        raise ValueError
+    return numbers
+
+
+def _parse_json(raw: str | bytes | bytearray) -> dict[str, Any]:
+    text = raw if isinstance(raw, str) else raw.decode()  # bytes that look like UTF-16 would make json import a codec
+    content = json.loads(text, object_pairs_hook=_without_repetition)
+    if not isinstance(content, dict):
+        raise TypeError
+    return content
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError
+    return content
+
+
+# --- shards beside a .metadata --------------------------------------------------------------------------------------
+
+
+def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The files of a stock checkpoint that hold safetensors, and where in them those begin (byte items come first).
+
+    Such a file is known by what ``.metadata`` says of its tensors: their bare sizes, all at one offset.
+
+    Raises ``Corrupt`` where the offsets differ; ``UnsupportedCheckpoint`` for shards that went through a compressor,
+    which leaves marks of every tensor in the file but compresses none.
+    """
+    found: dict[str, int] = {}
+    ends: dict[str, tuple[bool, int]] = {}  # of the files with compressed items: whether all are bare, and their end
+    for fqn, entry in politely(manifest.entries.items()):
+        if not isinstance(entry, TensorEntry):
+            continue
+        for chunk in entry.chunks:
+            bare = chunk.item_bytes == math.prod(chunk.sizes) * itemsize(entry.dtype)
+            if chunk.transform:
+                all_bare, end = ends.get(chunk.file, (True, 0))
+                ends[chunk.file] = (all_bare and bare, max(end, chunk.item_offset + chunk.item_bytes))
+            elif bare and found.setdefault(chunk.file, chunk.item_offset) != chunk.item_offset:
+                raise Corrupt(f"{fqn!r} in {chunk.file!r} has a size or an offset that no writer gives it", fqn=fqn)
+    for file, (all_bare, end) in ends.items():
+        if all_bare and end != sizes.get(file):
+            raise UnsupportedCheckpoint(f"{file!r} was written as safetensors through a compressor")
+    return found
+
+
+def locate_shards(manifest: Manifest, headers: Mapping[str, Header]) -> Manifest:
+    """The manifest with the tensors in these files located. Raises ``Corrupt`` where a header contradicts it."""
+    entries: dict[str, Entry] = {}
+    for fqn, entry in politely(manifest.entries.items()):
+        entries[fqn] = entry
+        if isinstance(entry, TensorEntry) and any(chunk.file in headers for chunk in entry.chunks):
+            chunks = [_locate(fqn, entry.dtype, chunk, headers.get(chunk.file)) for chunk in entry.chunks]
+            entries[fqn] = replace(entry, chunks=tuple(chunks))
+    return replace(manifest, entries=entries)
+
+
+def _locate(fqn: str, dtype: str, chunk: Chunk, header: Header | None) -> Chunk:
+    if header is None:
+        return chunk
+    found = header.get(fqn)
+    if found is None or (found.dtype, found.offsets, found.sizes) != (dtype, chunk.offsets, chunk.sizes):
+        has = "nothing" if found is None else f"a {found.dtype} of shape {found.sizes} at {found.offsets}"
+        raise Corrupt(
+            f"{chunk.file} has {has} for {fqn}, .metadata says {dtype} {chunk.sizes} at {chunk.offsets} (stock DCP "
+            "writes but one of several chunks that a rank has of a tensor)",
+            file=chunk.file,
+            fqn=fqn,
+        )
+    return replace(chunk, item_offset=found.start, item_bytes=found.nbytes, payload_offset=found.start)
+
+
+# --- directories without a .metadata --------------------------------------------------------------------------------
+
+
+def parse_index(raw: bytes | bytearray) -> dict[str, str]:
+    """Which file each tensor is in. Raises ``Corrupt``."""
+    try:
+        files = _parse_json(raw)["weight_map"]
+        if not all(isinstance(file, str) for file in files.values()):
+            raise TypeError
+        return dict(files)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"{INDEX_NAME} is malformed ({type(error).__name__})", file=INDEX_NAME) from None
+
+
+def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] | None) -> Manifest:
+    """The checkpoint that the files make up together; with an ``index`` only what it names is in it.
+
+    A tensor reaches as far as its last slice does. Raises ``Corrupt`` where the files contradict each other.
+    """
+    entries: dict[str, Entry] = {}
+    for file, header in headers.items():
+        for fqn, found in politely(header.items()):
+            if index is not None and index.get(fqn) != file:
+                continue
+            chunk = Chunk(found.offsets, found.sizes, file, found.start, found.nbytes, payload_offset=found.start)
+            shape = tuple(offset + size for offset, size in zip(found.offsets, found.sizes, strict=True))
+            entry = entries.get(fqn, TensorEntry((fqn,), found.dtype, shape, ()))
+            assert isinstance(entry, TensorEntry)
+            if entry.dtype != found.dtype or len(entry.shape) != len(shape):
+                raise Corrupt(f"{fqn!r} has another dtype or rank in {file} than in other files", file=file, fqn=fqn)
+            reached = tuple(map(max, entry.shape, shape))
+            entries[fqn] = replace(entry, shape=reached, chunks=(*entry.chunks, chunk))
+    missing = [fqn for fqn in index or () if fqn not in entries]
+    if missing:
+        raise Corrupt(f"{missing[0]!r} is in {INDEX_NAME} and not in its file", file=INDEX_NAME, fqn=missing[0])
+    return Manifest(save_id="", entries=entries, files={})

@@ -1,0 +1,69 @@
+"""Safetensors, written: header, index, and which tensor goes to which file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ...errors import UnsupportedTensor
+from .read import DTYPE_NAMES, PREFIX_BYTES
+
+__all__ = ["Named", "file_names", "header_of", "index_of", "shards_of_sizes"]
+
+_ALIGN_BYTES = 8
+
+
+class Named(NamedTuple):
+    """A tensor to be written: its dtype as torch names it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def header_of(tensors: Sequence[Named]) -> bytes:
+    """Everything before the first payload; payloads follow without gaps. Raises ``UnsupportedTensor``."""
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    position = 0
+    for one in tensors:
+        spelled = DTYPE_NAMES.get(one.dtype)
+        if spelled is None:
+            raise UnsupportedTensor(f"{one.name}: safetensors have no dtype {one.dtype}; convert it with dtype=")
+        shape = list(one.shape)
+        if spelled == "F4" and shape:
+            shape[-1] *= 2  # the header counts the halves of each element
+        content[one.name] = {"dtype": spelled, "shape": shape, "data_offsets": [position, position + one.nbytes]}
+        position += one.nbytes
+    raw = json.dumps(content, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGN_BYTES)
+    return len(raw).to_bytes(PREFIX_BYTES, "little") + raw
+
+
+def shards_of_sizes(tensors: Iterable[Named], shard_bytes: int | None) -> list[list[Named]]:
+    """The tensors file by file, in their order; within a file those with the largest elements come first, so that
+    every payload is aligned for its dtype."""
+    shards: list[list[Named]] = [[]]
+    nbytes = 0
+    for one in tensors:
+        if shard_bytes is not None and shards[-1] and nbytes + one.nbytes > shard_bytes:
+            shards.append([])
+            nbytes = 0
+        shards[-1].append(one)
+        nbytes += one.nbytes
+    return shards
+
+
+def file_names(count: int) -> list[str]:
+    """As transformers names them."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def index_of(shards: Sequence[Sequence[Named]], names: Sequence[str]) -> bytes:
+    total = sum(one.nbytes for shard in shards for one in shard)
+    weight_map = {one.name: name for shard, name in zip(shards, names, strict=True) for one in shard}
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(content, indent=2).encode() + b"\n"

@@ -1,0 +1,269 @@
+"""A shard file: where each item goes, and the framing that is written around the payloads as they arrive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .._runtime.threads import Deadline, Stop
+from .checksum import block_count, block_crcs, crc32, join_blocks, pack_crcs
+from .digest import DigestOf
+from .frame import Frame
+from .records import BLOCK_BYTES
+
+__all__ = ["PAGE_BYTES", "BlockSums", "Placed", "Sealer", "ShardLayout", "Window", "lay_out"]
+
+PAGE_BYTES = 4096
+_PAGED_PAYLOAD_BYTES = 64 << 10
+_PACKED_ALIGN_BYTES = 64
+_RUN_BYTES = 256 << 10  # fits into the cache of a core
+
+
+class Placed(NamedTuple):
+    """An item at ``item_offset`` of its shard."""
+
+    frame: Frame
+    item_offset: int
+
+    @property
+    def payload_offset(self) -> int:
+        return self.item_offset + len(self.frame.header)
+
+    @property
+    def trailer_offset(self) -> int:
+        return self.payload_offset + self.frame.payload_bytes
+
+    @property
+    def end(self) -> int:
+        return self.item_offset + self.frame.item_bytes
+
+
+class Window(NamedTuple):
+    """Bytes ``start`` to ``end`` of a shard, whole pages, that are staged and written as one; ``items[first:last]``
+    have bytes in it. It begins before an item, or within a payload at a multiple of ``BLOCK_BYTES``."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+
+class BlockSums(NamedTuple):
+    """For each item of a shard the CRCs of its blocks, packed, and their digests (none at all where none are made)."""
+
+    crcs: list[bytes]
+    digests: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """A shard of ``nbytes`` (whole pages, so that direct I/O needs no tail of its own), its items by offset, and the
+    windows that it consists of."""
+
+    nbytes: int
+    items: tuple[Placed, ...]
+    windows: tuple[Window, ...]
+
+
+def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> Iterator[ShardLayout]:
+    """Place the items in order, a new shard whenever one would grow beyond ``shard_bytes``.
+
+    Payloads of 64 KiB and more begin on a page, for direct I/O and mmap; smaller ones are packed at 64 bytes. The gaps
+    lie before the items, where neither DCP nor a zip reader looks. Windows have ``window_bytes`` (a multiple of
+    ``BLOCK_BYTES``) at most, and a header more where a payload is cut.
+    """
+    shard = _Shard(window_bytes)
+    for frame in frames:
+        if shard.items and shard.position + frame.item_bytes > shard_bytes:
+            yield shard.close()
+            shard = _Shard(window_bytes)
+        shard.add(frame)
+    if shard.items:
+        yield shard.close()
+
+
+class _Shard:
+    """A shard that is being laid out."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self.items: list[Placed] = []
+        self.position = 0
+        self._window_bytes = window_bytes
+        self._windows: list[Window] = []
+        self._start = self._first = 0  # of the window that is open
+
+    def add(self, frame: Frame) -> None:
+        offset = _offset(frame, self.position)
+        if self.position > self._start and offset + frame.item_bytes > self._start + self._window_bytes:
+            self._cut(_pages(self.position), len(self.items))
+            offset = _offset(frame, self._start)
+        item = Placed(frame, offset)
+        self.items.append(item)
+        self.position = item.end
+        if item.end > self._start + self._window_bytes and frame.payload_bytes > self._window_bytes:
+            for cut in range(item.payload_offset + self._window_bytes, item.trailer_offset, self._window_bytes):
+                self._cut(cut, len(self.items) - 1)
+
+    def close(self) -> ShardLayout:
+        nbytes = _pages(self.position)
+        self._cut(nbytes, len(self.items))
+        return ShardLayout(nbytes, tuple(self.items), tuple(self._windows))
+
+    def _cut(self, end: int, next_item: int) -> None:
+        """Close the window at ``end``; the next one begins within or before item ``next_item``."""
+        self._windows.append(Window(self._start, end, self._first, len(self.items)))
+        self._start, self._first = end, next_item
+
+
+def _offset(frame: Frame, position: int) -> int:
+    align = PAGE_BYTES if frame.payload_bytes >= _PAGED_PAYLOAD_BYTES else _PACKED_ALIGN_BYTES
+    lead = len(frame.header)
+    return -(-(position + lead) // align) * align - lead
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Sealer:
+    """Writes headers, checksums and trailers into the windows of a shard, in any order and by several threads.
+
+    Memory is used again and again, so every byte that no payload covers is written too: gaps become zeros.
+    """
+
+    def __init__(self, layout: ShardLayout, digest: DigestOf | None = None) -> None:
+        self._items = layout.items
+        self._digest = digest
+        self._leaves: dict[int, dict[int, bytes]] = {}  # digests of the blocks of those items
+        self._changed = threading.Condition()
+        self._cut: dict[int, list[int | None]] = {}  # block CRCs of items that lie in several windows
+        self.crcs: list[bytes] = [b""] * len(layout.items)
+        """For each item the CRCs of its blocks, packed; complete when every window has been sealed."""
+        self.digests: list[bytes] = [] if digest is None else [b""] * len(layout.items)
+
+    @property
+    def sums(self) -> BlockSums:
+        return BlockSums(self.crcs, self.digests)
+
+    def seal(
+        self,
+        view: memoryview,
+        window: Window,
+        *,
+        stop: Stop,
+        deadline: Deadline,
+        seen: Callable[[memoryview], object] | None = None,
+    ) -> Iterator[None]:
+        """Finish ``window``, whose payload bytes are in ``view``. Iterating does the work, item by item.
+
+        The window that holds the trailer of an item waits for the windows before it that hold its payload. ``seen`` is
+        given all of ``view``, run by run, in its final state and while it is still in the processor's cache.
+        """
+        written = window.start
+        passing = None if seen is None else _Passing(view, seen)
+        for index in range(window.first, window.last):
+            item = self._items[index]
+            if item.item_offset >= window.start:
+                _write(view, window, written, bytes(item.item_offset - written))
+                _write(view, window, item.item_offset, item.frame.header)
+            blocks = _checksums(view, window, item, passing)
+            self._note_digests(index, view, window, item)
+            if item.item_offset < window.start or item.trailer_offset >= window.end:
+                blocks = self._collect(index, item, window, blocks, stop, deadline)
+            if item.end <= window.end:
+                trailer = item.frame.trailer(join_blocks(blocks, item.frame.payload_bytes))
+                _write(view, window, item.trailer_offset, trailer)
+                self.crcs[index] = pack_crcs(blocks)
+            written = min(item.end, window.end)
+            yield
+        _write(view, window, written, bytes(window.end - written))
+        if passing is not None:
+            passing.up_to(len(view), least=1)
+
+    def _note_digests(self, index: int, view: memoryview, window: Window, item: Placed) -> None:
+        """Before the checksums of the same window are known to others: whoever has all of those has these too."""
+        if self._digest is None:
+            return
+        leaves = [self._digest(view[start:end]) for start, end in _blocks(window, item)]
+        if item.item_offset >= window.start and item.trailer_offset < window.end:
+            self.digests[index] = b"".join(leaves)
+            return
+        with self._changed:
+            known = self._leaves.setdefault(index, {})
+            known.update(enumerate(leaves, _first_block(window, item)))
+            if len(known) == block_count(item.frame.payload_bytes):
+                self.digests[index] = b"".join(known[block] for block in range(len(known)))
+
+    def _collect(
+        self, index: int, item: Placed, window: Window, blocks: list[int], stop: Stop, deadline: Deadline
+    ) -> list[int]:
+        """Note the blocks of one window; all of the item's, if its trailer stands in this window."""
+        begin = _first_block(window, item)
+        with stop.waking(self._wake), self._changed:
+            known = self._cut.setdefault(index, [None] * block_count(item.frame.payload_bytes))
+            known[begin : begin + len(blocks)] = blocks
+            self._changed.notify_all()
+            if item.end > window.end:
+                return blocks
+            while None in known:
+                stop.check()
+                if not self._changed.wait(deadline.remaining_s()):
+                    raise deadline.exceeded("checksums of the windows before")
+            return [block for block in known if block is not None]
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class _Passing:
+    """Shows a window to somebody, in runs that fit into a core's cache."""
+
+    def __init__(self, view: memoryview, seen: Callable[[memoryview], object]) -> None:
+        self._view = view
+        self._seen = seen
+        self._shown = 0
+
+    def up_to(self, end: int, least: int = _RUN_BYTES // 2) -> None:
+        if end - self._shown >= least:
+            self._seen(self._view[self._shown : end])
+            self._shown = end
+
+
+def _checksums(view: memoryview, window: Window, item: Placed, passing: _Passing | None) -> list[int]:
+    """The CRCs of the item's blocks in this window."""
+    if passing is None:
+        start, end = _payload(window, item)
+        return block_crcs(view[start:end])
+    return [_checksum(view, start, end, passing) for start, end in _blocks(window, item)]
+
+
+def _checksum(view: memoryview, start: int, end: int, passing: _Passing) -> int:
+    crc = 0
+    for at in range(start, end, _RUN_BYTES):
+        to = min(at + _RUN_BYTES, end)
+        crc = crc32(view[at:to], crc)
+        passing.up_to(to)
+    return crc
+
+
+def _blocks(window: Window, item: Placed) -> Iterator[tuple[int, int]]:
+    begin, end = _payload(window, item)
+    return ((start, min(start + BLOCK_BYTES, end)) for start in range(begin, end, BLOCK_BYTES))
+
+
+def _payload(window: Window, item: Placed) -> tuple[int, int]:
+    """Where in the window that of the item begins and ends."""
+    begin = max(item.payload_offset, window.start) - window.start
+    return begin, max(begin, min(item.trailer_offset, window.end) - window.start)
+
+
+def _first_block(window: Window, item: Placed) -> int:
+    return (max(item.payload_offset, window.start) - item.payload_offset) // BLOCK_BYTES
+
+
+def _write(view: memoryview, window: Window, offset: int, content: bytes | Sequence[int]) -> None:
+    start = offset - window.start
+    view[start : start + len(content)] = content  # type: ignore[assignment]

@@ -1,0 +1,239 @@
+"""The manifest of a checkpoint that several ranks wrote: a small root, and one part for each rank.
+
+The root says what there is and which rank has which box of it; a part says where the boxes of its rank are, with their
+checksums. Rows that lie on the ranks in the same way share a *pattern*, so that the root stays small, and a reader
+fetches the parts of those ranks alone whose boxes it needs.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from .._runtime.threads import politely
+from ..errors import Corrupt
+from .pickles.keys import name_of
+from .records import Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
+
+__all__ = [
+    "Part",
+    "PartName",
+    "Placed",
+    "Root",
+    "Shared",
+    "SharedRow",
+    "join",
+    "parse_part",
+    "parse_patterns",
+    "part_name",
+    "pattern_lines",
+    "row_lines",
+    "write_part",
+]
+
+_EVERY = 128
+_MOST_ROWS = 1 << 32
+
+
+class Placed(NamedTuple):
+    """A box of a tensor that ``rank`` has written."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class SharedRow(NamedTuple):
+    """``kind`` is ``"tensor"``, ``"value"`` or ``"empty"``; ``pattern`` is the number of a tensor's pattern, the rank
+    of whoever has written a value, or -1."""
+
+    kind: str
+    fqn: str
+    path: tuple[Key, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    pattern: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What ranks save together: the rows of all, and the patterns in which they lie."""
+
+    rows: tuple[SharedRow, ...]
+    patterns: tuple[tuple[Placed, ...], ...]
+
+
+class PartName(NamedTuple):
+    """A rank's part of the manifest: its length and CRC-32. A rank that has written nothing has none (0 bytes)."""
+
+    nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The head of a shared manifest: ``manifest`` without entries, ``shared`` and the ``parts`` by rank."""
+
+    manifest: Manifest
+    shared: Shared
+    parts: tuple[PartName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part that a rank has written: chunks by row and the name of their offsets (``keys.py``), values by row."""
+
+    chunks: Mapping[tuple[int, str], Chunk]
+    values: Mapping[int, tuple[str, int, int, Node]]
+
+
+def part_name(root: str, rank: int) -> str:
+    """The file of a rank's part, beside the root of that name."""
+    return f"{root}.{rank}"
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def write_part(
+    chunks: Sequence[tuple[int, Chunk]], values: Sequence[tuple[int, str, int, int, Node]]
+) -> Iterator[bytes]:
+    """Line by line: which row, and then what a manifest's entry has."""
+    for row, chunk in politely(chunks, _EVERY):
+        crcs = base64.b64encode(chunk.crcs or b"").decode()
+        digests = [] if chunk.digests is None else [base64.b64encode(chunk.digests).decode()]
+        place = (chunk.file, chunk.item_offset, chunk.item_bytes, chunk.payload_offset)
+        yield _line([row, chunk.offsets, chunk.sizes, *place, crcs, *digests])
+    for row, file, offset, nbytes, node in values:
+        yield _line([row, None, file, offset, nbytes, node])
+
+
+def _line(content: object) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def parse_part(raw: bytes | bytearray) -> Part:
+    """Raises ``Corrupt``."""
+    chunks: dict[tuple[int, str], Chunk] = {}
+    values: dict[int, tuple[str, int, int, Node]] = {}
+    lines = cast(list[bytes], raw.split(b"\n"))
+    if lines.pop() != b"":
+        raise Corrupt("a part of the manifest is cut off")
+    try:
+        for line in politely(lines, _EVERY):
+            row, offsets, *rest = json.loads(line.decode())
+            if offsets is None:
+                file, offset, nbytes, node = rest
+                _check(offset, nbytes)
+                _check_row(row)
+                values[row] = (_text(file), offset, nbytes, node)
+                continue
+            sizes, file, item_offset, item_bytes, payload_offset, crcs, *digests = rest
+            _check(item_offset, item_bytes, payload_offset, *offsets, *sizes)
+            _check_row(row)
+            (digest,) = digests or (None,)
+            chunks[row, name_of(tuple(offsets))] = Chunk(
+                tuple(offsets), tuple(sizes), _text(file), item_offset, item_bytes, payload_offset,
+                base64.b64decode(crcs, validate=True),
+                digests=None if digest is None else base64.b64decode(digest, validate=True),
+            )  # fmt: skip
+    except (ValueError, TypeError, RecursionError, AttributeError) as error:
+        if isinstance(error, Corrupt):
+            raise
+        raise Corrupt(f"a part of the manifest is damaged: {type(error).__name__}") from None
+    return Part(chunks, values)
+
+
+def _check(*numbers: Any) -> None:
+    if any(type(number) is not int for number in numbers):
+        raise Corrupt("a part of the manifest has something else where a number belongs")
+
+
+def _check_row(number: Any) -> None:
+    """Check a row. Rows are keys of dicts, and unbounded integers could all have the same hash."""
+    if type(number) is not int or not 0 <= number < _MOST_ROWS:
+        raise Corrupt("a part of the manifest has a row number that is not a valid integer")
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise Corrupt("a part of the manifest has something else where a name belongs")
+    return value
+
+
+# --- root -----------------------------------------------------------------------------------------------------------
+
+
+def pattern_lines(shared: Shared) -> Iterator[bytes]:
+    for pattern in politely(shared.patterns, 1):
+        yield _line(pattern)
+
+
+def row_lines(shared: Shared) -> Iterator[bytes]:
+    for row in politely(shared.rows, _EVERY):
+        path = [{"key": key.value} if isinstance(key, DictKey) else key for key in row.path]
+        content: object = "dict"
+        if row.kind == "tensor":
+            content = [row.dtype, row.shape, row.pattern]
+        elif row.kind == "value":
+            content = row.pattern
+        yield _line([row.kind, content, row.fqn, path])
+
+
+def parse_patterns(lines: Sequence[bytes], ranks: int) -> tuple[tuple[Placed, ...], ...]:
+    """Raises ``Corrupt`` and what ``json`` raises."""
+    return tuple(tuple(_placed(one, ranks) for one in json.loads(line.decode())) for line in politely(lines, 1))
+
+
+def _placed(one: Any, ranks: int) -> Placed:
+    rank, offsets, sizes = one
+    _check(rank, *offsets, *sizes)
+    if not 0 <= rank < ranks or len(offsets) != len(sizes):
+        raise Corrupt("the manifest has a box that is none")
+    return Placed(rank, tuple(offsets), tuple(sizes))
+
+
+def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None = None) -> Manifest:
+    """The manifest, whole, from its root and the parts of all ranks.
+
+    With ``wanted`` rows, those alone have chunks, and of them only the boxes of the ranks that ``parts`` has. In a
+    worker thread. Raises ``Corrupt`` where a part lacks what the root says that it has.
+    """
+    entries: dict[str, Entry] = {}
+    for number, row in enumerate(politely(root.shared.rows, _EVERY)):
+        if row.fqn in entries:
+            raise Corrupt(f"the manifest has {row.fqn!r} twice", fqn=row.fqn)
+        if row.kind == "tensor":
+            here = wanted is None or number in wanted
+            chunks = tuple(_chunks(root, parts, number, row, wanted is None)) if here else ()
+            entries[row.fqn] = TensorEntry(row.path, row.dtype, row.shape, chunks)
+        elif row.kind == "value":
+            part = parts.get(row.pattern)
+            found = None if part is None else part.values.get(number)
+            if found is not None:
+                entries[row.fqn] = ValueEntry(row.path, *found)
+            elif wanted is None or part is not None:
+                raise Corrupt(f"{row.fqn}: no part of the manifest has it", fqn=row.fqn)
+            else:
+                entries[row.fqn] = ValueEntry(row.path, "", 0, 0)
+        else:
+            entries[row.fqn] = EmptyEntry(row.path)
+    made = root.manifest
+    return Manifest(
+        made.save_id, entries, made.files, made.step, made.generation, made.digest, made.metadata,
+        ranks=len(root.parts),
+    )  # fmt: skip
+
+
+def _chunks(root: Root, parts: Mapping[int, Part], number: int, row: SharedRow, whole: bool) -> Iterator[Chunk]:
+    for placed in root.shared.patterns[row.pattern]:
+        part = parts.get(placed.rank)
+        if part is None and not whole:
+            continue
+        chunk = None if part is None else part.chunks.get((number, name_of(placed.offsets)))
+        if chunk is None or chunk.sizes != placed.sizes:
+            raise Corrupt(f"{row.fqn}: no part of the manifest has its box at {placed.offsets}", fqn=row.fqn)
+        yield chunk

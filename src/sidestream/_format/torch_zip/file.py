@@ -1,0 +1,242 @@
+"""A whole ``torch.save`` file of a state dict: read as data, and framed by hand around payloads that pass through."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+from zlib import crc32
+
+from ..._runtime.threads import politely
+from ...errors import Corrupt, KeyCollision, UnsafeObject, UnsupportedCheckpoint
+from ..dtypes import itemsize
+from ..pickles.machine import Call, Limits, Pairs
+from ..pickles.tensors import TENSOR_REBUILDERS, StoredTensor, read_tensor
+from ..pickles.unpickle import decode
+from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of
+from ..records import DictKey, Key, Node
+from .zip import TorchZip
+
+__all__ = ["FileTensor", "FileValue", "TorchArchive", "read_torch_file"]
+
+_MOST_PICKLE_BYTES = 256 << 20
+_MOST_VALUE_BYTES = 64 << 20
+_MOST_VALUES_BYTES = 1 << 30
+_MOST_NAME_CHARS = 4096
+_NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all enclosing containers, which the pickle contains once
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of the file: its storage is the record that begins at byte ``start`` of the file, with this CRC-32."""
+
+    path: tuple[Key, ...]
+    stored: StoredTensor
+    start: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileValue:
+    """A plain value; ``empty`` says that an empty dict stands there."""
+
+    path: tuple[Key, ...]
+    node: Node
+    empty: bool = False
+
+
+def read_torch_file(source: BinaryIO, file_bytes: int) -> dict[str, FileTensor | FileValue]:
+    """What a file holds, by FQN. The payloads of tensors are not read, but for those inside of tuples and sets.
+
+    Raises ``Corrupt``, ``UnsafeObject`` for what is more than data, ``UnsupportedCheckpoint`` for a file that does not
+    hold a dict, or holds a tensor with more elements than bytes (an expanded one), and ``KeyCollision``.
+    """
+    archive = TorchZip(source, file_bytes)
+    pickled = archive.read("data.pkl", _MOST_PICKLE_BYTES)
+    root = decode(pickled, VALUE_GLOBALS, Limits())
+    budget = ValueBudget()
+    budget.grant(len(pickled), min(file_bytes, _MOST_VALUES_BYTES))
+    if _pairs(root) is None:
+        raise UnsupportedCheckpoint("the file holds something else than a dict")
+    found: dict[str, FileTensor | FileValue] = {}
+    for path, value in politely(_leaves((), root)):
+        fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
+        if fqn in found or len(fqn) > _MOST_NAME_CHARS:
+            raise KeyCollision(f"two entries of the file are named {fqn[:200]!r}, or it is too long")
+        budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
+        budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
+        try:
+            found[fqn] = _leaf(archive, path, value, budget)
+        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+            error.args = (f"{fqn}: {error.args[0]}",)
+            raise
+    return found
+
+
+def _leaf(archive: TorchZip, path: tuple[Key, ...], value: object, budget: ValueBudget) -> FileTensor | FileValue:
+    if isinstance(value, Call) and value.function in TENSOR_REBUILDERS:
+        stored = read_tensor(value)
+        if math.prod(stored.shape) * itemsize(stored.dtype) > stored.storage_bytes:
+            raise UnsupportedCheckpoint("an expanded tensor; save tensor.contiguous()")
+        record = _record(archive, stored)
+        return FileTensor(path, stored, archive.payload_offset(record), archive.info(record).CRC)
+    pairs = _pairs(value)
+    if pairs is not None and not len(pairs):
+        return FileValue(path, None, empty=True)
+
+    def read_payload(tensor: StoredTensor) -> bytes:
+        return archive.read(_record(archive, tensor), _MOST_VALUE_BYTES)
+
+    return FileValue(path, node_of(value, budget, read_payload))
+
+
+def _record(archive: TorchZip, stored: StoredTensor) -> str:
+    record = f"data/{stored.key}"
+    if archive.info(record).file_size != stored.storage_bytes:
+        raise Corrupt(f"its record has {archive.info(record).file_size} bytes, not {stored.storage_bytes}")
+    return record
+
+
+def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, ...], object]]:
+    """As DCP flattens a state dict: dicts, and lists that hold tensors or containers."""
+    pairs = _pairs(value)
+    if pairs is not None and len(pairs):
+        keys = [_key(key) for key in pairs.flat[::2]]
+        if all(key is not None for key in keys):
+            for key, inner in zip(keys, pairs.flat[1::2], strict=True):
+                assert key is not None
+                yield from _leaves((*path, key), inner)
+            return
+    if path and isinstance(value, list) and any(_holds(item) for item in value):
+        for index, inner in enumerate(value):
+            yield from _leaves((*path, index), inner)
+        return
+    if not path:
+        if len(pairs or ()):
+            raise UnsupportedCheckpoint("the file holds a dict with keys that are no strings or numbers")
+        return
+    yield path, value
+
+
+def _pairs(value: object) -> Pairs | None:
+    """The content of a dict, or of a module's state dict, whose attributes mean nothing here."""
+    if isinstance(value, Pairs):
+        return value
+    if isinstance(value, Call) and value.function == "collections.OrderedDict" and not value.args:
+        return value.items or Pairs()
+    return None
+
+
+def _key(key: object) -> Key | None:
+    if isinstance(key, str):
+        return key
+    return DictKey(key) if key is None or isinstance(key, int | float) else None
+
+
+def _holds(value: object) -> bool:
+    tensor = isinstance(value, Call) and value.function in TENSOR_REBUILDERS
+    return tensor or isinstance(value, list) or _pairs(value) is not None
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+_ALIGN_BYTES = 64
+_DOS_DATE = 0x21
+_CRC_FOLLOWS = 0x08
+_MAX_32 = 0xFFFFFFFF
+_PADDING = 0x4246  # the extra field that torch pads with, too
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    name: bytes
+    nbytes: int
+    offset: int
+    crc: int | None  # None: it follows the payload
+
+    @property
+    def zip64(self) -> bool:
+        return self.nbytes >= _MAX_32
+
+    def header(self) -> bytes:
+        """As long as it has to be for the payload to begin at a multiple of 64 bytes."""
+        extra = struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.zip64 else b""
+        bare = self.offset + 30 + len(self.name) + len(extra) + 4
+        padding = -bare % _ALIGN_BYTES
+        extra += struct.pack("<HH", _PADDING, padding) + bytes(padding)
+        size = _MAX_32 if self.zip64 else 0 if self.crc is None else self.nbytes
+        flags = _CRC_FOLLOWS if self.crc is None else 0
+        fixed = (b"PK\x03\x04", 45 if self.zip64 else 20, flags, 0, 0, _DOS_DATE, self.crc or 0, size, size)
+        return struct.pack("<4sHHHHHIIIHH", *fixed, len(self.name), len(extra)) + self.name + extra
+
+    def descriptor(self, crc: int) -> bytes:
+        return struct.pack("<4sIQQ" if self.zip64 else "<4sIII", b"PK\x07\x08", crc, self.nbytes, self.nbytes)
+
+    def directory_entry(self, crc: int) -> bytes:
+        large = [field for field in (self.nbytes, self.nbytes, self.offset) if field >= _MAX_32]
+        extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
+        size, offset = min(self.nbytes, _MAX_32), min(self.offset, _MAX_32)
+        flags = _CRC_FOLLOWS if self.crc is None else 0
+        fixed = (b"PK\x01\x02", 45, 45 if large else 20, flags, 0, 0, _DOS_DATE, crc, size, size)
+        rest = (len(self.name), len(extra), 0, 0, 0, 0, offset)
+        return struct.pack("<4sHHHHHHIIIHHHHHII", *fixed, *rest) + self.name + extra
+
+
+class TorchArchive:
+    """Where everything goes in a file whose tensors lie in ``sizes`` bytes each; ``pickled`` refers to them as storages
+    ``"0"``, ``"1"`` and so on.
+
+    ``pieces`` are ``(offset, content)``: bytes that are known, the index of a payload, or, where they depend on
+    checksums of payloads before, a function of all checksums.
+    """
+
+    def __init__(self, pickled: bytes, storages: Sequence[bytes], sizes: Sequence[int]) -> None:
+        self.pieces: list[tuple[int, bytes | int | Callable[[Mapping[int, int]], bytes]]] = []
+        self.nbytes = 0
+        self._records: list[_Record] = []
+        small = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
+        small += [(f"data/{len(sizes) + number}", raw) for number, raw in enumerate(storages)]
+        for name, raw in small:
+            record = self._start(name, len(raw), crc32(raw))
+            self._add(record.header() + raw)
+        for number, nbytes in enumerate(sizes):
+            record = self._start(f"data/{number}", nbytes, None)
+            self._add(record.header())
+            self.pieces.append((self.nbytes, number))
+            self.nbytes += nbytes
+            self._late(len(record.descriptor(0)), self._descriptor(number, record))
+        self._late(len(self._end({}, self.nbytes)), lambda crcs, at=self.nbytes: self._end(crcs, at))  # type: ignore[misc]
+
+    def _start(self, name: str, nbytes: int, crc: int | None) -> _Record:
+        record = _Record(f"archive/{name}".encode(), nbytes, self.nbytes, crc)
+        self._records.append(record)
+        return record
+
+    def _add(self, content: bytes) -> None:
+        self.pieces.append((self.nbytes, content))
+        self.nbytes += len(content)
+
+    def _late(self, nbytes: int, content: Callable[[Mapping[int, int]], bytes]) -> None:
+        self.pieces.append((self.nbytes, content))
+        self.nbytes += nbytes
+
+    def _descriptor(self, number: int, record: _Record) -> Callable[[Mapping[int, int]], bytes]:
+        return lambda crcs: record.descriptor(crcs.get(number, 0))
+
+    def _end(self, crcs: Mapping[int, int], at: int) -> bytes:
+        first = sum(record.crc is not None for record in self._records)
+        directory = b"".join(
+            record.directory_entry(crcs.get(number - first, 0) if record.crc is None else record.crc)
+            for number, record in enumerate(self._records)
+        )
+        count, nbytes = len(self._records), len(directory)
+        end = b""
+        if at >= _MAX_32 or count >= 0xFFFF:
+            end = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, nbytes, at)
+            end += struct.pack("<4sIQI", b"PK\x06\x07", 0, at + nbytes, 1)
+        shown = min(count, 0xFFFF)
+        return (
+            directory + end + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, shown, shown, nbytes, min(at, _MAX_32), 0)
+        )

@@ -1,0 +1,151 @@
+"""One item of a foreign shard, a ``torch.save`` zip: where a tensor's payload lies, or a value as data.
+
+Only the zip's directory and the pickle are read, and of a value the storages of tensors inside it. Nothing larger than
+the item is read, whatever its headers claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import BinaryIO, Literal
+
+from ...errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
+from ..pickles.machine import Call, Global, Limits
+from ..pickles.tensors import TENSOR_GLOBALS, StoredTensor, read_tensor
+from ..pickles.unpickle import decode
+from ..pickles.values import ValueBudget, node_of, value_globals
+from ..records import Node
+from .zip import TorchZip
+
+__all__ = ["Records", "TensorPayload", "check_value_item", "open_tensor_item", "open_value_item"]
+
+_TENSOR_PICKLE_BYTES = 1 << 16
+_TENSOR_LIMITS = Limits(integer_bytes=9)
+
+_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+_OTHER_KINDS = {
+    "torch._utils._rebuild_qtensor": "a quantized tensor",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+}
+_CHECKED_OPCODES = 1 << 18
+
+Records = Literal["needed", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPayload:
+    """A tensor and the record that its elements lie in.
+
+    ``strides`` and ``storage_offset`` count elements, ``payload_offset`` bytes from the beginning of the item. Every
+    element lies within the ``payload_bytes``; ``crc32`` is the zip's checksum of all of them, not compared yet.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage_offset: int
+    payload_offset: int
+    payload_bytes: int
+    crc32: int
+
+
+def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "needed") -> TensorPayload:
+    """Find the tensor of an item. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
+
+    The payload is not read; with ``records="all"`` the checksums of all else are compared too. Raises ``Corrupt``,
+    ``UnsafeObject`` for a type that is no part of a tensor, naming it, and ``UnsupportedCheckpoint`` for tensors that
+    are not dense (quantized, sparse, a subclass of tensors), naming their kind.
+    """
+    archive = TorchZip(source, item_bytes)
+    pickled = archive.read("data.pkl", _TENSOR_PICKLE_BYTES)
+    try:
+        tensor = read_tensor(decode(pickled, TENSOR_GLOBALS, _TENSOR_LIMITS))
+    except UnsafeObject:
+        kind = _other_kind(pickled)
+        if kind is None:
+            raise
+        raise UnsupportedCheckpoint(
+            f"it was saved as {kind}, which this version does not read; load it with torch.distributed.checkpoint, or "
+            "save plain tensors"
+        ) from None
+    record = _record(archive, tensor)
+    if records == "all":
+        archive.check(but=record)
+    return TensorPayload(
+        tensor.dtype,
+        tensor.shape,
+        tensor.strides,
+        tensor.storage_offset,
+        archive.payload_offset(record),
+        tensor.storage_bytes,
+        archive.info(record).CRC,
+    )
+
+
+def open_value_item(
+    source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset(), budget: ValueBudget | None = None
+) -> Node:
+    """The value of an item as a ``Node``. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
+
+    The size of the ``Node`` is taken from ``budget``, which grows in proportion to ``item_bytes``, or from a budget for
+    this value alone. The checksums of the bytes have been verified. Raises ``Corrupt``, and ``UnsafeObject`` for a type
+    that is neither read as data nor among those in ``allow``, naming it.
+    """
+    archive = TorchZip(source, item_bytes)
+    pickled = archive.read("data.pkl", item_bytes)
+    value = decode(pickled, value_globals(allow))
+    budget = ValueBudget() if budget is None else budget
+    budget.grant(len(pickled), item_bytes)
+    payloads: dict[str, bytes] = {}
+
+    def read_payload(tensor: StoredTensor) -> bytes:
+        record = _record(archive, tensor)
+        if record not in payloads:
+            payloads[record] = archive.read(record, item_bytes)
+        return payloads[record]
+
+    return node_of(value, budget, read_payload, allow)
+
+
+class _AnyName:
+    """Accepts every name for ``decode``, which never imports or calls anything."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _other_kind(pickled: bytes) -> str | None:
+    """Name the kind of tensor, other than a dense one, that the pickle of an item rebuilds; None if it is not a
+    tensor."""
+    try:
+        root = decode(pickled, _AnyName(), _TENSOR_LIMITS)
+    except Corrupt:
+        return None
+    if isinstance(root, Call) and root.function == _SUBCLASS and len(root.args) > 1:
+        kind = root.args[1]
+        name = ascii(kind.name[:200])[1:-1] if isinstance(kind, Global) else "unknown"
+        return f"a tensor of the subclass {name}"
+    return _OTHER_KINDS.get(root.function) if isinstance(root, Call) else None
+
+
+def check_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> None:
+    """Raise ``UnsafeObject`` if the pickle of an item names a type that is neither read as data nor in ``allow``.
+
+    Cheaper than ``open_value_item`` but incomplete: a pickle with very many parts is not examined.
+    """
+    archive = TorchZip(source, item_bytes)
+    try:
+        decode(archive.read("data.pkl", item_bytes), value_globals(allow), Limits(opcodes=_CHECKED_OPCODES))
+    except Corrupt:
+        return
+
+
+def _record(archive: TorchZip, tensor: StoredTensor) -> str:
+    record = f"data/{tensor.key}"
+    found = archive.info(record).file_size
+    if found != tensor.storage_bytes:
+        raise Corrupt(f"malformed tensor: its record has {found} bytes, not {tensor.storage_bytes}")
+    return record

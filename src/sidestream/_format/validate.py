@@ -1,0 +1,238 @@
+"""What has to hold of a ``Manifest`` before memory is touched on its behalf, whoever wrote it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+from .._runtime.threads import politely
+from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
+from .cover import TooIntricateError, find_overlap, volume
+from .digest import DIGEST_BYTES
+from .dtypes import DTYPES, itemsize
+from .pickles.keys import name_of
+from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .shared import Root
+from .transforms import MOST_EXPANSION, may_expand
+
+__all__ = [
+    "MAX_CHUNKS",
+    "MAX_ENTRIES",
+    "MAX_FILES",
+    "MAX_FQN_CHARS",
+    "MAX_PATH_DEPTH",
+    "MAX_RANK",
+    "check_item",
+    "check_patterns",
+    "validate",
+]
+
+MAX_ENTRIES = 10_000_000
+MAX_CHUNKS = 50_000_000
+MAX_FILES = 1_000_000
+MAX_FQN_CHARS = 4096
+MAX_PATH_DEPTH = 64
+MAX_RANK = 64
+
+_MAX_NAME_BYTES = 255
+_MAX_SIZE = (1 << 63) - 1
+_HOLES_LISTED = 100
+
+_Range = tuple[int, int, str, object]
+
+
+def validate(manifest: Manifest, *, partly: bool = False) -> None:
+    """In a worker thread: return if the manifest is sound. ``manifest.files`` has to hold the real sizes, fields the
+    types they declare.
+
+    Then each data file is named by one plain component; each item lies within its file and either apart from all others
+    or exactly where another one lies (tied tensors); each payload fits into its item; the chunks of each tensor lie
+    within its shape, apart from each other, and cover it; no tensor claims more bytes than its files have.
+
+    ``partly``: of a manifest in parts some were read, so chunks may be missing, and values without a file; then
+    ``check_patterns`` tells about holes.
+
+    Raises ``Corrupt`` with ``file`` or ``fqn`` set, and ``NotCovered`` (all tensors listed) where only chunks are
+    missing. ``UnsupportedCheckpoint`` for a dtype that is not known and for chunks in an impracticable layout. For an
+    ``OpaqueEntry`` only the places of its items are checked.
+    """
+    _check_counts(manifest)
+    for name, size in manifest.files.items():
+        _check_file(name, size)
+    ranges: dict[str, list[_Range]] = {}
+    holes: list[str] = []
+    for fqn, entry in politely(manifest.entries.items()):
+        _check_names(fqn, entry)
+        for file, start, length, content in _items(entry, manifest.own):
+            if partly and not file:
+                continue
+            check_item(manifest.files, fqn, file, start, length)
+            shared = content if manifest.own or content is not None else fqn
+            ranges.setdefault(file, []).append((start, start + length, fqn, shared))
+        if isinstance(entry, TensorEntry):
+            missing = _check_tensor(manifest.files, fqn, entry, manifest.digest)
+            if missing and not partly:
+                holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
+    for file, items in ranges.items():
+        _check_apart(file, items)
+    _check_expansion(manifest)
+    if holes:
+        listed = "; ".join(holes[:_HOLES_LISTED])
+        raise NotCovered(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
+
+
+def check_patterns(root: Root, rows: Iterable[int]) -> None:
+    """In a worker thread: the boxes of each of these rows cover its shape, and lie apart. Raises as ``validate``."""
+    known: set[tuple[int, str]] = set()
+    for number in politely(rows):
+        row = root.shared.rows[number]
+        layout = (row.pattern, name_of(row.shape))
+        if layout in known:
+            continue
+        known.add(layout)
+        boxes = [(one.offsets, one.sizes) for one in root.shared.patterns[row.pattern]]
+        numel = math.prod(row.shape)
+        try:
+            overlap = find_overlap(boxes)
+        except TooIntricateError:
+            raise UnsupportedCheckpoint(f"{row.fqn!r} is cut in a way that is too intricate to check") from None
+        if overlap:
+            raise Corrupt(f"the chunks of {row.fqn!r} overlap", fqn=row.fqn)
+        if volume(boxes) != numel:
+            hole = f"{row.fqn}: {numel - volume(boxes)} of {numel} elements are in no chunk"
+            raise NotCovered(f"a tensor of the checkpoint has holes: {hole}", [hole])
+
+
+def _check_counts(manifest: Manifest) -> None:
+    entries = politely(manifest.entries.values())
+    chunks = sum(len(entry.chunks) for entry in entries if isinstance(entry, TensorEntry | OpaqueEntry))
+    counts = (len(manifest.entries), MAX_ENTRIES, "entries"), (chunks, MAX_CHUNKS, "chunks")
+    for count, most, what in (*counts, (len(manifest.files), MAX_FILES, "files")):
+        if count > most:
+            raise Corrupt(f"the checkpoint claims {count} {what}, more than the {most} that are read")
+
+
+def _check_expansion(manifest: Manifest) -> None:
+    packed = expanded = 0
+    for entry in politely(manifest.entries.values()):
+        if isinstance(entry, TensorEntry):
+            for chunk in entry.chunks:
+                if chunk.transform:
+                    packed += chunk.item_bytes
+                    expanded += math.prod(chunk.sizes) * itemsize(entry.dtype)
+    if expanded > may_expand(packed):
+        raise UnsupportedCheckpoint(
+            f"its compressed tensors have {packed} bytes and would expand to {expanded}, a ratio that this version "
+            "does not accept; load it with torch.distributed.checkpoint"
+        )
+
+
+def _check_file(name: str, size: int) -> None:
+    drive = len(name) > 1 and name[1] == ":"
+    plain = name and name[0] != "." and not drive and "/" not in name and "\\" not in name and name.isprintable()
+    if not plain or len(name.encode()) > _MAX_NAME_BYTES:
+        raise Corrupt(f"{name[:_MAX_NAME_BYTES]!r} is no plain file name", file=name)
+    if not 0 <= size <= _MAX_SIZE:
+        raise Corrupt(f"file {name!r} has an impossible size ({size})", file=name)
+
+
+def _check_names(fqn: str, entry: Entry) -> None:
+    if len(fqn) > MAX_FQN_CHARS:
+        raise Corrupt(f"an FQN has {len(fqn)} characters, more than the {MAX_FQN_CHARS} that are read", fqn=fqn)
+    if not 0 < len(entry.path) <= MAX_PATH_DEPTH:
+        raise Corrupt(f"{fqn!r} has a path of {len(entry.path)} steps, not 1 to {MAX_PATH_DEPTH}", fqn=fqn)
+    for step in entry.path:
+        index = type(step) is int and 0 <= step <= _MAX_SIZE
+        if not index and not isinstance(step, str | DictKey):
+            raise Corrupt(f"{fqn!r} has a path with a step that is no key or index", fqn=fqn)
+        if isinstance(step, str) and len(step) > MAX_FQN_CHARS:
+            raise Corrupt(f"{fqn!r} has a path with a key of {len(step)} characters", fqn=fqn)
+    if isinstance(entry, EmptyEntry) and entry.kind != "dict":
+        raise Corrupt(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
+
+
+def _items(entry: Entry, own: bool) -> Iterator[tuple[str, int, int, object]]:
+    """File, offset and length of each item, and what it has to be for another entry to share it: the same tensor, in
+    checkpoints of ours, or a view of the same storage."""
+    if isinstance(entry, TensorEntry):
+        for chunk in entry.chunks:
+            content = (entry.dtype, entry.shape, chunk) if own else None if chunk.told is None else "a storage"
+            yield chunk.file, chunk.item_offset, chunk.item_bytes, content
+    elif isinstance(entry, OpaqueEntry):
+        for chunk in entry.chunks:
+            yield chunk.file, chunk.item_offset, chunk.item_bytes, None
+    elif isinstance(entry, ValueEntry):
+        yield entry.file, entry.item_offset, entry.item_bytes, None
+
+
+def check_item(files: Mapping[str, int], fqn: str, file: str, start: int, length: int) -> None:
+    """Raise ``Corrupt`` unless the file is there, under a plain name, and has those bytes."""
+    if file not in files:
+        _check_file(file, 0)
+        raise Corrupt(f"{fqn!r} lies in {file!r}, which is missing", file=file, fqn=fqn)
+    if start < 0 or length < 0 or start + length > files[file]:
+        where = f"bytes {start} to {start + length} of {file!r}"
+        raise Corrupt(f"{fqn!r} lies at {where}, which has {files[file]}", file=file, fqn=fqn)
+
+
+def _check_apart(file: str, items: list[_Range]) -> None:
+    """Raise where two items share bytes without being the very same range."""
+    items.sort(key=lambda item: item[:2])
+    reached: _Range = (0, 0, "", None)
+    for item in politely(items):
+        start, end, fqn, content = item
+        if start == end or ((start, end) == reached[:2] and content is not None and content == reached[3]):
+            continue
+        if start < reached[1]:
+            raise Corrupt(f"{fqn!r} and {reached[2]!r} overlap in {file!r}", file=file, fqn=fqn, offset=start)
+        reached = item
+
+
+def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: str | None) -> int:
+    """The number of elements that are in no chunk."""
+    if entry.dtype not in DTYPES:
+        raise UnsupportedCheckpoint(f"{fqn!r} has dtype {entry.dtype[:64]!r}, which this version does not read")
+    rank = len(entry.shape)
+    numel = math.prod(entry.shape)
+    extent = math.prod(max(dim, 1) for dim in entry.shape) * itemsize(entry.dtype)
+    if rank > MAX_RANK or any(dim < 0 for dim in entry.shape) or extent > _MAX_SIZE:
+        raise Corrupt(f"{fqn!r} has an impossible shape", fqn=fqn)
+    for chunk in entry.chunks:
+        _check_chunk(fqn, entry, chunk, digest)
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    covered = volume(boxes)
+    available = sum(files[file] for file in {chunk.file for chunk in entry.chunks})
+    expansion = MOST_EXPANSION if any(chunk.transform for chunk in entry.chunks) else 1
+    if covered * itemsize(entry.dtype) > available * expansion:
+        raise Corrupt(f"{fqn!r} claims more bytes than its files have ({available})", fqn=fqn)
+    try:
+        overlap = find_overlap(boxes)
+    except TooIntricateError:
+        raise UnsupportedCheckpoint(f"{fqn!r} is cut into chunks in a way that is too intricate to check") from None
+    if overlap:
+        first, second = (list(boxes[index][0]) for index in overlap)
+        raise Corrupt(f"the chunks of {fqn!r} at {first} and {second} overlap", fqn=fqn)
+    return numel - covered
+
+
+def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None) -> None:
+    def corrupt(what: str) -> Corrupt:
+        where = f"a chunk of {fqn!r} in {chunk.file!r}"
+        return Corrupt(f"{where} {what}", file=chunk.file, fqn=fqn, offset=chunk.item_offset)
+
+    if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape):
+        raise corrupt(f"has another rank than the tensor's {len(entry.shape)}")
+    extents = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
+    if not all(offset >= 0 and size >= 0 and offset + size <= dim for offset, size, dim in extents):
+        raise corrupt(f"reaches out of the shape {list(entry.shape)}")
+    payload = math.prod(chunk.sizes) * itemsize(entry.dtype)
+    start = chunk.item_offset if chunk.payload_offset is None else chunk.payload_offset
+    expansion = MOST_EXPANSION if chunk.transform else 1
+    if start < chunk.item_offset or start + payload > chunk.item_offset + chunk.item_bytes * expansion:
+        raise corrupt(f"has {payload} bytes, which do not fit into its item of {chunk.item_bytes}")
+    if chunk.crcs is not None and len(chunk.crcs) != 4 * -(-payload // BLOCK_BYTES):
+        raise corrupt(f"has {len(chunk.crcs)} bytes of checksums for {payload} bytes of payload")
+    if chunk.digests is None and digest is not None:
+        raise corrupt("has no digests, although the manifest announces them")
+    if chunk.digests is not None and len(chunk.digests) != DIGEST_BYTES * -(-payload // BLOCK_BYTES):
+        raise corrupt(f"has {len(chunk.digests)} bytes of digests for {payload} bytes of payload")

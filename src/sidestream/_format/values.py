@@ -1,0 +1,163 @@
+"""Plain values as data (``Node``), and as the pickle that stock DCP expects of the same value.
+
+Kinds of a ``Node`` beside the bare scalars (None, bool, int, finite float, str)::
+
+    {"list": [...]}  {"tuple": [...]}  {"set": [...]}  {"frozenset": [...]}  {"dict": [[key, value], ...]}
+    {"ordered_dict": [[key, value], ...]}  {"bytes": base64}  {"bytearray": base64}  {"complex": [re, im]}
+    {"int": hexadecimal}  (beyond 64 bits)      {"float": "nan" | "inf" | "-inf"}
+    {"bytesio": [base64, position]}
+    {"size": [int, ...]}  {"dtype": "float32"}  {"device": "cuda:0"}
+    {"tensor": {"dtype", "shape", "data": base64 of the row-major bytes}}
+    {"ndarray": {"dtype": "<u4", "shape", "data": base64}}   {"numpy": {"dtype": "<f8", "data": base64}}
+
+    {"stored": "pickle" | "bytes"}  the value stands in its item alone: a pickle of more than data, or what no pickle is
+
+and, of other writers only, for types that the caller allowed by their qualified names::
+
+    {"object": {"type", "new": by __new__ alone, "args": [...], and perhaps "elements", "items", "state"}}
+    {"type": name}  {"member": [name of the enum, name of the member]}
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from typing import Any
+
+from ..errors import Corrupt
+from .dtypes import DTYPES
+from .frame import tensor_pickle
+from .pickles import write as p
+from .records import Node
+
+__all__ = ["bytes_and_position", "is_stored", "node_bytes", "node_kind", "pickle_node", "pickle_part"]
+
+
+def node_kind(node: Node) -> tuple[str, Any]:
+    """``("scalar", node)`` or the kind and content of a tagged node. Raises ``Corrupt`` for anything else."""
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return "scalar", node
+    if isinstance(node, dict) and len(node) == 1:
+        return next(iter(node.items()))
+    raise Corrupt("a value of the manifest is not in a form that this version knows")
+
+
+def is_stored(node: Node) -> bool:
+    """Whether the manifest leaves the value to its item."""
+    return isinstance(node, dict) and "stored" in node
+
+
+def node_bytes(content: Any) -> bytes:
+    """The bytes behind a base64 string of a node."""
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        raise Corrupt("a value of the manifest holds damaged base64") from None
+
+
+def bytes_and_position(content: Any) -> tuple[bytes, int]:
+    """Return the bytes and the position of an ``io.BytesIO``. The position must not be beyond the end, because a write
+    there would fill the gap, however large."""
+    data, position = content
+    raw = node_bytes(data)
+    if type(position) is not int or not 0 <= position <= len(raw):
+        raise Corrupt("a BytesIO whose position is beyond its bytes")
+    return raw, position
+
+
+def pickle_node(node: Node) -> tuple[bytes, list[bytes]]:
+    """The value as ``torch.save`` would pickle it, and the storages of the tensors in it."""
+    storages: list[bytes] = []
+    return b"\x80\x02" + _pickle(node, storages) + b".", storages
+
+
+def pickle_part(node: Node, storages: list[bytes]) -> bytes:
+    """The opcodes that push the value; tensors in it go to the end of ``storages``, whose indices are their keys."""
+    return _pickle(node, storages)
+
+
+def _pickle(node: Node, storages: list[bytes]) -> bytes:
+    kind, content = node_kind(node)
+    if kind == "scalar":
+        return _pickle_scalar(content)
+    if kind in ("list", "tuple", "set", "frozenset"):
+        items = [_pickle(item, storages) for item in content]
+        if kind == "list":
+            return p.list_of(items)
+        if kind == "tuple":
+            return p.tuple_of(*items)
+        return p.call(p.global_("builtins", kind), p.list_of(items))
+    if kind in ("dict", "ordered_dict"):
+        pairs = [(_pickle(key, storages), _pickle(value, storages)) for key, value in content]
+        if kind == "dict":
+            return p.dict_of(pairs)
+        return p.call(p.global_("collections", "OrderedDict"), p.list_of(p.tuple_of(*pair) for pair in pairs))
+    return _pickle_leaf(kind, content, storages)
+
+
+def _pickle_scalar(value: object) -> bytes:
+    if value is None:
+        return p.NONE
+    if isinstance(value, bool):
+        return p.TRUE if value else p.FALSE
+    if isinstance(value, int):
+        return p.integer(value)
+    if isinstance(value, float):
+        return p.real(value)
+    return p.text(str(value))
+
+
+def _pickle_leaf(kind: str, content: Any, storages: list[bytes]) -> bytes:
+    match kind:
+        case "int":
+            return p.integer(int(content, 16))
+        case "float":
+            return p.real(float(content))
+        case "complex":
+            return p.call(p.global_("builtins", "complex"), *(_pickle(part, storages) for part in content))
+        case "bytes":
+            return _pickle_bytes(node_bytes(content))
+        case "bytearray":
+            return p.call(p.global_("builtins", "bytearray"), _pickle_bytes(node_bytes(content)))
+        case "bytesio":
+            raw, position = bytes_and_position(content)
+            return p.rebuilt(p.global_("_io", "BytesIO"), p.tuple_of(_pickle_bytes(raw), p.integer(position), p.NONE))
+        case "size":
+            return p.call(p.global_("torch", "Size"), p.tuple_of(*map(p.integer, content)))
+        case "dtype":
+            return p.global_("torch", content)
+        case "device":
+            return p.call(p.global_("torch", "device"), p.text(content))
+        case "tensor":
+            storages.append(node_bytes(content["data"]))
+            return tensor_pickle(content["dtype"], tuple(content["shape"]), str(len(storages) - 1))
+        case "ndarray":
+            return _pickle_array(content["dtype"], content["shape"], content["data"])
+        case "numpy":
+            # array(()).item() would lose the type; numpy.dtype(...).type is not a call, so index the 0-d array.
+            scalar = _pickle_array(content["dtype"], [], content["data"])
+            return p.call(p.global_("_operator", "getitem"), scalar, b")")
+    raise Corrupt(f"a value of the manifest is of the unknown kind {kind!r}")
+
+
+def _pickle_bytes(raw: bytes) -> bytes:
+    """As protocol 2 spells bytes, which has no opcode for them and which torch's own unpickler is limited to."""
+    return p.call(p.global_("_codecs", "encode"), p.text(raw.decode("latin-1")), p.text("latin1"))
+
+
+def _pickle_array(dtype: str, shape: list[int], data: str) -> bytes:
+    """``numpy.array(numpy.ndarray(shape, dtype, bytes))``: public names alone, and the result owns its memory."""
+    raw = node_bytes(data)
+    over_bytes = p.call(
+        p.global_("numpy", "ndarray"), p.tuple_of(*map(p.integer, shape)), p.text(dtype), _pickle_bytes(raw)
+    )
+    return p.call(p.global_("numpy", "array"), over_bytes)
+
+
+def check_inline_tensor(content: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Dtype, shape and bytes of a ``tensor`` node, checked against each other."""
+    dtype, shape, raw = content["dtype"], tuple(content["shape"]), node_bytes(content["data"])
+    if dtype not in DTYPES or math.prod(shape) * DTYPES[dtype][0] != len(raw):
+        raise Corrupt("a tensor inside a value has bytes that do not fit its shape")
+    return dtype, shape, raw

@@ -1,0 +1,202 @@
+"""The one thread that owns every connection between ranks: nothing else reads or writes them, or waits for them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ..errors import Corrupt
+from .frames import Frame, Frames, encode
+
+__all__ = ["Link", "Owner", "keep_from_children", "owner"]
+
+_log = logging.getLogger("sidestream")
+
+_READ_BYTES = 1 << 20
+_MAX_WAIT_S = 3600.0  # a selector refuses more than 24 days
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
+
+
+class Owner:
+    """Runs what it is given, in order, in its thread; and what is due, and what connections bring."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._selector = selectors.DefaultSelector()
+        self._bell, bell = socket.socketpair()
+        self._bell.setblocking(False)
+        bell.setblocking(False)
+        self._selector.register(bell, selectors.EVENT_READ, lambda _: self._heard(bell))
+        self._work: deque[Callable[[], None]] = deque()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        threading.Thread(target=self._run, name="sidestream-ranks", daemon=True).start()
+
+    def post(self, work: Callable[[], None]) -> None:
+        """From any thread."""
+        self._work.append(work)
+        with suppress(BlockingIOError):  # it has been rung already
+            self._bell.send(b"!")
+
+    def post_at(self, when: float, work: Callable[[], None]) -> None:
+        """At ``when`` (``time.monotonic``), or later. From any thread."""
+        self.post(lambda: heapq.heappush(self._due, (when, next(self._count), work)))
+
+    def watch(self, sock: socket.socket, events: int, arrived: Callable[[int], None]) -> None:
+        """In the thread."""
+        try:
+            self._selector.modify(sock, events, arrived)
+        except KeyError:
+            self._selector.register(sock, events, arrived)
+
+    def forget(self, sock: socket.socket) -> None:
+        """In the thread."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(sock)
+
+    def _heard(self, bell: socket.socket) -> None:
+        with suppress(BlockingIOError):
+            while bell.recv(4096):
+                pass
+
+    def _run(self) -> None:
+        while True:
+            timeout = _MAX_WAIT_S if not self._due else max(0.0, self._due[0][0] - time.monotonic())
+            ready = self._selector.select(0.0 if self._work else min(timeout, _MAX_WAIT_S))
+            for key, events in ready:
+                self._guarded(lambda key=key, events=events: key.data(events))  # type: ignore[misc]
+            while self._due and self._due[0][0] <= time.monotonic():
+                self._guarded(heapq.heappop(self._due)[2])
+            while self._work:
+                self._guarded(self._work.popleft())
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """The edge of the thread: a mistake in one group's protocol must not take the others' connections along."""
+        try:
+            work()
+        except Exception:
+            _log.exception("control traffic between ranks: unexpected")
+
+
+class Link:
+    """One connection. Everything here runs in the owner's thread; ``on_frame`` and ``on_close`` are called there."""
+
+    def __init__(self, thread: Owner, sock: socket.socket) -> None:
+        self._owner = thread
+        self._sock = sock
+        self._out: deque[memoryview] = deque()
+        self.frames = Frames()
+        self.on_frame: Callable[[Frame], None] = _ignore
+        self.on_close: Callable[[str], None] = _ignore
+        self.open = True
+        keep_from_children(sock)
+        sock.setblocking(False)
+        with suppress(OSError):  # a socket pair has none of these
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE:
+                if hasattr(socket, name):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        thread.watch(sock, selectors.EVENT_READ, self._ready)
+
+    def send(self, frame: Frame) -> None:
+        if self.open:
+            self._out.append(memoryview(encode(frame)))
+            self._write()
+
+    def close(self, why: str) -> None:
+        if not self.open:
+            return
+        self.open = False
+        self._owner.forget(self._sock)
+        self._sock.close()
+        self._out.clear()
+        self.on_close(why)
+
+    def _ready(self, events: int) -> None:
+        if events & selectors.EVENT_READ:
+            self._read()
+        if self.open and events & selectors.EVENT_WRITE:
+            self._write()
+
+    def _read(self) -> None:
+        try:
+            piece = self._sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.close(f"its connection broke: {error.strerror or error}")
+            return
+        if not piece:
+            self.close("its connection was closed")
+            return
+        try:
+            for frame in self.frames.feed(piece):
+                self.on_frame(frame)
+        except Corrupt as error:
+            self.close(str(error))
+
+    def _write(self) -> None:
+        try:
+            while self._out:
+                sent = self._sock.send(self._out[0])
+                if sent < len(self._out[0]):
+                    self._out[0] = self._out[0][sent:]
+                else:
+                    self._out.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.close(f"its connection broke: {error.strerror or error}")
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+        self._owner.watch(self._sock, wanted, self._ready)
+
+
+def _ignore(_: Any) -> None:
+    """Until somebody listens."""
+
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def keep_from_children(sock: socket.socket) -> None:
+    """A forked child (a worker of a data loader) would keep the connection open when this process has died, and nobody
+    would hear of its death."""
+    _sockets.add(sock)
+
+
+_owner: Owner | None = None
+_owner_lock = threading.Lock()
+
+
+def owner() -> Owner:
+    """The thread of this process; a forked child has its own."""
+    global _owner
+    with _owner_lock:
+        if _owner is None or _owner.pid != os.getpid():
+            _owner = Owner()
+        return _owner
+
+
+def _after_fork() -> None:
+    global _owner, _owner_lock
+    _owner, _owner_lock = None, threading.Lock()
+    for sock in list(_sockets):
+        if sock.fileno() >= 0:
+            os.close(sock.detach())
+    _sockets.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

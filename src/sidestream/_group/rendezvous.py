@@ -1,0 +1,301 @@
+"""How ranks find each other: once for a process group, through the store that the group has been made with.
+
+Rank 0 listens and says where; the others look, connect, and show the token that stood beside the address. Nothing is
+asked of the process group itself, so that nothing here can meet the collectives of a training.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Literal, TypeAlias
+
+from .._runtime.threads import Deadline
+from .._runtime.torch_probes import group_store
+from ..errors import InvalidOption, SidestreamError
+from ..options import RANK_WAIT_S, check_seconds
+from .absence import remedy
+from .frames import Frame, Kind
+from .hub import Group, Hub, Spoke
+from .operation import Operation
+from .owner import Link, keep_from_children, owner
+
+__all__ = ["GroupChoice", "Member", "deadline_of", "group_of"]
+
+GroupChoice: TypeAlias = "Literal['alone'] | Any"
+"""A ``ProcessGroup`` of torch; None for all ranks of the job; ``"alone"`` for this process by itself."""
+
+_LOOK_S = 0.02
+_CONNECT_S = 5.0
+_REFUSED_S = 600.0
+
+_groups: weakref.WeakKeyDictionary[Any, Member] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class Member:
+    """This process's place in a process group."""
+
+    def __init__(self, group: Group, store: Any, name: str) -> None:
+        self.group = group
+        self._store = store
+        self._name = name
+        self._connecting = False
+        self._connected = group.world == 1
+        self._waiting: list[Operation] = []  # begun before the connections were there
+        self._lock = threading.Lock()
+
+    def begin(self, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S) -> Operation:
+        """Begin an operation. Does not block. The first operation establishes the connections. ``rank_wait_s`` may
+        still be an invalid value."""
+        rank_wait_s = _accepted("rank_wait_s", rank_wait_s, RANK_WAIT_S)
+        operation = self.group.begin(kind, deadline, rank_wait_s)
+        with self._lock:
+            if self._connected:
+                return operation
+            self._waiting.append(operation)
+            if not self._connecting:
+                self._connecting = True
+                threading.Thread(
+                    target=self._connect, args=(operation,), name="sidestream-rendezvous", daemon=True
+                ).start()
+        return operation
+
+    def _connect(self, first: Operation) -> None:
+        """The edge of a thread."""
+        failure: Exception | None = None
+        try:
+            if isinstance(self.group, Hub):
+                _listen(self.group, self._store, self._name)
+            elif isinstance(self.group, Spoke):
+                _find(self.group, self._store, self._name, first)
+        except Exception as error:
+            failure = error
+        with self._lock:
+            self._connecting, self._connected = False, failure is None
+            waiting, self._waiting = self._waiting, []
+        if failure is None:
+            return
+        group, why = self.group, f"{type(failure).__name__}: {failure}"
+        if isinstance(group, Spoke):
+            owner().post(lambda: group.not_connected(why))
+        for operation in waiting if isinstance(group, Hub) else ():
+            operation.report(failure)
+
+
+def deadline_of(timeout_s: object) -> Deadline:
+    """Of an operation. Also of what is no time to wait, which is refused later, on behalf of all ranks."""
+    return Deadline.after(_accepted("timeout_s", timeout_s, _REFUSED_S))
+
+
+def _accepted(name: str, seconds: object, otherwise: float) -> float:
+    try:
+        check_seconds(name, seconds)
+    except InvalidOption:
+        return otherwise
+    assert isinstance(seconds, (int, float))
+    return seconds
+
+
+def group_of(process_group: GroupChoice) -> Member | None:
+    """The group that saves or loads together; None where this process is by itself. Raises ``InvalidOption``."""
+    if process_group == "alone":
+        return None
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        if process_group is None:
+            return None
+        raise InvalidOption("process_group= needs torch.distributed.init_process_group() first")
+    if process_group is None:
+        process_group = dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidOption(
+            f"process_group={process_group!r} has to be a ProcessGroup that this rank is in, None for all ranks, or "
+            '"alone"'
+        )
+    with _lock:
+        member = _groups.get(process_group)
+        if member is None:
+            rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+            group: Group = Spoke(rank, world) if rank else Hub(world, secrets.token_hex(16))
+            store, name = group_store(process_group)
+            member = _groups[process_group] = Member(group, store, name)
+            weakref.finalize(process_group, _shut, group).atexit = False
+        return member
+
+
+def _shut(group: Group) -> None:
+    owner().post(group.shut)
+
+
+# --- rank 0 --------------------------------------------------------------------------------------------------------
+
+
+class _Door:
+    """Where rank 0 lets the others in, once each: it is closed behind the last of them, so that a rank of a later group
+    that reads an old address is refused and looks again. After ``__init__`` all runs in the owner's thread."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._expected = set(range(1, hub.world))
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096)
+        self._listener.setblocking(False)
+        keep_from_children(self._listener)
+        self.port: int = self._listener.getsockname()[1]
+
+    def open(self) -> None:
+        if self._hub.is_shut:
+            self.close()
+            return
+        self._hub.close_door = self.close
+        owner().watch(self._listener, selectors.EVENT_READ, lambda _: self._accept())
+
+    def close(self) -> None:
+        owner().forget(self._listener)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it has gone away again
+            return
+        link = Link(owner(), sock)
+        link.on_frame = lambda frame: self._greeted(link, frame)
+        owner().post_at(time.monotonic() + _CONNECT_S, lambda: _expect_greeting(link))
+
+    def _greeted(self, link: Link, frame: Frame) -> None:
+        rank, token = frame.op, self._hub.token.encode()
+        known = frame.kind is Kind.HELLO and 0 < rank < self._hub.world
+        if not known or not hmac.compare_digest(frame.payload, token):
+            link.close("it is no rank of this group")
+            return
+        link.frames.trust()
+        self._hub.connected(rank, link)
+        link.send(Frame(Kind.HELLO, 0, "", b""))
+        if link.open:
+            self._expected.discard(rank)
+        if not self._expected:
+            self.close()
+
+
+def _listen(hub: Hub, store: Any, name: str) -> None:
+    door = _Door(hub)
+    owner().post(door.open)
+    where = {"token": hub.token, "port": door.port, "host": _host(), "addresses": list(_addresses())}
+    try:
+        store.set(name, json.dumps(where))
+    except BaseException:
+        owner().post(door.close)
+        raise
+
+
+def _expect_greeting(link: Link) -> None:
+    if link.open and not link.frames.trusted:
+        link.close("it has not said who it is")
+
+
+def _host() -> str:
+    boot = ""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def _addresses() -> Iterator[str]:
+    """Under which others may reach this machine, the likeliest first."""
+    seen = set()
+    master = os.environ.get("MASTER_ADDR")
+    for find in (_towards(master), _named(socket.gethostname())):
+        for address in find:
+            if address not in seen and not address.startswith("127."):
+                seen.add(address)
+                yield address
+
+
+def _towards(host: str | None) -> Iterator[str]:
+    """The address of the interface that leads to ``host``; nothing is sent."""
+    if host:
+        with suppress(OSError):
+            family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as sock:
+                sock.connect(where)
+                yield sock.getsockname()[0]
+
+
+def _named(host: str) -> Iterator[str]:
+    with suppress(OSError):
+        for *_, where in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            yield str(where[0])
+
+
+# --- the others ----------------------------------------------------------------------------------------------------
+
+
+def _find(spoke: Spoke, store: Any, name: str, first: Operation) -> None:
+    """Find rank 0. Raises ``SidestreamError`` when the time limit of ``first`` has passed. Polls, because a blocking
+    read of the store would block all other users of the store in this process. An address in the store may be left from
+    an earlier group, so it is read again after a failure."""
+    why = "rank 0 has not begun anything"
+    limit, limit_s = "timeout_s", first.deadline.timeout_s
+    if first.rank_wait_s < limit_s:
+        limit, limit_s = "rank_wait_s", first.rank_wait_s
+    while True:
+        if store.check([name]):
+            where = json.loads(store.get(name))
+            for address in _addresses_in(where):
+                try:
+                    sock = socket.create_connection((address, where["port"]), timeout=_CONNECT_S)
+                except OSError as error:
+                    why = f"rank 0 cannot be reached at {address}: {error}"
+                    continue
+                if _greet(spoke, sock, where["token"]):
+                    return
+                why = f"what listens at {address} is no rank 0 of this group"
+        if time.monotonic() - first.began_at >= limit_s:
+            raise SidestreamError(f"{why} (within {limit}={limit_s:g}); {remedy(first.kind)}")
+        time.sleep(_LOOK_S)
+
+
+def _addresses_in(where: dict[str, Any]) -> list[str]:
+    if where["host"] == _host():
+        return ["127.0.0.1"]
+    addresses: list[str] = where["addresses"]
+    if not addresses:
+        raise SidestreamError(
+            "rank 0 knows no address of its machine that others can reach: set MASTER_ADDR on it to a name or an "
+            "address that is not the loopback's"
+        )
+    return addresses
+
+
+def _greet(spoke: Spoke, sock: socket.socket, token: str) -> bool:
+    """Whether rank 0 has let this rank in. It has no deadline: rank 0 may have heard the greeting, and would take a
+    connection that is closed then for a death."""
+    welcome: Future[bool] = Future()
+
+    def welcomed(link: Link) -> None:
+        spoke.connected(link, token)
+        welcome.set_result(True)
+
+    def begin() -> None:
+        link = Link(owner(), sock)
+        link.frames.trust()
+        link.on_frame = lambda _: welcomed(link)
+        link.on_close = lambda _: welcome.set_result(False)
+        link.send(Frame(Kind.HELLO, spoke.rank, "", token.encode()))
+
+    owner().post(begin)
+    return welcome.result()

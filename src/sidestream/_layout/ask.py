@@ -1,0 +1,67 @@
+"""What only the caller's thread may ask of the objects in a state dict, so that the rest can be done in another one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .._runtime.caller import call
+from .._runtime.state_dict_calls import asked_in_order
+from ..errors import InvalidOption
+from .flatten import is_mapping, is_stateful
+
+__all__ = ["Answers"]
+
+
+class Answers:
+    """``state_dict()`` of the ``Stateful`` objects in a state, and the items of mappings that are not plain dicts."""
+
+    def __init__(self) -> None:
+        self._state_dicts: dict[int, tuple[Any, Any]] = {}
+        self._items: dict[int, tuple[Any, list[tuple[Any, Any]]]] = {}  # keeps holders alive, as ids can be reused
+
+    def ask(self, state: object) -> Iterator[None]:
+        """Call ``state_dict()`` of every object in ``state`` and in the returned state dicts, in the same order on all
+        ranks; yields whenever other tasks should run.
+
+        What contains itself is walked through once; ``leaves_of`` refuses it.
+        """
+        for level_done in asked_in_order(state, self._look, self._state_dicts):
+            if not level_done:
+                yield
+
+    def state_dict(self, instance: Any) -> Any:
+        try:
+            return self._state_dicts[id(instance)][1]
+        except KeyError:
+            raise self._changed() from None
+
+    def items(self, mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+        if type(mapping) is dict or type(mapping) is OrderedDict:
+            return list(mapping.items())
+        try:
+            return self._items[id(mapping)][1]
+        except KeyError:
+            raise self._changed() from None
+
+    @staticmethod
+    def _changed() -> InvalidOption:
+        return InvalidOption("the target was changed while it was being loaded into; leave its structure alone")
+
+    def _look(self, value: Any) -> Iterable[tuple[Any, Any]] | None:
+        if type(value) is tuple or isinstance(value, torch.Tensor):
+            return ()
+        if is_stateful(value):
+            return None
+        if isinstance(value, list):
+            return enumerate(list(value))
+        if not is_mapping(value):
+            return ()
+        if type(value) is dict or type(value) is OrderedDict:
+            return zip(list(value), list(value.values()), strict=True)
+        items = call(lambda: list(value.items()))
+        self._items[id(value)] = (value, items)
+        return items

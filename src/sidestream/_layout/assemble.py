@@ -1,0 +1,64 @@
+"""Nested dicts and lists again, from paths and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .._format.records import DictKey, Key
+from ..errors import Corrupt
+from .hashed import MOST_ALIKE
+
+__all__ = ["assemble"]
+
+
+_WORD_BITS = 63
+
+
+class _ListParts(dict[int, Any]):
+    """A list whose elements may come in any order."""
+
+
+def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> dict[Any, Any]:
+    """The state dict with these leaves. Raises ``Corrupt`` where paths contradict each other or a list has holes."""
+    root: dict[Any, Any] = {}
+    alike: dict[tuple[int, bytes], int] = {}
+    for path, value in leaves:
+        holder: dict[Any, Any] = root
+        for depth, key in enumerate(path[:-1]):
+            kind = _ListParts if type(path[depth + 1]) is int else dict
+            _count(key, holder, alike)
+            holder = holder.setdefault(_plain(key), kind())
+            if type(holder) is not kind:
+                raise Corrupt(f"the checkpoint has a {type(holder).__name__} and a container at {path[: depth + 1]}")
+        _count(path[-1], holder, alike)
+        if _plain(path[-1]) in holder:
+            raise Corrupt(f"the checkpoint has two values at {path}")
+        holder[_plain(path[-1])] = value
+    result: dict[Any, Any] = _close(root)
+    return result
+
+
+def _count(key: Key, holder: dict[Any, Any], alike: dict[tuple[int, bytes], int]) -> None:
+    """Refuse many keys of one dict that share a hash, which only integers beyond 64 bits can (see ``hashed.py``)."""
+    if isinstance(key, DictKey) and type(key.value) is int and key.value.bit_length() > _WORD_BITS:
+        if key.value in holder:  # a dict on the path to several leaves
+            return
+        which = (id(holder), hash(key.value).to_bytes(8, "little", signed=True))
+        alike[which] = alike.get(which, 0) + 1
+        if alike[which] > MOST_ALIKE:
+            raise Corrupt(f"the checkpoint has more than {MOST_ALIKE} integer keys in one dict that have the same hash")
+
+
+def _plain(key: Key) -> Any:
+    return key.value if isinstance(key, DictKey) else key
+
+
+def _close(node: Any) -> Any:
+    if type(node) is dict:
+        return {key: _close(value) for key, value in node.items()}
+    if type(node) is not _ListParts:
+        return node
+    if sorted(node) != list(range(len(node))):
+        raise Corrupt("a list in the checkpoint has holes")
+    return [_close(node[index]) for index in range(len(node))]

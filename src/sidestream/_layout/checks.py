@@ -1,0 +1,232 @@
+"""What the bytes of a checkpoint have to be, piece by piece: pieces are read in any order, and in parallel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .._format.checksum import block_crcs, combine, crc32, join_blocks, unpack_crcs
+from .._format.dcp.metadata import DcpDescription
+from .._format.digest import DIGEST_BYTES, installed_digest
+from .._format.frame import frame_tensor, frame_value
+from .._format.pickles.keys import name_of
+from .._format.records import (
+    BLOCK_BYTES,
+    Chunk,
+    DictKey,
+    EmptyEntry,
+    Entry,
+    ForeignPayload,
+    Manifest,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+)
+from .._format.values import pickle_node
+from .._runtime.threads import politely
+from ..errors import Corrupt
+from .ranges import PIECE_BYTES
+
+__all__ = [
+    "Piece",
+    "Whole",
+    "altered",
+    "check_digests",
+    "compare_metadata",
+    "foreign_pieces",
+    "own_pieces",
+    "value_pieces",
+]
+
+
+class Piece(NamedTuple):
+    """``nbytes`` from ``offset`` of ``file``, which belong to ``fqn``.
+
+    ``expected`` are the bytes themselves, the chunk whose blocks they are, or what is known of a payload as a whole;
+    ``number`` is that of the first block, or of the part. One record, as there are three of them for a small tensor:
+    with a closure in each the garbage collector had 120,000 objects to walk for 10,000 tensors.
+    """
+
+    fqn: str
+    file: str
+    offset: int
+    nbytes: int
+    expected: bytes | Chunk | Whole
+    number: int = 0
+
+    def check(self, view: memoryview) -> None:
+        """Raises ``Corrupt`` where the bytes are not what they have to be."""
+        expected = self.expected
+        if isinstance(expected, Chunk):
+            self._check_blocks(expected, view)
+        elif isinstance(expected, Whole):
+            expected.check(self.number, view)
+        elif view != expected:
+            raise altered(self.fqn, self.file, self.offset, "they are not what the manifest says")
+
+    def _check_blocks(self, chunk: Chunk, view: memoryview) -> None:
+        crcs, digests = chunk.crcs or b"", chunk.digests
+        for number, found in enumerate(block_crcs(view), self.number):
+            if found != int.from_bytes(crcs[4 * number : 4 * number + 4], "little"):
+                raise altered(self.fqn, self.file, self.offset + (number - self.number) * BLOCK_BYTES)
+        check_digests(self.fqn, self.file, self.offset, view, digests and digests[DIGEST_BYTES * self.number :])
+
+
+def own_pieces(fqn: str, entry: TensorEntry) -> Iterator[Piece]:
+    """Every byte of the items of one of our tensors: what is framed around a payload follows from dtype and shape."""
+    for chunk in entry.chunks:
+        start = chunk.payload_offset
+        if start is None or chunk.crcs is None:
+            raise Corrupt(f"{fqn}: the manifest has no place or no checksums for its payload", file=chunk.file, fqn=fqn)
+        frame = frame_tensor(entry.dtype, chunk.sizes)
+        if (start - len(frame.header), frame.item_bytes) != (chunk.item_offset, chunk.item_bytes):
+            raise Corrupt(f"{fqn}: its item is not as large as its dtype and shape make it", file=chunk.file, fqn=fqn)
+        trailer = frame.trailer(join_blocks(list(unpack_crcs(chunk.crcs)), frame.payload_bytes))
+        yield Piece(fqn, chunk.file, chunk.item_offset, len(frame.header), frame.header)
+        for begin in range(0, frame.payload_bytes, PIECE_BYTES):
+            nbytes = min(PIECE_BYTES, frame.payload_bytes - begin)
+            yield Piece(fqn, chunk.file, start + begin, nbytes, chunk, begin // BLOCK_BYTES)
+        yield Piece(fqn, chunk.file, start + frame.payload_bytes, len(trailer), trailer)
+
+
+def value_pieces(fqn: str, entry: ValueEntry) -> Iterator[Piece]:
+    """The item of one of our values, which says to stock DCP what the manifest says to us."""
+    try:
+        content = frame_value(*pickle_node(entry.node))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, Corrupt):
+            raise
+        raise Corrupt(f"{fqn}: its value in the manifest is damaged ({type(error).__name__})", fqn=fqn) from None
+    if len(content) != entry.item_bytes:
+        raise Corrupt(f"{fqn}: its item has another size than its value", file=entry.file, fqn=fqn)
+    yield Piece(fqn, entry.file, entry.item_offset, len(content), content)
+
+
+def foreign_pieces(fqn: str, entry: TensorEntry, payloads: dict[Chunk, ForeignPayload]) -> Iterator[Piece]:
+    """The payloads of another writer's tensor, as far as there is a checksum of them."""
+    for chunk in entry.chunks:
+        payload = payloads.get(chunk)
+        if payload is None or chunk.payload_offset is None:
+            continue
+        whole = Whole(fqn, chunk, payload)
+        for begin in range(0, payload.payload_bytes, PIECE_BYTES):
+            nbytes = min(PIECE_BYTES, payload.payload_bytes - begin)
+            yield Piece(fqn, chunk.file, chunk.payload_offset + begin, nbytes, whole, begin // PIECE_BYTES)
+
+
+def check_digests(fqn: str, file: str, offset: int, view: memoryview, digests: bytes | None) -> None:
+    """Compare the digests of the blocks from ``offset`` on, where there are some and the package is installed."""
+    digest_of = installed_digest("blake3") if digests else None
+    if digest_of is None or digests is None:
+        return
+    for number, start in enumerate(range(0, len(view), BLOCK_BYTES)):
+        expected = digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
+        if digest_of(view[start : start + BLOCK_BYTES]) != expected:
+            raise altered(fqn, file, offset + start, "the digest differs, though the checksum does not")
+
+
+class Whole:
+    """A payload with one checksum over all of it; whichever part comes last compares it."""
+
+    def __init__(self, fqn: str, chunk: Chunk, payload: ForeignPayload) -> None:
+        self._fqn, self._chunk, self._payload = fqn, chunk, payload
+        self._parts: dict[int, tuple[int, int]] = {}
+        self._missing = -(-payload.payload_bytes // PIECE_BYTES)
+        self._lock = threading.Lock()
+
+    def check(self, number: int, view: memoryview) -> None:
+        found = crc32(view), len(view)
+        with self._lock:
+            self._parts[number] = found
+            self._missing -= 1
+            last = not self._missing
+        if last:
+            self._compare()
+
+    def _compare(self) -> None:
+        total = 0
+        for number in sorted(self._parts):
+            crc, nbytes = self._parts[number]
+            total = combine(total, crc, nbytes)
+        if total != self._payload.crc:
+            raise altered(self._fqn, self._chunk.file, self._chunk.payload_offset or 0)
+
+
+def altered(fqn: str, file: str, offset: int, why: str = "the checksum differs") -> Corrupt:
+    return Corrupt(
+        f"{fqn}: its bytes in {file} from offset {offset} on were altered ({why}); restore the file, or load an older "
+        "checkpoint",
+        file=file,
+        fqn=fqn,
+        offset=offset,
+    )
+
+
+# --- two descriptions of one checkpoint -----------------------------------------------------------------------------
+
+
+def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
+    """Yield an error for each place where the ``metadata`` that stock DCP reads contradicts the ``manifest``. Called in
+    a worker thread.
+
+    The form of the pickle and unknown attributes are ignored, because another version may have written it.
+    """
+    described = {fqn: entry for fqn, entry in politely(manifest.entries.items()) if not isinstance(entry, EmptyEntry)}
+    for fqn in described.keys() - metadata.entries.keys():
+        yield _differs(fqn, "does not have it, but the manifest does")
+    for fqn in metadata.entries.keys() - described.keys():
+        yield _differs(fqn, "has it, but the manifest does not")
+    for fqn, entry in politely(described.items()):
+        other = metadata.entries.get(fqn)
+        if other is not None and _told(entry) != _told(other):
+            yield _differs(fqn, "describes it differently than the manifest")
+    yield from _compare_the_whole(manifest, metadata)
+    if manifest.exact:
+        yield from _compare_details(manifest, metadata)
+
+
+def _compare_the_whole(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
+    save_id = None if metadata.storage_meta is None else metadata.storage_meta.get("save_id")
+    if save_id not in (None, manifest.save_id):
+        yield Corrupt("storage_meta in .metadata names another save", file=".metadata")
+    if metadata.attributes.get("version", _VERSION) not in (_VERSION, None):
+        yield Corrupt(f".metadata has an unexpected version, {metadata.attributes['version']!a:.40}", file=".metadata")
+
+
+def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
+    """Compare details that sidestream writes in one way, and other planners in any way."""
+    for fqn in sorted(metadata.pathless):
+        yield _differs(fqn, "has no path for it in planner_data")
+    for fqn in sorted(metadata.spare):
+        yield _differs(fqn, "has a location or a path for it but does not describe it")
+    for fqn, properties in politely(metadata.properties.items()):
+        if properties != _PROPERTIES:
+            yield _differs(fqn, f"has other properties for it than {_PROPERTIES}")
+    for fqn, entry in politely(manifest.entries.items()):
+        if isinstance(entry, TensorEntry):
+            hints = [metadata.hints.get((fqn, chunk.offsets)) for chunk in entry.chunks]
+            if any(hint is not None and hint != number for number, hint in enumerate(hints)):
+                yield _differs(fqn, "numbers its chunks differently than the manifest")
+
+
+_VERSION = "1.0.0"
+_PROPERTIES = ("torch.strided", False, 0, False)
+"""The properties: layout, whether it requires gradients, memory format, whether it is pinned."""
+
+
+def _differs(fqn: str, how: str) -> Corrupt:
+    return Corrupt(f"{fqn}: .metadata {how}", file=".metadata", fqn=fqn)
+
+
+def _told(entry: Entry) -> object:
+    """What both files say of an entry. DCP turns every dict key into a string."""
+    path = tuple(str(key.value) if isinstance(key, DictKey) else key for key in entry.path)
+    if isinstance(entry, ValueEntry):
+        return path, (entry.file, entry.item_offset, entry.item_bytes), entry.transform
+    assert isinstance(entry, TensorEntry | OpaqueEntry)
+    chunks = {
+        name_of(one.offsets, one.sizes): (one.file, one.item_offset, one.item_bytes, one.transform)
+        for one in entry.chunks
+    }
+    return path, entry.dtype, entry.shape, chunks

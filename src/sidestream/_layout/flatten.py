@@ -1,0 +1,167 @@
+"""State dicts as flat lists of leaves, with the FQNs that DCP gives them."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from .._format.records import DictKey, Key
+from .._runtime.torch_probes import Stateful
+from ..errors import InvalidOption, KeyCollision, UnsafeObject
+
+__all__ = ["Ask", "Leaf", "LeafKind", "StatefulRoot", "is_mapping", "is_stateful", "is_value", "leaves_of"]
+
+_MAX_DEPTH = 64
+
+LeafKind = Literal["tensor", "value", "empty"]
+
+
+class Leaf(NamedTuple):
+    """What stands at ``path``: a tensor, an empty dict, or a value. ``holder[slot]`` is where it can be replaced.
+
+    ``owner`` is the outermost ``Stateful`` object whose own state dict the leaf belongs to, by its position among
+    those met, or None. ``value`` is a ``StatefulRoot`` where such an object begins.
+    """
+
+    fqn: str
+    path: tuple[Key, ...]
+    value: Any
+    holder: Any = None
+    slot: Any = None
+    owner: int | None = None
+
+    @property
+    def kind(self) -> LeafKind:
+        if isinstance(self.value, torch.Tensor):
+            return "tensor"
+        return "empty" if type(self.value) is dict and not self.value else "value"
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulRoot:
+    """The object at this path; the leaves with its number as ``owner`` follow."""
+
+    number: int
+    instance: Stateful
+    versions: Any = None
+    """The ``_metadata`` of a module's state dict: which version of its layout it expects."""
+
+
+class Ask(Protocol):
+    """How objects and mappings are asked for what is in them."""
+
+    def state_dict(self, instance: Any) -> Any: ...
+
+    def items(self, mapping: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]: ...
+
+
+class _Directly:
+    def state_dict(self, instance: Any) -> Any:
+        return instance.state_dict()
+
+    def items(self, mapping: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
+        return mapping.items()
+
+
+class _Walk:
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
+        self.stateful = 0
+
+    def mapping(
+        self, value: Mapping[Any, Any], prefix: str, path: tuple[Key, ...], owner: int | None
+    ) -> Iterator[Leaf]:
+        for key, item in self.ask.items(value):
+            fqn = f"{prefix}.{key}" if prefix else str(key)
+            yield from self.item(item, fqn, (*path, _dict_key(key, fqn)), value, key, owner)
+
+    def item(
+        self, value: Any, fqn: str, path: tuple[Key, ...], holder: Any, slot: Any, owner: int | None
+    ) -> Iterator[Leaf]:
+        if isinstance(value, torch.Tensor):
+            yield Leaf(fqn, path, value, holder, slot, owner)
+            return
+        if len(path) > _MAX_DEPTH:
+            raise InvalidOption(
+                f"{fqn[:200]}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself"
+            )
+        if is_stateful(value):
+            own = self.ask.state_dict(value)
+            if owner is None:
+                owner, self.stateful = self.stateful, self.stateful + 1
+                yield Leaf(fqn, path, StatefulRoot(owner, value, getattr(own, "_metadata", None)), holder, slot)
+            value = own
+        if is_mapping(value) and value:
+            yield from self.mapping(value, fqn, path, owner)
+        elif isinstance(value, list) and not is_value(value):
+            for index, item in enumerate(value):
+                yield from self.item(item, f"{fqn}.{index}", (*path, index), value, index, owner)
+        else:
+            yield Leaf(fqn, path, {} if is_mapping(value) else value, holder, slot, owner)
+
+
+def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf]:
+    """The leaves of ``state`` in order; calls ``state_dict()`` of every ``Stateful`` object in it, or asks ``ask``.
+
+    Dicts are descended into, and lists that hold tensors, dicts or ``Stateful`` objects at some depth (DCP's rule); any
+    other value, tuples included, is one leaf. The FQN joins the keys with dots. Raises ``KeyCollision`` where two paths
+    have one FQN, ``UnsafeObject`` for a key that is not a string or a number, ``InvalidOption`` if it is no mapping.
+    """
+    if not isinstance(state, Mapping):
+        raise InvalidOption(
+            f"state is a mapping from names to tensors, values and objects with state_dict(), not a "
+            f'{type(state).__name__}; write {{"model": model}}'
+        )
+    seen: dict[str, tuple[Key, ...]] = {}
+    for leaf in _Walk(ask or _Directly()).mapping(state, "", (), None):
+        if isinstance(leaf.value, StatefulRoot):
+            yield leaf
+            continue
+        if leaf.fqn in seen:
+            raise KeyCollision(
+                f"{leaf.fqn!r} stands for two paths, {_spell(seen[leaf.fqn])} and {_spell(leaf.path)}: "
+                "DCP joins keys with dots and turns them into strings; rename one"
+            )
+        seen[leaf.fqn] = leaf.path
+        yield leaf
+
+
+# Asked first, because the questions "is it a Mapping, is it Stateful?" cost a microsecond or more each.
+_PLAIN = frozenset({bool, int, float, str, bytes, complex, tuple, list, dict, OrderedDict, set, type, type(None)})
+
+
+def is_stateful(value: Any) -> bool:
+    return type(value) not in _PLAIN and not isinstance(value, type) and isinstance(value, Stateful)
+
+
+def is_mapping(value: Any) -> bool:
+    kind = type(value)
+    return kind is dict or kind is OrderedDict or (kind not in _PLAIN and isinstance(value, Mapping))
+
+
+def is_value(items: list[Any]) -> bool:
+    """A list is one value unless something in it has to be descended into."""
+    return not any(
+        isinstance(item, torch.Tensor)
+        or is_mapping(item)
+        or (isinstance(item, list) and not is_value(item))
+        or is_stateful(item)
+        for item in items
+    )
+
+
+def _dict_key(key: Any, fqn: str) -> Key:
+    if type(key) is str:
+        return key
+    if key is None or type(key) in (int, bool) or (type(key) is float and math.isfinite(key)):
+        return DictKey(key)
+    raise UnsafeObject(f"{fqn}: a dict key of type {type(key).__name__}; keys are strings and numbers")
+
+
+def _spell(path: tuple[Key, ...]) -> str:
+    return "".join(f"[{key.value!r}]" if isinstance(key, DictKey) else f"[{key!r}]" for key in path)

@@ -1,0 +1,97 @@
+"""Which memory of this process a tensor of a template is, and which box of the whole tensor lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from .._runtime.torch_probes import has_shards, shard_runs, shards_held, tensor_class
+from ..errors import UnsupportedTensor
+from .ranges import Box
+
+__all__ = ["Local", "global_shape", "is_distributed", "locals_of"]
+
+
+class Local(NamedTuple):
+    """``tensor`` holds ``box`` of the tensor ``fqn``, or all of it."""
+
+    fqn: str
+    tensor: torch.Tensor
+    box: Box | None
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    return _is_dtensor(tensor) or _is_sharded(tensor) or has_shards(tensor)
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    kind = tensor_class("torch.distributed.tensor", "DTensor")
+    return kind is not None and isinstance(tensor, kind)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    kind = tensor_class("torch.distributed._shard.sharded_tensor", "ShardedTensor")
+    return kind is not None and isinstance(tensor, kind)
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    if has_shards(tensor) and not _is_dtensor(tensor):
+        return shards_held(tensor, "the target")[0]
+    return tuple(tensor.size())
+
+
+def locals_of(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[str, Local]]:
+    """The pieces of ``tensor`` that are here, by names of their own; the first one is called as the tensor is."""
+    if not is_distributed(tensor):
+        yield fqn, Local(fqn, tensor, None)
+        return
+    if _is_sharded(tensor):
+        pieces = _sharded_pieces(tensor)
+    else:
+        pieces = _dtensor_pieces(fqn, tensor) if _is_dtensor(tensor) else _held_pieces(fqn, tensor)
+    for number, (piece, box) in enumerate(pieces):
+        yield (fqn if not number else f"{fqn} (part {number})"), Local(fqn, piece, box)
+
+
+def _sharded_pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
+    for shard in tensor.local_shards():  # type: ignore[attr-defined]
+        offsets, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
+        if 0 not in sizes:
+            yield shard.tensor.detach(), Box(offsets, sizes)
+
+
+def _held_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
+    local = tensor.detach()
+    for offsets, sizes, begins in shards_held(tensor, fqn)[1]:
+        if 0 in sizes:
+            continue
+        piece = local
+        for dim, (begin, size) in enumerate(zip(begins, sizes, strict=True)):
+            piece = piece.narrow(dim, begin, size)
+        yield piece, Box(offsets, sizes)
+
+
+def _dtensor_pieces(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
+    if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+        raise UnsupportedTensor(f"{fqn}: cannot load into a DTensor with a Partial placement; redistribute() it first")
+    shape = tuple(tensor.shape)
+    runs = shard_runs(shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+    if runs is None:
+        return
+    with torch.no_grad():
+        local = tensor.to_local()  # type: ignore[attr-defined]
+    if 0 in shape:
+        yield local, Box((0,) * len(shape), shape)
+        return
+    boxes: list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]] = [(local, (), ())]
+    for dim, of_dim in enumerate(runs):
+        boxes = [
+            (piece.narrow(dim, at, size), (*offsets, start), (*sizes, size))
+            for piece, offsets, sizes in boxes
+            for start, size, at in of_dim
+        ]
+    for piece, offsets, sizes in boxes:
+        if 0 not in sizes:
+            yield piece, Box(offsets, sizes)

@@ -1,0 +1,392 @@
+"""A template (the state dict to load into) against a manifest: what to read where, or everything that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from .._format.records import DictKey, EmptyEntry, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .._runtime.threads import politely
+from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
+from ..errors import (
+    DtypeMismatch,
+    KindMismatch,
+    Mismatch,
+    MissingKeys,
+    ShapeMismatch,
+    UnexpectedKeys,
+    UnsupportedTensor,
+    printable,
+)
+from .ask import Answers
+from .cast import castable
+from .flatten import Leaf, StatefulRoot, leaves_of
+from .local_shards import Local, global_shape, is_distributed, locals_of
+from .prefixes import prefix_hint
+
+__all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
+
+PlainPath = tuple[str | int, ...]
+
+_ABSENT = "not in the checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulLoad:
+    """``instance`` receives everything that was saved below ``path``: ``entries``, by FQN. ``kept`` are the leaves of
+    its own state that were not saved and may keep their values.
+
+    ``integer_keys`` are the (plain) paths of dicts in the instance's own state whose keys are integers: DCP's files
+    have strings there.
+    """
+
+    instance: Stateful
+    fqn: str
+    versions: Any
+    path: tuple[Key, ...]
+    entries: Mapping[str, Entry]
+    kept: tuple[Leaf, ...]
+    integer_keys: frozenset[PlainPath]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to read where.
+
+    ``tensors``: FQN to the tensor that is overwritten in place, ``local`` the memory of this process that they are, by
+    name (of plain tensors the FQN), and ``leaders`` the first name of the same memory (tied tensors have one leader).
+    ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets a
+    new value. ``not_asked_for``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: what
+    ``strict=`` let pass.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    local: Mapping[str, Local]
+    leaders: Mapping[str, str]
+    new: tuple[str, ...]
+    values: tuple[tuple[Leaf, ValueEntry], ...]
+    statefuls: tuple[StatefulLoad, ...]
+    not_asked_for: tuple[str, ...]
+    missing: tuple[str, ...]
+    cast: tuple[str, ...]
+    ignored: tuple[str, ...]
+    unexpected: tuple[str, ...] = ()
+    """Found in the target's own keys, where other ranks may ask for them."""
+    opaque: tuple[str, ...] = ()
+    """FQNs that are requested and cannot be read. If there are any, nothing is changed."""
+
+
+@dataclass(slots=True)
+class _Findings:
+    """Offenders by kind, in the order in which they are told, and what is none because ``strict`` allows it."""
+
+    strict: frozenset[str]
+    offenders: dict[type[Mismatch], list[str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    opaque: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    """Names of leaves that are missing in the checkpoint, if that is an error."""
+    unexpected: list[str] | None = None
+    """Where other ranks may ask for what this one does not expect."""
+
+    def add(self, kind: type[Mismatch], line: str) -> None:
+        self.offenders.setdefault(kind, []).append(line)
+
+    def add_missing(self, fqn: str, what: str = _ABSENT) -> None:
+        if "partial" in self.strict:
+            self.missing.append(fqn)
+        else:
+            if what == _ABSENT:
+                self.absent.append(fqn)
+            self.add(MissingKeys, f"{fqn}: in the target, {what}")
+
+    def add_unexpected(self, fqn: str, where: str) -> None:
+        if "ignore_unexpected" in self.strict:
+            self.ignored.append(fqn)
+        elif self.unexpected is not None:
+            self.unexpected.append(fqn)
+        else:
+            self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
+
+    def raise_if_any(self, url: str, saved: Collection[str]) -> None:
+        """Raise an error if there are findings. ``saved`` are the names in the checkpoint."""
+        if not self.offenders:
+            return
+        lines = [line for found in self.offenders.values() for line in found]
+        kind = next(iter(self.offenders)) if len(self.offenders) == 1 else Mismatch
+        shown = [printable(line) for line in lines[:50]] + (
+            [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
+        )
+        text = "\n  ".join(shown)
+        hint = prefix_hint(self.absent, saved)
+        raise kind(
+            f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}"
+            + (f"\n{hint}" if hint else ""),
+            lines,
+        )
+
+
+def plain_path(path: tuple[Key, ...]) -> PlainPath:
+    """A path as DCP spells it: every dict key a string, list indices integers."""
+    return tuple(str(key.value) if isinstance(key, DictKey) else key for key in path)
+
+
+def match(
+    state: Mapping[str, Any],
+    answers: Answers,
+    manifest: Manifest,
+    url: str,
+    strict: frozenset[str],
+    *,
+    others: bool = False,
+) -> LoadPlan:
+    """Flatten the template and find its leaves in the checkpoint. Runs in a worker thread. ``others``: other ranks load
+    with this one, so what is unexpected here is noted and not an error.
+
+    Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
+    as far as ``strict`` does not let them pass.
+    """
+    leaves = list(politely(leaves_of(state, answers)))
+    findings = _Findings(strict, unexpected=[] if others else None)
+    roots = {leaf.value.number: leaf for leaf in leaves if isinstance(leaf.value, StatefulRoot)}
+    owned: dict[int, list[Leaf]] = {number: [] for number in roots}
+    tensors: dict[str, torch.Tensor] = {}
+    values: list[tuple[Leaf, ValueEntry]] = []
+    filled = _filled_by_others(leaves, manifest) if others else frozenset()
+    for leaf in politely(leaves):
+        if isinstance(leaf.value, StatefulRoot) or leaf.fqn in filled:
+            continue
+        if leaf.owner is not None:
+            owned[leaf.owner].append(leaf)
+        entry = manifest.entries.get(leaf.fqn)
+        if isinstance(leaf.value, torch.Tensor):
+            if _tensor_fits(leaf, entry, findings):
+                tensors[leaf.fqn] = leaf.value
+        elif leaf.owner is None:
+            _match_value(leaf, entry, manifest.exact, values, findings)
+    below = _claimed(manifest, roots, owned)
+    statefuls = [
+        _match_stateful(root, owned[number], below[number], manifest, findings) for number, root in roots.items()
+    ]
+    asked = {leaf.fqn for leaf in leaves} | {fqn for entries in below.values() for fqn in entries}
+    rest = _not_asked_for(manifest, asked, {str(key) for key, _ in answers.items(state)}, findings)
+    local = {name: one for fqn, tensor in politely(tensors.items()) for name, one in locals_of(fqn, tensor)}
+    leaders = _tied(local, manifest, findings)
+    _check_fresh(statefuls, tensors)
+    findings.raise_if_any(url, manifest.entries.keys())
+    new = [
+        fqn
+        for stateful in statefuls
+        if stateful is not None
+        for fqn, entry in politely(stateful.entries.items())
+        if isinstance(entry, TensorEntry) and fqn not in tensors
+    ]
+    return LoadPlan(
+        tensors=tensors,
+        local=local,
+        leaders=leaders,
+        new=tuple(new),
+        values=tuple(values),
+        statefuls=tuple(stateful for stateful in statefuls if stateful is not None),
+        not_asked_for=rest,
+        missing=tuple(findings.missing),
+        cast=tuple(findings.cast),
+        ignored=tuple(findings.ignored),
+        unexpected=tuple(findings.unexpected or ()),
+        opaque=tuple(findings.opaque),
+    )
+
+
+def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> frozenset[str]:
+    """Empty dicts of this rank that have something in them in the checkpoint: other ranks ask for that."""
+    empty = {
+        plain_path(leaf.path): leaf.fqn
+        for leaf in leaves
+        if leaf.owner is None and leaf.kind == "empty" and leaf.fqn not in manifest.entries
+    }
+    if not empty:
+        return frozenset()
+    paths = [plain_path(entry.path) for entry in politely(manifest.entries.values())]
+    return frozenset(
+        empty[path[:depth]] for path in politely(paths) for depth in range(1, len(path)) if path[:depth] in empty
+    )
+
+
+def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str, torch.Tensor]) -> None:
+    """What a sharded optimizer has not got yet would be read whole, on every rank."""
+    for stateful in statefuls:
+        if stateful is None or not isinstance(stateful.instance, torch.optim.Optimizer):
+            continue
+        if not any(is_distributed(one) for group in stateful.instance.param_groups for one in group["params"]):
+            continue
+        for fqn, entry in stateful.entries.items():
+            if isinstance(entry, TensorEntry) and entry.shape and fqn not in tensors:
+                raise UnsupportedTensor(
+                    f"{fqn}: the optimizer of sharded parameters has no such state yet, and nobody knows how it is to "
+                    "be sharded: load what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict() gives "
+                    "instead of the optimizer"
+                )
+
+
+def _not_asked_for(manifest: Manifest, asked: set[str], top: set[str], findings: _Findings) -> tuple[str, ...]:
+    """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for."""
+    rest = []
+    for fqn, entry in politely(manifest.entries.items()):
+        if fqn in asked:
+            continue
+        if str(plain_path(entry.path)[0]) in top:
+            findings.add_unexpected(fqn, "target")
+        else:
+            rest.append(fqn)
+    return tuple(rest)
+
+
+def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
+    tensor = leaf.value
+    distributed = is_distributed(tensor)
+    for part in [local.tensor for _, local in locals_of(leaf.fqn, tensor)] if distributed else [tensor]:
+        check_tensor(part, leaf.fqn, "load into")
+    if entry is None:
+        findings.add_missing(leaf.fqn)
+    elif isinstance(entry, OpaqueEntry):
+        findings.opaque.append(leaf.fqn)
+    elif not isinstance(entry, TensorEntry):
+        findings.add(KindMismatch, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
+    elif global_shape(tensor) != entry.shape:
+        findings.add(ShapeMismatch, f"{leaf.fqn}: shape {global_shape(tensor)} in the target, {entry.shape} saved")
+    elif not distributed and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        findings.add(Mismatch, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it")
+    else:
+        return _dtype_fits(leaf.fqn, dtype_name(tensor.dtype), entry.dtype, findings)
+    return False
+
+
+def _dtype_fits(fqn: str, here: str, saved: str, findings: _Findings) -> bool:
+    if here == saved:
+        return True
+    if "cast" in findings.strict and castable(saved, here):
+        findings.cast.append(fqn)
+        return True
+    remedy = "which torch does not convert into it" if "cast" in findings.strict else 'strict={"cast"} converts'
+    findings.add(DtypeMismatch, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
+    return False
+
+
+def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: _Findings) -> dict[str, str]:
+    """The leader of each tensor. Tied ones must have been saved with the same bytes (of other writers that is only
+    known when they are read); row-major ones that overlap otherwise would be read over each other."""
+    first: dict[object, str] = {}
+    leaders: dict[str, str] = {}
+    extents: list[tuple[int, int, str]] = []
+    exact = manifest.exact and not manifest.ranks
+    for fqn, (_, tensor, box) in politely(tensors.items()):
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box) if tensor.numel() else fqn
+        leaders[fqn] = leader = first.setdefault(view, fqn)
+        if leader != fqn and exact and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
+            findings.add(Mismatch, f"{fqn}: shares its memory with {leader}, but they were saved with different values")
+        if leader == fqn and tensor.numel() and tensor.is_contiguous():
+            extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, fqn))
+    extents.sort()
+    for (_, end, fqn), (start, _, other) in pairwise(extents):
+        if start < end:
+            findings.add(Mismatch, f"{other}: overlaps with {fqn} in the memory of the target; clone() one of them")
+    return leaders
+
+
+def _content(entry: Entry) -> object:
+    assert isinstance(entry, TensorEntry)
+    return [(chunk.offsets, chunk.sizes, chunk.crcs) for chunk in entry.chunks]
+
+
+def _match_stateful(
+    root: Leaf, leaves: list[Leaf], below: dict[str, Entry], manifest: Manifest, findings: _Findings
+) -> StatefulLoad | None:
+    """What an object is handed of what is ``below`` it; the values that it misses are its own affair. None if that is
+    nothing, and may be."""
+    empty = [leaf for leaf in leaves if leaf.kind == "empty"]
+    if not manifest.exact:  # stock DCP has no entries for empty dicts; the object wants to see them all the same
+        ours = {plain_path(leaf.path) for leaf in empty}  # a file can choose the hashes of saved paths
+        paths = (plain_path(entry.path) for entry in politely(below.values()))
+        saved = {path[:depth] for path in paths for depth in range(len(path) + 1) if path[:depth] in ours}
+        below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
+    instance = root.value.instance
+    if not below:
+        findings.add_missing(root.fqn, "nothing of it in the checkpoint")
+        return None
+    known = {leaf.fqn for leaf in leaves}
+    tensors = {leaf.fqn for leaf in leaves if isinstance(leaf.value, torch.Tensor)}  # reported where they are compared
+    entries = below
+    if isinstance(instance, torch.nn.Module) and type(instance).load_state_dict is torch.nn.Module.load_state_dict:
+        entries = {}
+        for fqn, entry in politely(below.items()):
+            if fqn in known:
+                entries[fqn] = entry
+            else:
+                findings.add_unexpected(fqn, "module")
+    findings.opaque.extend(
+        fqn for fqn, entry in politely(entries.items()) if isinstance(entry, OpaqueEntry) and fqn not in tensors
+    )
+    kept = [leaf for leaf in leaves if leaf.fqn not in below] if "partial" in findings.strict else []
+    findings.missing.extend(leaf.fqn for leaf in kept if not isinstance(leaf.value, torch.Tensor))
+    versions, integer_keys = root.value.versions, _integer_keys(leaves)
+    return StatefulLoad(instance, root.fqn, versions, root.path, entries, tuple(kept), integer_keys)
+
+
+def _match_value(
+    leaf: Leaf, entry: Entry | None, exact: bool, values: list[tuple[Leaf, ValueEntry]], findings: _Findings
+) -> None:
+    """What a ``Stateful`` finds among its values is its own affair; only plain leaves come here."""
+    empty = leaf.kind == "empty"
+    if entry is None:
+        if exact or not empty:  # stock DCP has no entry for an empty dict
+            findings.add_missing(leaf.fqn)
+    elif isinstance(entry, OpaqueEntry):
+        findings.opaque.append(leaf.fqn)
+    elif isinstance(entry, ValueEntry) and not empty:
+        if isinstance(leaf.holder, MutableMapping | list):
+            values.append((leaf, entry))
+        else:
+            findings.add(Mismatch, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed")
+    elif not (isinstance(entry, EmptyEntry) and empty):
+        kinds = {TensorEntry: "a tensor", ValueEntry: "a plain value", EmptyEntry: "an empty dict"}
+        here = "an empty dict" if empty else f"a {type(leaf.value).__name__}"
+        findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {kinds[type(entry)]} in the checkpoint")
+
+
+def _claimed(
+    manifest: Manifest, roots: Mapping[int, Leaf], owned: Mapping[int, list[Leaf]]
+) -> dict[int, dict[str, Entry]]:
+    """For each ``Stateful`` all entries saved below its path, and those of its own leaves; where a writer left the
+    names without paths, these are found where the leaves are."""
+    below: dict[int, dict[str, Entry]] = {number: {} for number in roots}
+    if not roots:
+        return below
+    prefixes: dict[PlainPath, int] = {plain_path(root.path): number for number, root in roots.items()}
+    lengths = sorted({len(prefix) for prefix in prefixes})
+    own_leaves = {leaf.fqn: leaf for leaves in owned.values() for leaf in leaves}
+    for fqn, entry in politely(manifest.entries.items()):
+        path = plain_path(entry.path)
+        number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), None)
+        if number is not None:
+            below[number][fqn] = entry
+        elif (leaf := own_leaves.get(fqn)) is not None and leaf.owner is not None:
+            below[leaf.owner][fqn] = entry if manifest.exact else replace(entry, path=leaf.path)
+    return below
+
+
+def _integer_keys(leaves: list[Leaf]) -> frozenset[PlainPath]:
+    is_integer: Callable[[Key], bool] = lambda key: isinstance(key, DictKey) and type(key.value) is int  # noqa: E731
+    return frozenset(
+        plain_path(leaf.path[:depth])
+        for leaf in politely(leaves)
+        for depth, key in enumerate(leaf.path)
+        if is_integer(key)
+    )

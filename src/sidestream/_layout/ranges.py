@@ -1,0 +1,234 @@
+"""Which bytes of which file a tensor, or a box of it, needs, and what to do with them when they have arrived."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .._format.digest import DIGEST_BYTES
+from .._format.dtypes import itemsize
+from .._format.records import BLOCK_BYTES, Chunk, ForeignPayload, TensorEntry
+from .._runtime.threads import politely
+
+__all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "overlap", "overlaps", "plan_ranges"]
+
+PIECE_BYTES = 16 * BLOCK_BYTES
+_DIRECT_BYTES = 2 * BLOCK_BYTES  # verified one by one, as they arrive
+_BATCH_RANGES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: where it begins and how far it goes, in elements per dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """The range goes to byte ``start`` of the destination, whose memory is row-major."""
+
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes ``skip`` to ``skip + nbytes`` of the range go to byte ``start`` of the destination; the rest is read for
+    its checksum."""
+
+    start: int
+    skip: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """The range holds, from byte ``skip`` on, elements of ``shape`` and (element) ``strides``; box ``source`` of those
+    goes to the box of the destination that begins at ``target``."""
+
+    skip: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    source: Box
+    target: tuple[int, ...]
+
+
+Into: TypeAlias = Direct | Part | Scatter
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """``nbytes`` from ``offset`` of ``file``. With ``crcs`` the range begins at a block of its payload and holds whole
+    blocks; with ``crc`` it is a whole payload of a foreign writer; with neither it cannot be verified."""
+
+    fqn: str
+    file: str
+    offset: int
+    nbytes: int
+    into: Into
+    crcs: bytes | None = None
+    crc: int | None = None
+    digests: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Ranges of one file, by offset, that are read in one go."""
+
+    file: str
+    ranges: tuple[Range, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.ranges)
+
+
+def plan_ranges(
+    fqn: str,
+    entry: TensorEntry,
+    box: Box,
+    *,
+    row_major: bool,
+    foreign: dict[Chunk, ForeignPayload],
+    verified: bool = True,
+) -> Iterator[Range]:
+    """The ranges that fill a destination of ``box.sizes`` with that box of the tensor.
+
+    ``row_major`` says that the destination's memory can be read into. Of each chunk only the rows (along the first
+    dimension) that the box touches are read, extended to whole blocks of the checksum. Chunks in ``foreign`` have one
+    over everything, and are read whole, unless they are row-major and need not be ``verified``.
+    """
+    size = itemsize(entry.dtype)
+    for chunk in entry.chunks:
+        common = overlap(Box(chunk.offsets, chunk.sizes), box)
+        if common is None:
+            continue
+        source = Box(_minus(common.offsets, chunk.offsets), common.sizes)
+        target = _minus(common.offsets, box.offsets)
+        payload = foreign.get(chunk)
+        if payload is not None and (verified or not _is_row_major(payload, chunk, size)):
+            yield _foreign(fqn, chunk, payload, source, target, box, row_major, size)
+            continue
+        row_bytes = math.prod(chunk.sizes[1:]) * size
+        first = source.offsets[0] if source.offsets else 0
+        rows = source.sizes[0] if source.sizes else 1
+        start, end = first * row_bytes, (first + rows) * row_bytes
+        if row_major and common.sizes[1:] == chunk.sizes[1:] == box.sizes[1:]:
+            begin = target[0] * row_bytes if target else 0
+            yield from _straight(fqn, chunk, start, end, begin, math.prod(chunk.sizes) * size)
+        else:
+            yield from _scattered(fqn, chunk, source, target, row_bytes, math.prod(chunk.sizes) * size)
+
+
+def _straight(fqn: str, chunk: Chunk, start: int, end: int, begin: int, total: int) -> Iterator[Range]:
+    """Payload bytes ``start`` to ``end`` go to byte ``begin`` on; pieces end at block boundaries."""
+    position = start
+    while position < end:
+        block = position // BLOCK_BYTES * BLOCK_BYTES
+        if position != block or (end < block + BLOCK_BYTES and end < total):
+            stop = min(block + BLOCK_BYTES, end)
+            nbytes = min(BLOCK_BYTES, total - block)
+            into: Into = Part(begin + position - start, position - block, stop - position)
+            yield _range(fqn, chunk, block, nbytes, into)
+        else:
+            stop = min(position + _DIRECT_BYTES, end)
+            if stop < total:
+                stop = stop // BLOCK_BYTES * BLOCK_BYTES
+            yield _range(fqn, chunk, position, stop - position, Direct(begin + position - start))
+        position = stop
+
+
+def _scattered(
+    fqn: str, chunk: Chunk, source: Box, target: tuple[int, ...], row_bytes: int, total: int
+) -> Iterator[Range]:
+    """Rows through staging memory, in pieces of whole rows; each is extended to whole blocks."""
+    if not source.sizes:
+        yield _range(fqn, chunk, 0, total, Scatter(0, (), None, source, target))
+        return
+    per_piece = max(1, PIECE_BYTES // max(1, row_bytes))
+    for done in range(0, source.sizes[0], per_piece):
+        rows = min(per_piece, source.sizes[0] - done)
+        start = (source.offsets[0] + done) * row_bytes
+        block = start // BLOCK_BYTES * BLOCK_BYTES
+        end = min(total, -(-(start + rows * row_bytes) // BLOCK_BYTES) * BLOCK_BYTES)
+        piece = Box((0, *source.offsets[1:]), (rows, *source.sizes[1:]))
+        shape = (rows, *chunk.sizes[1:])
+        into = Scatter(start - block, shape, None, piece, (target[0] + done, *target[1:]))
+        yield _range(fqn, chunk, block, end - block, into)
+
+
+def _range(fqn: str, chunk: Chunk, start: int, nbytes: int, into: Into) -> Range:
+    assert chunk.payload_offset is not None  # foreign chunks are located before ranges are planned
+    first = start // BLOCK_BYTES
+    end = first + -(-nbytes // BLOCK_BYTES)
+    crcs = None if chunk.crcs is None else chunk.crcs[4 * first : 4 * end]
+    digests = None if chunk.digests is None else chunk.digests[DIGEST_BYTES * first : DIGEST_BYTES * end]
+    return Range(fqn, chunk.file, chunk.payload_offset + start, nbytes, into, crcs, digests=digests)
+
+
+def _foreign(
+    fqn: str,
+    chunk: Chunk,
+    payload: ForeignPayload,
+    source: Box,
+    target: tuple[int, ...],
+    box: Box,
+    row_major: bool,
+    size: int,
+) -> Range:
+    """The payload as a whole."""
+    assert chunk.payload_offset is not None
+    whole = source.sizes == chunk.sizes and source.sizes[1:] == box.sizes[1:]
+    into: Into
+    if row_major and whole and _is_row_major(payload, chunk, size):
+        into = Direct(target[0] * math.prod(chunk.sizes[1:]) * size if target else 0)
+    else:
+        into = Scatter(payload.first_element * size, chunk.sizes, payload.strides, source, target)
+    return Range(fqn, chunk.file, chunk.payload_offset, payload.payload_bytes, into, crc=payload.crc)
+
+
+def _is_row_major(payload: ForeignPayload, chunk: Chunk, size: int) -> bool:
+    """Whether its elements, and nothing else, lie there one after the other."""
+    return payload.strides is None and payload.payload_bytes == math.prod(chunk.sizes) * size
+
+
+def overlaps(chunk: Chunk, box: Box) -> bool:
+    """Whether some element of the chunk is in the box."""
+    return overlap(Box(chunk.offsets, chunk.sizes), box) is not None
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The elements that are in both; None if there are none."""
+    low = tuple(map(max, a.offsets, b.offsets))
+    high = tuple(
+        min(ao + size, bo + other) for ao, size, bo, other in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+    sizes = _minus(high, low)
+    return None if any(size <= 0 for size in sizes) else Box(low, sizes)
+
+
+def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+def batches(ranges: Iterable[Range]) -> list[Batch]:
+    """Group ranges by file and offset: many small ones are read in one go, a large one by itself. In a thread."""
+    by_file: dict[str, list[Range]] = {}
+    for one in politely(ranges):
+        by_file.setdefault(one.file, []).append(one)
+    result = []
+    for file, found in by_file.items():
+        found.sort(key=lambda one: one.offset)
+        current: list[Range] = []
+        nbytes = 0
+        for one in politely(found):
+            if current and (nbytes + one.nbytes > PIECE_BYTES or len(current) == _BATCH_RANGES):
+                result.append(Batch(file, tuple(current)))
+                current, nbytes = [], 0
+            current.append(one)
+            nbytes += one.nbytes
+        result.append(Batch(file, tuple(current)))
+    return result

@@ -1,0 +1,339 @@
+"""Who writes what: made on rank 0 from the tables of all ranks, for a thousand ranks in seconds.
+
+Ranks of one program mostly have the same rows, and rows mostly lie on the ranks in few ways. So rows are read once for
+each distinct table, and everything that needs thought is done once for each distinct way (a *pattern*) and not once for
+each tensor; what is done for each tensor of each rank is cutting and joining bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..._format.cover import TooIntricateError, find_overlap, volume
+from ..._format.dtypes import itemsize
+from ..._format.records import Key
+from ..._format.shared import Placed, Shared, SharedRow
+from ..._runtime.threads import politely
+from ...errors import InvalidOption, UnsupportedCheckpoint
+from .rank_table import Box, Row, boxes_of, unpack_boxes
+
+__all__ = ["Assignment", "Told", "assign"]
+
+_SPLIT_BYTES = 8 << 20
+"""A replica is cut into pieces of at least so many bytes, so that those who hold it share the writing."""
+_EVERY = 256
+_SHOWN = 10
+
+
+class Told(NamedTuple):
+    """What a rank has told of itself: which table it has (by digest) and its packed boxes."""
+
+    table: str
+    boxes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one rank is to write.
+
+    ``places[i]``: where row ``i`` of its table stands among the rows of all, -1 for an empty dict that has something in
+    it on another rank; None if all stand there where they are. ``pieces`` has, for those of its items (by number) that
+    it does not write as a whole, the first row and the number of rows to write, ``(0, 0)`` for none. ``values``: rows
+    whose value it writes.
+    """
+
+    places: tuple[int, ...] | None
+    pieces: Mapping[int, tuple[int, int]]
+    values: tuple[int, ...]
+
+    def pack(self) -> bytes:
+        pieces = [[item, *piece] for item, piece in self.pieces.items()]
+        return json.dumps([self.places, pieces, self.values], separators=(",", ":")).encode()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Assignment:
+        places, pieces, values = json.loads(raw)
+        found = {item: (first, rows) for item, first, rows in pieces}
+        return cls(None if places is None else tuple(places), found, tuple(values))
+
+
+class _Holder(NamedTuple):
+    """A box where it is: on ``rank``, as the ``ordinal``-th of row ``row`` of its table."""
+
+    rank: int
+    row: int
+    ordinal: int
+    box: Box
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rows that lie on the ranks in the same way. ``cohorts``: (table, row) of the first of them."""
+
+    row: Row
+    cohorts: tuple[tuple[int, int], ...]
+    joined: tuple[bytes, ...]
+    members: list[tuple[int, tuple[tuple[int, int], ...]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Assigning:
+    ranks: Sequence[Told]
+    tables: Sequence[Sequence[Row]]
+    cohorts: Sequence[Sequence[int]]
+    boxes: list[list[list[bytes]]]  # by table, rank within it, row
+    load: list[int]
+    pieces: list[dict[int, tuple[int, int]]]
+    values: list[list[int]]
+    table_of: list[int]
+    bases: dict[int, list[int]] = field(default_factory=dict)
+    orders: dict[tuple[int, int], dict[Box, Sequence[_Holder]]] = field(default_factory=dict)
+    turn: int = 0
+
+
+def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> tuple[Shared, list[Assignment]]:
+    """In a worker thread: what all ranks together save, and what each of them writes of it.
+
+    Each box is written once. Of boxes that several ranks have, large ones are cut along their first dimension and
+    shared, small ones go to whoever has least to write. Raises ``InvalidOption`` where ranks disagree about a name, or
+    hold only parts of a tensor together.
+    """
+    digests = list(dict.fromkeys(told.table for told in ranks))
+    cohorts = [[rank for rank, told in enumerate(ranks) if told.table == digest] for digest in digests]
+    boxes = [[boxes_of(ranks[rank].boxes) for rank in politely(cohort, 1)] for cohort in cohorts]
+    world = len(ranks)
+    work = _Assigning(
+        ranks, [tables[digest] for digest in digests], cohorts, boxes, [0] * world, [{} for _ in ranks],
+        [[] for _ in ranks], [digests.index(told.table) for told in ranks],
+    )  # fmt: skip
+    merged = _merge(work.tables)
+    groups, others = _groups(work, merged)
+    patterns: dict[tuple[object, ...], int] = {}
+    placed: list[tuple[Placed, ...]] = []
+    of_row: dict[int, int] = {}
+    by_size = sorted(groups, key=lambda group: -math.prod(group.row.shape) * itemsize(group.row.dtype))
+    for group in by_size:
+        _place_group(work, group, patterns, placed, of_row)
+    for number, where in others:
+        of_row[number] = min(work.cohorts[table][0] for table, _ in where)
+        work.values[of_row[number]].append(number)
+    rows = [
+        SharedRow(row.kind, row.fqn, row.path, row.dtype, row.shape, of_row.get(number, -1))
+        for number, (row, _) in enumerate(politely(merged.values(), _EVERY))
+    ]
+    return Shared(tuple(rows), tuple(placed)), list(_assignments(work, merged))
+
+
+def _merge(tables: Sequence[Sequence[Row]]) -> dict[str, tuple[Row, list[tuple[int, int]]]]:
+    """Each row, and where it stands in which tables. Raises ``InvalidOption`` where they differ about it."""
+    merged: dict[str, tuple[Row, list[tuple[int, int]]]] = {}
+    for table, rows in enumerate(tables):
+        for number, row in enumerate(politely(rows, _EVERY)):
+            first, where = merged.setdefault(row.fqn, (row, []))
+            if first[:5] != row[:5]:
+                raise InvalidOption(
+                    f"{row.fqn}: {_told(first)} to some ranks, {_told(row)} to others; rename one of them"
+                )
+            where.append((table, number))
+    return _without_shells(merged)
+
+
+def _without_shells(
+    merged: dict[str, tuple[Row, list[tuple[int, int]]]],
+) -> dict[str, tuple[Row, list[tuple[int, int]]]]:
+    """``merged`` without the empty dicts that other ranks have something in. Raises ``InvalidOption`` for a leaf that
+    is a container to other ranks, and for a dict that is a list to others."""
+    containers: dict[tuple[Key, ...], tuple[bool, str]] = {}  # whether it is a list, and what is in it
+    for row, _ in politely(merged.values(), _EVERY):
+        for depth in range(len(row.path) - 1, 0, -1):
+            path, is_list = row.path[:depth], type(row.path[depth]) is int
+            known, inner = containers.setdefault(path, (is_list, row.fqn))
+            if known != is_list:
+                raise InvalidOption(
+                    f"{inner} and {row.fqn}: a list to some ranks is a dict to others; rename one of them"
+                )
+            if inner != row.fqn:  # what is around it is known too
+                break
+    shells = []
+    for fqn, (row, _) in politely(merged.items(), _EVERY):
+        if row.path not in containers:
+            continue
+        if row.kind == "empty" and not containers[row.path][0]:
+            shells.append(fqn)
+        else:
+            raise InvalidOption(
+                f"{fqn}: {_told(row)} to some ranks, others have {containers[row.path][1]} in it; rename one of them"
+            )
+    for fqn in shells:
+        del merged[fqn]
+    return merged
+
+
+def _told(row: Row) -> str:
+    return f"a {row.dtype} of shape {row.shape}" if row.kind == "tensor" else f"a {row.kind} at {row.path}"
+
+
+def _groups(
+    work: _Assigning, merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]
+) -> tuple[list[_Group], list[tuple[int, list[tuple[int, int]]]]]:
+    found: dict[tuple[object, ...], _Group] = {}
+    others = []
+    for number, (row, where) in enumerate(politely(merged.values(), 8)):
+        if row.kind != "tensor":
+            if row.kind == "value":
+                others.append((number, where))
+            continue
+        joined = tuple(b"".join([each[at] for each in work.boxes[table]]) for table, at in where)
+        tables = tuple(table for table, _ in where)
+        key = (row.dtype, row.shape, tables, joined)
+        group = found.get(key)
+        if group is None:
+            group = found[key] = _Group(row, tuple(where), joined)
+        group.members.append((number, tuple(where)))
+    return list(found.values()), others
+
+
+def _place_group(
+    work: _Assigning,
+    group: _Group,
+    patterns: dict[tuple[object, ...], int],
+    placed: list[tuple[Placed, ...]],
+    of_row: dict[int, int],
+) -> None:
+    sets: dict[Box, list[_Holder]] = {}
+    for holder in _holders(work, group):
+        sets.setdefault(holder.box, []).append(holder)
+    _check_cover(group.row, list(sets))
+    size = itemsize(group.row.dtype)
+    shared = {box: holders for box, holders in sets.items() if len(holders) > 1}
+    for box, holders in sets.items():
+        if len(holders) == 1:
+            work.load[holders[0].rank] += math.prod(box[1]) * size * len(group.members)
+    for number, where in group.members:
+        chosen: dict[Box, tuple[Placed, ...]] = {}
+        for box, holders in shared.items():
+            order = _order(work, box, holders, where, several=len(shared) > 1)
+            chosen[box] = _share(work, box, order, size, where)
+        if shared:
+            work.turn += 1
+        key = (id(group), tuple(chosen.values()))
+        if key not in patterns:
+            patterns[key] = len(placed)
+            placed.append(
+                tuple(
+                    one
+                    for box, holders in sets.items()
+                    for one in chosen.get(box, (Placed(holders[0].rank, box[0], box[1]),))
+                )
+            )
+        of_row[number] = patterns[key]
+
+
+def _holders(work: _Assigning, group: _Group) -> Iterator[_Holder]:
+    ndim = len(group.row.shape)
+    for (table, row), joined in zip(group.cohorts, group.joined, strict=True):
+        position = 0
+        for rank in work.cohorts[table]:
+            end = position + 2
+            for ordinal, (after, box) in enumerate(unpack_boxes(joined, ndim, position)):
+                yield _Holder(rank, row, ordinal, box)
+                end = after
+            position = end
+
+
+def _check_cover(row: Row, boxes: Sequence[Box]) -> None:
+    try:
+        overlap = find_overlap(boxes)
+    except TooIntricateError:
+        raise UnsupportedCheckpoint(f"{row.fqn}: it is cut in a way that is too intricate to check") from None
+    if overlap:
+        first, second = (boxes[index] for index in overlap)
+        raise InvalidOption(
+            f"{row.fqn}: ranks hold boxes of it that overlap without being equal, {first} and {second}: is it one "
+            "tensor?"
+        )
+    if volume(boxes) != math.prod(row.shape):
+        raise InvalidOption(
+            f"{row.fqn}: the ranks that save hold {volume(boxes)} of its {math.prod(row.shape)} elements; save with a "
+            "process group that has all ranks of its mesh"
+        )
+
+
+def _order(
+    work: _Assigning, box: Box, holders: Sequence[_Holder], where: Sequence[tuple[int, int]], *, several: bool
+) -> Sequence[_Holder]:
+    """Who of ``holders`` is to write, the first one most of all. Where a tensor has ``several`` such boxes they take
+    turns: few ways to lie are worth more than the last byte of balance. Tied tensors go the same way, so that they are
+    one item."""
+    for table, row in where:
+        tie = work.tables[table][row].tie
+        known = work.orders.get((table, tie), {}).get(box) if tie >= 0 else None
+        if known is not None:
+            return known
+    if several:
+        order = [holders[(work.turn + n) % len(holders)] for n in range(len(holders))]
+    else:
+        order = sorted(holders, key=lambda holder: work.load[holder.rank])
+    for at in where:
+        work.orders.setdefault(at, {})[box] = order
+    return order
+
+
+def _share(
+    work: _Assigning, box: Box, order: Sequence[_Holder], size: int, where: Sequence[tuple[int, int]]
+) -> tuple[Placed, ...]:
+    """Which rows of ``box`` those in ``order`` write."""
+    nbytes = math.prod(box[1]) * size
+    rows = box[1][0] if box[1] else 0
+    count = max(1, min(len(order), rows, nbytes // _SPLIT_BYTES))
+    result = []
+    rows_in = dict(where)
+    first = 0
+    for n, holder in enumerate(order):
+        take = 0 if n >= count else rows * (n + 1) // count - rows * n // count
+        table = work.table_of[holder.rank]
+        item = _base(work, holder.rank, table)[rows_in[table]] + holder.ordinal
+        if count == 1:
+            if n:
+                work.pieces[holder.rank][item] = (0, 0)
+            else:
+                result.append(Placed(holder.rank, *box))
+        elif take:
+            work.pieces[holder.rank][item] = (first, take)
+            offsets, sizes = box
+            result.append(Placed(holder.rank, (offsets[0] + first, *offsets[1:]), (take, *sizes[1:])))
+        else:
+            work.pieces[holder.rank][item] = (0, 0)
+        work.load[holder.rank] += (nbytes // rows * take if rows else nbytes) if count > 1 else (0 if n else nbytes)
+        first += take
+    return tuple(result)
+
+
+def _base(work: _Assigning, rank: int, table: int) -> list[int]:
+    """The number of the first item of each row of a rank's table."""
+    if rank not in work.bases:
+        rows = work.boxes[table][work.cohorts[table].index(rank)]
+        bases, count = [], 0
+        for row in rows:
+            bases.append(count)
+            count += int.from_bytes(row[:2], "little")
+        work.bases[rank] = bases
+    return work.bases[rank]
+
+
+def _assignments(work: _Assigning, merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]) -> Iterator[Assignment]:
+    numbers = {fqn: number for number, fqn in enumerate(merged)}
+    places: list[tuple[int, ...] | None] = []
+    for rows in work.tables:
+        where = tuple(numbers.get(row.fqn, -1) for row in rows)
+        places.append(None if where == tuple(range(len(where))) else where)
+    fqns = list(merged)
+    own = [{row.fqn: at for at, row in enumerate(rows)} for rows in work.tables]
+    for rank in range(len(work.ranks)):
+        table = work.table_of[rank]
+        values = tuple(own[table][fqns[number]] for number in work.values[rank])
+        yield Assignment(places[table], work.pieces[rank], values)

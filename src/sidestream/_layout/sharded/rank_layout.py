@@ -1,0 +1,216 @@
+"""The plan of one rank's part of a save: what ``save.py`` plans for one process, for what was assigned to this rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ..._format.frame import Frame, frame_tensor, frame_value
+from ..._format.records import Chunk, Node
+from ..._format.shard import BlockSums, ShardLayout, lay_out
+from ..._format.values import pickle_node
+from ..._runtime.threads import politely
+from ..._runtime.torch_probes import view_key
+from ..._staging import Composite, ImageLayout, PlanCache
+from ...errors import InvalidOption
+from ..save_layout import SHARD_BYTES, window_bytes_for, window_copies
+from ..values import encode_value
+from .assign import Assignment
+from .rank_table import Box, LocalTable
+
+__all__ = ["EncodedValues", "RankLayout", "RankPlan", "encode_values", "lay_out_rank"]
+
+_EVERY = 128
+
+
+class _Place(NamedTuple):
+    """An item of the layout: which row of all it belongs to, its FQN, its box, and where it is."""
+
+    row: int
+    fqn: str
+    box: Box
+    shard: int
+    item: int
+
+
+class _Source(NamedTuple):
+    """Elements ``start`` to ``start + sizes`` of a local tensor; all of it if ``whole``."""
+
+    tensor: int
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedValues:
+    """The plain values of this rank, by row of its table. ``digests`` are equal where the values are."""
+
+    nodes: Mapping[int, Node]
+    digests: Mapping[int, str]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Where this rank's items go: used again as long as nothing changes. Holds no tensors."""
+
+    shards: tuple[ShardLayout, ...]
+    sources: tuple[_Source, ...]
+    places: tuple[_Place, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """As ``SavePlan``, for the files of one rank."""
+
+    rank: int
+    layout: RankLayout
+    images: tuple[ImageLayout, ...]
+    values: bytes
+    value_places: tuple[tuple[int, str, int, int, Node], ...]
+    """Row of all, FQN, offset, length, node."""
+
+    @property
+    def shards(self) -> tuple[ShardLayout, ...]:
+        return self.layout.shards
+
+    def without_sources(self) -> RankPlan:
+        return replace(self, images=())
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.values) + sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def files(self) -> dict[str, int]:
+        files = {self.values_file: len(self.values)} if self.values else {}
+        files.update((self.shard_file(index), shard.nbytes) for index, shard in enumerate(self.shards))
+        return files
+
+    @property
+    def values_file(self) -> str:
+        return f"__{self.rank}_0.distcp"
+
+    def shard_file(self, index: int) -> str:
+        return f"__{self.rank}_{index + 1}.distcp"
+
+    def chunks(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Iterator[tuple[int, str, Chunk]]:
+        """Row of all, FQN and chunk, given the checksums of each shard's blocks and what the files are called."""
+        for row, fqn, (offsets, sizes), shard, item in self.layout.places:
+            placed = self.shards[shard].items[item]
+            yield (
+                row,
+                fqn,
+                Chunk(
+                    offsets=offsets,
+                    sizes=sizes,
+                    file=names[self.shard_file(shard)],
+                    item_offset=placed.item_offset,
+                    item_bytes=placed.frame.item_bytes,
+                    payload_offset=placed.payload_offset,
+                    crcs=sums[shard].crcs[item],
+                    digests=sums[shard].digests[item] if sums[shard].digests else None,
+                ),
+            )
+
+
+def encode_values(table: LocalTable) -> EncodedValues:
+    """In a worker thread. Raises ``UnsafeObject``, naming the FQN."""
+    nodes: dict[int, Node] = {}
+    digests: dict[int, str] = {}
+    for number, leaf in politely(table.values.items(), _EVERY):
+        if isinstance(leaf.value, Composite):
+            raise InvalidOption(f"{leaf.fqn}: a tensor in place of a value")
+        node = nodes[number] = encode_value(leaf.value, leaf.fqn)
+        digests[number] = hashlib.blake2b(json.dumps(node).encode(), digest_size=8).hexdigest()
+    return EncodedValues(
+        nodes, digests, hashlib.blake2b("".join(digests.values()).encode(), digest_size=16).hexdigest()
+    )
+
+
+def lay_out_rank(
+    plans: PlanCache,
+    budget_bytes: int,
+    rank: int,
+    table: LocalTable,
+    values: EncodedValues,
+    agreement: str,
+    assignment: Assignment,
+) -> RankPlan:
+    """In a worker thread: the files of this rank. ``agreement`` is equal where the assignment is."""
+    total = sum(source.nbytes for source in table.sources)
+    window_bytes = window_bytes_for(total, budget_bytes)
+    key = ("rank", agreement, window_bytes, table.key)
+    layout = plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
+    tensors = [_tensor(table.sources[source.tensor], source) for source in politely(layout.sources, _EVERY)]
+    raw = bytearray()
+    places: list[tuple[int, str, int, int, Node]] = []
+    for number in assignment.values:
+        node = values.nodes[number]
+        item = frame_value(*pickle_node(node))
+        row = number if assignment.places is None else assignment.places[number]
+        places.append((row, table.held.rows[number].fqn, len(raw), len(item), node))
+        raw += item
+    return RankPlan(rank, layout, tuple(_images(layout, tensors)), bytes(raw), tuple(places))
+
+
+def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:
+    if piece.whole:
+        return source
+    for dim, (start, size) in enumerate(zip(piece.start, piece.sizes, strict=True)):
+        source = source.narrow(dim, start, size)
+    return source
+
+
+def _images(layout: RankLayout, tensors: Sequence[torch.Tensor]) -> Iterator[ImageLayout]:
+    numbers = range(len(tensors))
+    before = 0
+    for shard in layout.shards:
+        for window in politely(shard.windows, _EVERY):
+            copies = tuple(window_copies(shard, window, numbers, before, tensors))
+            yield ImageLayout(window.end - window.start, copies)
+        before += len(shard.items)
+
+
+def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> RankLayout:
+    rows, items = table.held.rows, table.held.items
+    sources: list[_Source] = []
+    frames: list[Frame] = []
+    known: dict[tuple[object, ...], int] = {}
+    taken: list[tuple[int, Box, int]] = []  # row of the table, box, number of the source
+    for number, item in enumerate(politely(items, _EVERY)):
+        offsets, sizes, start = *item.box, item.start
+        if number in assignment.pieces:
+            first, count = assignment.pieces[number]
+            if not count:
+                continue
+            offsets, sizes = (offsets[0] + first, *offsets[1:]), (count, *sizes[1:])
+            start = (start[0] + first, *start[1:])
+        tensor, dtype = table.sources[item.tensor], rows[item.row].dtype
+        whole = tuple(tensor.shape) == sizes
+        identity: tuple[object, ...] = (*view_key(tensor), start, sizes, dtype)
+        # One item is one box of one tensor: a local tensor saved by itself too is no tied tensor, readers refuse that.
+        identity = (*identity, rows[item.row].shape, offsets)
+        if not tensor.numel():
+            identity = (number,)
+        if identity not in known:
+            known[identity] = len(sources)
+            sources.append(_Source(item.tensor, start, sizes, whole))
+            frames.append(frame_tensor(dtype, sizes))
+        taken.append((item.row, (offsets, sizes), known[identity]))
+    shards = tuple(lay_out(politely(frames, _EVERY), SHARD_BYTES, window_bytes))
+    where = [(shard, item) for shard, layout in enumerate(shards) for item in range(len(layout.items))]
+    places = tuple(
+        _Place(row if assignment.places is None else assignment.places[row], rows[row].fqn, box, *where[source])
+        for row, box, source in politely(taken, _EVERY)
+    )
+    layout = [(place, shards[place.shard].items[place.item].item_offset) for place in places]
+    digest = hashlib.blake2b(repr(layout).encode(), digest_size=16).hexdigest()
+    return RankLayout(shards, tuple(sources), places, digest)

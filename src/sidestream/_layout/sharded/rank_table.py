@@ -1,0 +1,211 @@
+"""What one rank holds of a state dict: rows that other ranks may have too, and which boxes of them are here."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import struct
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..._format.dtypes import DTYPES
+from ..._format.records import DictKey, Key
+from ..._runtime.threads import politely
+from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
+from ..._staging import Captured, Composite, PlanCache, fingerprint
+from ...errors import Corrupt, UnsupportedTensor
+from ..flatten import Leaf, leaves_of
+
+__all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
+
+_EVERY = 128
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+class Row(NamedTuple):
+    """One leaf as it is known to all: ``kind`` is ``"tensor"``, ``"value"`` or ``"empty"``. ``tie`` is the row whose
+    memory this one shares on the rank that says so, or -1."""
+
+    kind: str
+    fqn: str
+    path: tuple[Key, ...]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    tie: int = -1
+
+
+class Item(NamedTuple):
+    """A box that is here: elements ``start`` to ``start + sizes`` of tensor number ``tensor`` among those captured for
+    saving (``LocalTable.sources``)."""
+
+    row: int
+    box: Box
+    tensor: int
+    start: tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """The cached part of a table: it depends on what the state dict looks like, not on what it holds."""
+
+    rows: tuple[Row, ...]
+    items: tuple[Item, ...]
+    raw_rows: bytes
+    raw_boxes: bytes
+    table: str
+    """Digest of the rows alone."""
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTable:
+    """``values`` has the leaf of each row of that kind, by row; ``sources`` the local tensors."""
+
+    held: Held
+    sources: Sequence[torch.Tensor]
+    values: dict[int, Leaf]
+    key: Hashable
+
+
+def local_table(plans: PlanCache, captured: Captured) -> LocalTable:
+    """In a worker thread. Raises ``UnsupportedTensor``, ``KeyCollision``, ``UnsafeObject``, naming the FQN."""
+    leaves = list(politely(leaves_of(captured.root), _EVERY))
+    sources: list[torch.Tensor] = []
+    shardings: list[Hashable] = []
+    for leaf in politely(leaves, _EVERY):
+        if isinstance(leaf.value, torch.Tensor):
+            sources.append(leaf.value)
+        elif isinstance(leaf.value, Composite):
+            if leaf.value.sharding is None or any(isinstance(part, Composite) for part in leaf.value.parts):
+                raise UnsupportedTensor(
+                    f"{leaf.fqn}: cannot save {leaf.value.kind}: save the tensors that it is made of, or a dense one"
+                )
+            sources.extend(leaf.value.tensors())
+            shardings.append(leaf.value.sharding.key)
+    kinds = tuple([type(leaf.value) for leaf in leaves])
+    key = (tuple([leaf.path for leaf in leaves]), kinds, tuple(shardings), fingerprint(politely(sources, _EVERY)))
+    held = plans.get(("table", key), lambda: _hold(leaves, sources, captured.held))
+    values = {number: leaf for number, leaf in enumerate(leaves) if held.rows[number].kind == "value"}
+    return LocalTable(held, sources, values, key)
+
+
+def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[int]) -> Held:
+    rows: list[Row] = []
+    items: list[Item] = []
+    known: dict[tuple[object, ...], int] = {}
+    number = 0  # of the next source
+    for leaf in politely(leaves, _EVERY):
+        value = leaf.value
+        if isinstance(value, (torch.Tensor, Composite)):
+            parts = [value] if isinstance(value, torch.Tensor) else list(value.tensors())
+            row, here = _tensor_row(leaf, parts, number, len(rows), copied)
+            identity = tuple(view_key(part) for part in parts if part.numel())
+            if identity:
+                tie = known.setdefault((identity, row.dtype, row.shape), len(rows))
+                row = row._replace(tie=-1 if tie == len(rows) else tie)
+            rows.append(row)
+            items.extend(here)
+            number += len(parts)
+        else:
+            rows.append(Row(leaf.kind, leaf.fqn, leaf.path))
+    raw_rows, raw_boxes = _pack_rows(rows), _pack_boxes(len(rows), items)
+    table = hashlib.blake2b(raw_rows, digest_size=16).hexdigest()
+    digest = hashlib.blake2b(table.encode() + raw_boxes, digest_size=16).hexdigest()
+    return Held(tuple(rows), tuple(items), raw_rows, raw_boxes, table, digest)
+
+
+def _tensor_row(
+    leaf: Leaf, parts: Sequence[torch.Tensor], number: int, row: int, copied: set[int]
+) -> tuple[Row, list[Item]]:
+    for part in parts:
+        check_tensor(part, leaf.fqn, held=bool(copied) and storage_key(part) in copied)
+    if isinstance(leaf.value, Composite):
+        assert leaf.value.sharding is not None
+        sharding = leaf.value.sharding
+        shape, places, dtype = sharding.shape, sharding.places(), dtype_name(sharding.dtype)
+    else:
+        shape, dtype = tuple(leaf.value.shape), dtype_name(leaf.value.dtype)
+        places = ((0, (0,) * len(shape), shape, (0,) * len(shape)),)
+    if dtype not in DTYPES:
+        raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
+    here = []
+    filled = 0 not in shape
+    for which, offsets, sizes, start in places:
+        if filled and 0 in sizes:
+            continue
+        local = parts[which].shape
+        if any(at + size > extent for at, size, extent in zip(start, sizes, local, strict=True)):
+            raise UnsupportedTensor(
+                f"{leaf.fqn}: its placements say that this rank has {sizes} of {shape}, but the local tensor has the "
+                f"shape {tuple(local)}"
+            )
+        here.append(Item(row, (offsets, sizes), number + which, start))
+    return Row("tensor", leaf.fqn, leaf.path, dtype, shape), here
+
+
+# --- as bytes, for rank 0 -------------------------------------------------------------------------------------------
+
+
+def _pack_rows(rows: Sequence[Row]) -> bytes:
+    return "\n".join(
+        json.dumps(
+            [row.kind, row.fqn, [{"key": key.value} if isinstance(key, DictKey) else key for key in row.path]]
+            + ([row.dtype, row.shape, row.tie] if row.kind == "tensor" else []),
+            separators=(",", ":"),
+        )
+        for row in politely(rows, _EVERY)
+    ).encode()
+
+
+def parse_rows(raw: bytes) -> list[Row]:
+    """What ``_pack_rows`` made on another rank."""
+    return [_parse_row(json.loads(line)) for line in politely(raw.decode().split("\n") if raw else [], _EVERY)]
+
+
+def _parse_row(line: list[Any]) -> Row:
+    kind, fqn, path, *rest = line
+    keys = tuple(DictKey(key["key"]) if isinstance(key, dict) else key for key in path)
+    if kind != "tensor":
+        return Row(kind, fqn, keys)
+    dtype, shape, tie = rest
+    return Row(kind, fqn, keys, dtype, tuple(shape), tie)
+
+
+def _pack_boxes(rows: int, items: Sequence[Item]) -> bytes:
+    """For each row how many boxes, and those; before it all where each row begins, so that rank 0 can cut the rows of a
+    thousand ranks apart without looking into them."""
+    of_row: list[list[Item]] = [[] for _ in range(rows)]
+    for item in items:
+        of_row[item.row].append(item)
+    starts, body = array("I", [0]), bytearray()
+    for here in politely(of_row, _EVERY):
+        body += struct.pack("<H", len(here))
+        for item in here:
+            body += struct.pack(f"<{2 * len(item.box[0])}q", *item.box[0], *item.box[1])
+        starts.append(len(body))
+    return struct.pack("<I", rows) + starts.tobytes() + body
+
+
+def boxes_of(raw: bytes) -> list[bytes]:
+    """The boxes of each row, still packed: equal bytes where the boxes are."""
+    (rows,) = struct.unpack_from("<I", raw)
+    starts = array("I", raw[4 : 4 + 4 * (rows + 1)])
+    body = raw[4 + 4 * (rows + 1) :]
+    if len(starts) != rows + 1 or starts[-1] != len(body):
+        raise Corrupt("what a rank says about its boxes is damaged")
+    return [body[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def unpack_boxes(packed: bytes, ndim: int, position: int) -> Iterator[tuple[int, Box]]:
+    """The boxes of one rank that begin at ``position`` of what was joined, and where each of them ends."""
+    (count,) = struct.unpack_from("<H", packed, position)
+    position += 2
+    for _ in range(count):
+        numbers = struct.unpack_from(f"<{2 * ndim}q", packed, position)
+        position += 16 * ndim
+        yield position, (numbers[:ndim], numbers[ndim:])

@@ -1,0 +1,94 @@
+"""What a captured state dict looks like, without its tensors and values: known again in a fraction of the time that it
+takes to walk and name its leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from .._runtime.threads import politely
+from .flatten import is_value, leaves_of
+
+__all__ = ["Outline", "outline_of"]
+
+_EVERY = 64
+_KEYS = frozenset({str})
+_NUMBERS = frozenset({str, int, bool, type(None)})  # floats that are equal may have different names: 0.0 and -0.0
+_TENSORS = frozenset({torch.Tensor})
+_LEAVES = frozenset({bool, int, float, str, bytes, complex, tuple, type(None), torch.Size, torch.dtype, torch.device})
+_TENSOR, _VALUE, _EMPTY, _DICT, _LIST = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """``key`` is equal for two state dicts only if they have the same leaves, by name, path and kind (a tensor, an
+    empty dict, a value), in the same order. ``tensors`` and ``values`` are those leaves, in order."""
+
+    key: tuple[Any, ...]
+    tensors: list[torch.Tensor]
+    values: list[Any]
+
+
+class _Unusual(Exception):
+    """Something that is better looked at by ``leaves_of``."""
+
+
+def outline_of(root: dict[Any, Any]) -> Outline:
+    """Of what ``capture`` made. In a worker thread. Raises what ``leaves_of`` raises, if it has to be asked."""
+    key: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    values: list[Any] = []
+    try:
+        _look(root, key, tensors, values, politely(repeat(None), _EVERY))
+    except _Unusual:
+        leaves = list(politely(leaves_of(root), _EVERY))
+        return Outline(
+            tuple([(leaf.fqn, leaf.path, leaf.kind) for leaf in politely(leaves, _EVERY)]),
+            [leaf.value for leaf in leaves if leaf.kind == "tensor"],
+            [leaf.value for leaf in leaves if leaf.kind == "value"],
+        )
+    return Outline(tuple(key), tensors, values)
+
+
+def _look(
+    node: dict[Any, Any], key: list[Any], tensors: list[torch.Tensor], values: list[Any], breath: Iterator[None]
+) -> None:
+    next(breath)
+    kinds = set(map(type, node))
+    key += (len(node), *node)
+    if not kinds <= _KEYS:
+        if not kinds <= _NUMBERS:
+            raise _Unusual
+        key += map(type, node)  # 1 and True are equal, and have different names
+    if _TENSORS.issuperset(map(type, node.values())):
+        key.append(_TENSORS)
+        tensors += node.values()
+    else:
+        _look_at(node.values(), key, tensors, values, breath)
+
+
+def _look_at(
+    items: Iterable[Any], key: list[Any], tensors: list[torch.Tensor], values: list[Any], breath: Iterator[None]
+) -> None:
+    for item in items:
+        kind = type(item)
+        if kind is torch.Tensor:
+            key.append(_TENSOR)
+            tensors.append(item)
+        elif kind is dict:
+            key.append(_DICT if item else _EMPTY)
+            if item:
+                _look(item, key, tensors, values, breath)
+        elif kind is list and not is_value(item):
+            key += (_LIST, len(item))
+            next(breath)
+            _look_at(item, key, tensors, values, breath)
+        elif kind is list or kind in _LEAVES:
+            key.append(_VALUE)
+            values.append(item)
+        else:
+            raise _Unusual

@@ -1,0 +1,97 @@
+"""A planner of the caller, asked step by step; what it raises is typed."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+
+from .._runtime.caller import surroundings
+from ..errors import InvalidOption, PlannerFailed, SidestreamError, indented
+
+__all__ = ["Asked", "asked_load_planner", "asked_save_planner", "local_save_plan", "packed", "unpacked"]
+
+
+_ANSWERS: dict[str, tuple[type, ...]] = {
+    "create_local_plan": (SavePlan, LoadPlan),
+    "create_global_plan": (list, tuple),
+    "finish_plan": (SavePlan, LoadPlan),
+    "resolve_tensor": (torch.Tensor,),
+}
+
+
+class Asked:
+    """A wrapper with the methods of ``planner``. Their exceptions become ``PlannerFailed``, except errors of
+    sidestream. They are called in worker threads, with the device and the modes of the thread that made the call."""
+
+    def __init__(self, planner: Any) -> None:
+        self.planner = planner
+        self._surroundings = surroundings()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.planner, name)
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            try:
+                answer = self._surroundings.run(partial(method, *args, **kwargs))
+                if name in _ANSWERS and not isinstance(answer, _ANSWERS[name]):
+                    raise PlannerFailed(f"{type(self.planner).__qualname__}.{name} returned a {type(answer).__name__}")
+                return answer
+            except SidestreamError:
+                raise
+            except Exception as error:
+                raise PlannerFailed(
+                    f"{type(self.planner).__qualname__}.{name} raised {type(error).__name__}: {indented(error)}"
+                ) from error
+
+        return ask
+
+
+def asked_save_planner(planner: Any) -> Asked:
+    """Raises ``InvalidOption`` for what is none."""
+    return _asked(planner, SavePlanner)
+
+
+def asked_load_planner(planner: Any) -> Asked:
+    """Raises ``InvalidOption`` for what is none."""
+    return _asked(planner, LoadPlanner)
+
+
+def _asked(planner: Any, kind: type) -> Asked:
+    if not isinstance(planner, kind):
+        raise InvalidOption(f"planner={planner!r} has to be a {kind.__name__} of torch.distributed.checkpoint")
+    return Asked(planner)
+
+
+def local_save_plan(asked: Asked, state: Any, url: str, *, first: bool) -> SavePlan:
+    """What this rank would save. ``first``: it is the one that merges the plans of all."""
+    if "storage_meta" in inspect.signature(asked.planner.set_up_planner).parameters:
+        asked.set_up_planner(state_dict=state, storage_meta=StorageMeta(checkpoint_id=url), is_coordinator=first)
+    else:  # a planner that was written for an early DCP
+        asked.set_up_planner(state, first)
+    plan: SavePlan = asked.create_local_plan()
+    return plan
+
+
+def packed(asked: Asked, plan: object) -> bytes:
+    """For another rank. Plans are classes of torch and of the planner's author, and travel as they do in DCP."""
+    try:
+        return pickle.dumps(plan)
+    except Exception as error:
+        raise PlannerFailed(
+            f"a plan of {type(asked.planner).__qualname__} cannot be sent to another rank: {error}"
+        ) from error
+
+
+def unpacked(asked: Asked, raw: bytes) -> Any:
+    """What a rank of this job has ``packed``, which shows the token of the group before it may say anything."""
+    try:
+        return pickle.loads(raw)
+    except Exception as error:
+        raise PlannerFailed(f"a plan of {type(asked.planner).__qualname__} cannot be read: {error}") from error

@@ -1,0 +1,221 @@
+"""Between Python values and ``Node``: what is safe as data, and nothing else."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import math
+import re
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from .._format.dtypes import DTYPES
+from .._format.records import Node
+from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
+from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name
+from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
+from .hashed import fill, set_of
+from .objects import NOTHING_ALLOWED, Allowed, lookup, rebuild, rebuild_member
+from .remedies import remedy_for
+
+__all__ = ["copy_value", "decode_value", "encode_value"]
+
+_INLINE_BYTES = 1 << 20
+_MAX_DEPTH = 64
+_JSON_INT = 1 << 63
+_NUMPY_KINDS = "biufc"
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
+
+
+def copy_value(value: Any) -> Any:
+    """A copy of a value that can be changed in place; what ``encode_value`` would refuse is left for it to refuse."""
+    numpy = sys.modules.get("numpy")
+    if type(value) in (set, frozenset, bytearray, io.BytesIO) or (
+        numpy is not None and isinstance(value, numpy.ndarray)
+    ):
+        return copy.deepcopy(value)
+    return value
+
+
+def encode_value(value: Any, fqn: str, depth: int = 0) -> Node:
+    """``value`` as data; the caller may change it afterwards.
+
+    Raises ``UnsafeObject``, naming ``fqn`` and the type, for anything but numbers, strings, bytes, None, tuples, lists,
+    dicts, sets, ``io.BytesIO``, ``torch.Size``, dtypes, devices, numpy numbers and arrays, and tensors of at most 1 MiB
+    inside those.
+    """
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value  # type: ignore[no-any-return]
+    if kind is int:
+        return value if -_JSON_INT <= value < _JSON_INT else {"int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if depth > _MAX_DEPTH:
+        raise UnsafeObject(f"{fqn}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself")
+    if kind in (list, tuple, set, frozenset):
+        return {kind.__name__: [encode_value(item, fqn, depth + 1) for item in value]}
+    if kind is dict or kind is OrderedDict:
+        name = "dict" if kind is dict else "ordered_dict"
+        pairs: list[Node] = [
+            [encode_value(key, fqn, depth + 1), encode_value(item, fqn, depth + 1)] for key, item in value.items()
+        ]
+        return {name: pairs}
+    return _encode_leaf(value, fqn)
+
+
+def _encode_leaf(value: Any, fqn: str) -> Node:
+    kind = type(value)
+    if kind is complex:
+        return {"complex": [encode_value(value.real, fqn), encode_value(value.imag, fqn)]}
+    if kind is bytes or kind is bytearray:
+        return {kind.__name__: _base64(value)}
+    if kind is io.BytesIO:
+        return _encode_bytes_io(value, fqn)
+    if kind is torch.Size:
+        return {"size": list(value)}
+    if kind is torch.dtype:
+        return {"dtype": dtype_name(value)}
+    if kind is torch.device:
+        return {"device": str(value)}
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, fqn)
+    numpy = sys.modules.get("numpy")  # whoever has not imported it has no array to save
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in _NUMPY_KINDS:
+        return _encode_numpy(value, fqn, numpy)
+    raise UnsafeObject(f"{fqn}: a {kind.__module__}.{kind.__qualname__} cannot be stored as data; {remedy_for(value)}")
+
+
+def _encode_bytes_io(value: io.BytesIO, fqn: str) -> Node:
+    """Encode the bytes and the position. A subclass or an object with attributes cannot be encoded."""
+    state: Any = value.__getstate__()  # vars() would create a dict
+    content, position, attributes = state
+    if attributes:
+        raise UnsafeObject(f"{fqn}: an io.BytesIO with attributes cannot be stored as data; save them separately")
+    if position > len(content):
+        raise UnsafeObject(
+            f"{fqn}: the position {position} of an io.BytesIO is beyond its {len(content)} bytes; seek() back"
+        )
+    return {"bytesio": [_base64(content), position]}
+
+
+def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
+    """A tensor inside a tuple or set, which DCP stores as one value: small enough to be copied here and now."""
+    check_tensor(tensor, fqn)
+    if not tensor.is_cpu:
+        raise UnsafeObject(f"{fqn}: a tensor on {tensor.device} inside a tuple or set; put it into a dict or a list")
+    name = dtype_name(tensor.dtype)
+    if name not in DTYPES:
+        raise UnsafeObject(f"{fqn}: torch cannot serialize a tensor of dtype {name}")
+    if tensor.nbytes > _INLINE_BYTES:
+        raise UnsafeObject(
+            f"{fqn}: a tensor of {tensor.nbytes} bytes inside a {'tuple or set'}; put it into a dict or a list, where "
+            f"it is streamed (inside values {_INLINE_BYTES} bytes are the limit)"
+        )
+    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return {"tensor": {"dtype": name, "shape": list(tensor.shape), "data": _base64(bytes(raw.tolist()))}}
+
+
+def _encode_numpy(value: Any, fqn: str, numpy: Any) -> Node:
+    if value.nbytes > _INLINE_BYTES:
+        raise UnsafeObject(f"{fqn}: a numpy array of {value.nbytes} bytes; save torch.from_numpy(array)")
+    if value.dtype.itemsize > 16 or value.dtype.char in "gG":
+        raise UnsafeObject(f"{fqn}: numpy's {value.dtype} differs between machines; convert it to float64")
+    data = _base64(numpy.ascontiguousarray(value).tobytes())
+    if isinstance(value, numpy.ndarray):
+        return {"ndarray": {"dtype": value.dtype.str, "shape": list(value.shape), "data": data}}
+    return {"numpy": {"dtype": value.dtype.str, "data": data}}
+
+
+def _base64(raw: bytes | bytearray) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Any:
+    """The value again, equal and of the same type, newly made. Raises ``Corrupt`` for a node that is not one;
+    ``UnsafeObject`` and ``UnsupportedCheckpoint`` for objects (see ``rebuild``)."""
+    try:
+        return _decode(node, allow)
+    except (UnsafeObject, UnsupportedCheckpoint) as error:
+        error.args = (f"{fqn}: {error.args[0]}",)
+        raise
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, Corrupt):
+            raise Corrupt(f"{fqn}: {error}", fqn=fqn) from None
+        raise Corrupt(
+            f"{fqn}: its value in the manifest is damaged ({type(error).__name__}: {error})", fqn=fqn
+        ) from None
+
+
+def _decode(node: Node, allow: Allowed) -> Any:
+    kind, content = node_kind(node)
+    if kind == "scalar":
+        return content
+    match kind:
+        case "list" | "tuple":
+            items = [_decode(item, allow) for item in content]
+            return items if kind == "list" else tuple(items)
+        case "set" | "frozenset":
+            elements = set_of([_decode(item, allow) for item in content])
+            return elements if kind == "set" else frozenset(elements)
+        case "dict" | "ordered_dict":
+            pairs = [(_decode(key, allow), _decode(value, allow)) for key, value in content]
+            return fill({} if kind == "dict" else OrderedDict(), pairs)
+        case "int":
+            return int(content, 16)
+        case "float":
+            return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
+        case "complex":
+            real, imaginary = content
+            return complex(_decode(real, allow), _decode(imaginary, allow))
+        case "bytes":
+            return node_bytes(content)
+        case "bytearray":
+            return bytearray(node_bytes(content))
+        case "bytesio":
+            raw, position = bytes_and_position(content)
+            stream = io.BytesIO(raw)
+            stream.seek(position)
+            return stream
+        case "size":
+            return torch.Size(content)
+        case "dtype":
+            return dtype_from_name(content)
+        case "device":
+            return torch.device(content)
+        case "tensor":
+            return _decode_tensor(content)
+        case "ndarray":
+            return _decode_numpy(content["dtype"], content["shape"], content["data"])
+        case "numpy":
+            return _decode_numpy(content["dtype"], [], content["data"])[()]
+        case "object":
+            return rebuild(content, lambda inner: _decode(inner, allow), allow)
+        case "type":
+            return lookup(content, allow)
+        case "member":
+            enum, member = content
+            return rebuild_member(enum, member, allow)
+    raise Corrupt(f"a value of the unknown kind {kind!r}")
+
+
+def _decode_tensor(content: Any) -> torch.Tensor:
+    dtype, shape, raw = check_inline_tensor(content)
+    if not raw:
+        return torch.empty(shape, dtype=dtype_from_name(dtype))
+    return torch.frombuffer(bytearray(raw), dtype=dtype_from_name(dtype)).reshape(shape)
+
+
+def _decode_numpy(dtype: str, shape: list[int], data: str) -> Any:
+    import numpy as np  # an optional dependency: only a checkpoint that holds arrays needs it
+
+    if type(dtype) is not str or _NUMPY_DTYPE.fullmatch(dtype) is None:
+        raise Corrupt(f"a numpy array of the kind {dtype!a:.40}")
+    kind = np.dtype(dtype)
+    if kind.kind not in _NUMPY_KINDS:
+        raise Corrupt(f"a numpy array of the kind {dtype!r}")
+    return np.frombuffer(node_bytes(data), dtype=kind).reshape(shape).copy()

@@ -1,0 +1,320 @@
+"""``open_checkpoint``: look into a checkpoint and take from it what is needed."""
+
+from __future__ import annotations
+
+import os
+from collections import ChainMap
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from .._format.records import EmptyEntry, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .._layout.assemble import assemble
+from .._layout.metadata import decode_metadata
+from .._layout.objects import Allowed, allowed_types
+from .._layout.ranges import Box
+from .._layout.select import selected
+from .._runtime.public import public
+from .._runtime.tasks import running_loop
+from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.torch_probes import dtype_from_name
+from .._storage import Location, Where, locate_directory
+from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
+from ..options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout
+from .api import NewTensors, new_tensors
+from .device_streams import Streams, streams_of
+from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
+from .open.manifest import open_manifest
+from .open.mmap import map_tensors
+from .reader import Reader, Wanted, whole
+from .verify import VerifyReport, verify_manifest
+
+__all__ = ["Checkpoint", "Memory", "TensorInfo", "open_checkpoint", "open_from"]
+
+Memory: TypeAlias = Literal["host", "mapped"] | torch.device
+"""Where tensors go: new memory of the host or of a device, or ``"mapped"``, the files' own pages."""
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A saved tensor: dtype, global shape, bytes. For a tensor that this version cannot read: the dtype and shape in
+    ``.metadata``, and the bytes of its items."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    nbytes: int
+
+
+@public
+async def open_checkpoint(
+    url: str | os.PathLike[str],
+    *,
+    verify: Verify = "always",
+    timeout_s: float = 600.0,
+    allow: Iterable[type] = (),
+    trust: Trust = "data",
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
+) -> Checkpoint:
+    """Read and validate what the checkpoint at ``url`` says about itself, and no payload.
+
+    ``timeout_s`` is for this call and for each one on the result, ``allow``, ``trust`` and the rest as for ``load``.
+    Raises ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``. The result holds nothing open and needs no
+    closing.
+    """
+    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    return await open_from(location, verify=verify, timeout_s=timeout_s, allow=allow, trust=trust)
+
+
+async def open_from(
+    location: Location, *, verify: Verify, timeout_s: float, allow: Iterable[type], trust: Trust
+) -> Checkpoint:
+    """``open_checkpoint`` of a resolved location."""
+    running_loop("open_checkpoint")
+    check_choice("verify", verify, Verify)
+    check_choice("trust", trust, Trust)
+    check_timeout(timeout_s)
+    allowed = allowed_types(allow)
+    location, manifest = await open_manifest(location, Deadline.after(timeout_s))
+    return Checkpoint(location, manifest, verify, timeout_s, allowed, trust)
+
+
+@public
+class Checkpoint(Mapping[str, TensorInfo | None]):
+    """What is in a checkpoint, by FQN: a ``TensorInfo`` for a tensor, None for a plain value."""
+
+    def __init__(
+        self,
+        location: Location,
+        manifest: Manifest,
+        verify: Verify,
+        timeout_s: float,
+        allow: Allowed,
+        trust: Trust = "data",
+    ) -> None:
+        self._location = location
+        self._manifest = manifest
+        self._verify: Verify = verify
+        self._timeout_s = timeout_s
+        self._allow = allow
+        self._trust: Trust = trust
+
+    @property
+    def url(self) -> str:
+        return self._location.url
+
+    @property
+    def save_id(self) -> str:
+        """The id of the save that wrote it; empty if another writer did."""
+        return self._manifest.save_id
+
+    @property
+    def step(self) -> int | None:
+        """The step of the run that it belongs to, if a ``Checkpointer`` wrote it."""
+        return self._manifest.step
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the user noted with ``metadata=``; empty if nothing."""
+        return decode_metadata(self._manifest.metadata)
+
+    def __getitem__(self, fqn: str) -> TensorInfo | None:
+        entry = self._entry(fqn)
+        if isinstance(entry, OpaqueEntry):
+            return _opaque_info(fqn, entry)
+        if not isinstance(entry, TensorEntry):
+            return None
+        dtype = dtype_from_name(entry.dtype)
+        shape = torch.Size(entry.shape)
+        return TensorInfo(dtype, shape, shape.numel() * dtype.itemsize)
+
+    def __iter__(self) -> Iterator[str]:
+        return (fqn for fqn, entry in self._manifest.entries.items() if not isinstance(entry, EmptyEntry))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def info(self, fqn: str) -> TensorInfo:
+        """Dtype and shape of a tensor. Raises ``MissingKeys``; ``InvalidOption`` if it is a plain value."""
+        info = self[fqn]
+        if info is None:
+            raise InvalidOption(f"{fqn} is a plain value; await value({fqn!r})")
+        return info
+
+    async def tensor(self, fqn: str, rows: slice | None = None, *, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
+
+        Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. Raises ``MissingKeys``,
+        ``InvalidOption`` for a slice with a step or a device that this machine does not have, ``UnsupportedCheckpoint``
+        for a tensor of a kind that this version does not read, ``Corrupt``. A cancel leaves nothing behind.
+        """
+        await self._refuse({fqn: one} if isinstance(one := self._entry(fqn), OpaqueEntry) else {})
+        info = self.info(fqn)
+        where = _device(device)
+        entry = self._manifest.entries[fqn]
+        assert isinstance(entry, TensorEntry)
+        box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
+
+        deadline = Deadline.after(self._timeout_s)
+        streams = await streams_of([where], deadline)
+
+        def new() -> torch.Tensor:
+            with streams.current():
+                return torch.empty(box.sizes, dtype=info.dtype, device=where)
+
+        target = await io_threads().run(new, deadline=deadline)
+        await self._read([Wanted(fqn, entry, box, target)], deadline, None, streams)
+        return target
+
+    async def value(self, fqn: str) -> Any:
+        """A plain value, or a tensor like ``tensor()``. Raises ``MissingKeys``, ``UnsafeObject`` (other writers)."""
+        entry = self._entry(fqn)
+        if isinstance(entry, TensorEntry | OpaqueEntry):
+            return await self.tensor(fqn)
+        return (await self._values({fqn: entry} if isinstance(entry, ValueEntry) else {})).get(fqn, {})
+
+    async def state_dict(
+        self,
+        *,
+        memory: Memory = "host",
+        progress: Progress | None = None,
+        select: str | Collection[str] | None = None,
+    ) -> dict[Any, Any]:
+        """Everything, nested as it was saved; tied tensors are tied again. ``select``: patterns of FQNs
+        (``"model.*"``), of which only what matches is read.
+
+        ``memory``: new memory of the ``"host"``, of a ``torch.device``, or ``"mapped"``: tensors over the files of a
+        checkpoint on this machine, without a copy. Mapped ones may be written to, which changes private copies of
+        their pages and never the file. Pages are read when they are first touched, by whoever touches them; with
+        ``verify="always"`` all are read and checked before this returns. Files that somebody cuts off later end the
+        process (SIGBUS). A tensor that does not lie in one piece, or is not aligned, is read into memory of its own:
+        in checkpoints of other writers that may be all of them.
+
+        A checkpoint of stock DCP says neither where it had empty containers nor which keys were integers.
+        ``progress(done, total)`` is called on the loop with bytes. Raises ``Corrupt``, ``InvalidOption``,
+        ``MissingKeys`` for a pattern that matches nothing, ``UnsupportedCheckpoint`` if a tensor of a kind that this
+        version does not read is requested. A cancel leaves nothing behind.
+        """
+        device = None if memory == "host" else _memory(memory)
+        deadline = Deadline.after(self._timeout_s)
+        entries = await io_threads().run(self._selected, select, deadline=deadline)
+        await self._refuse(await io_threads().run(opaque_entries, entries, deadline=deadline))
+        found, value_entries = await io_threads().run(sorted_out, entries, deadline=deadline)
+        fqns = found.keys()
+        values = await self._values(value_entries)
+        mapped = {}
+        if memory == "mapped":
+            with self._all_there():
+                mapped = await map_tensors(self._location, self._manifest, fqns, deadline)
+        streams = await streams_of([] if device is None else [device], deadline)
+
+        def prepare() -> NewTensors:
+            with streams.current():
+                new = new_tensors(entries, (fqn for fqn in fqns if fqn not in mapped), device)
+            if self._verify == "always":
+                new.wanted.extend(_verified(entries, mapped))
+            return new
+
+        new = await io_threads().run(prepare, deadline=deadline)
+        tensors = new.tensors
+        await self._read(new.wanted, deadline, progress, streams)
+        return await io_threads().run(_nested, entries, ChainMap(mapped, tensors, values), deadline=deadline)
+
+    async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
+        """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is."""
+        return await verify_manifest(self._location, self._manifest, Deadline.after(self._timeout_s), progress)
+
+    def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
+        entries = self._manifest.entries
+        return entries if select is None else {fqn: entries[fqn] for fqn in selected(entries, select, self.url)}
+
+    async def _refuse(self, opaque: Mapping[str, OpaqueEntry]) -> None:
+        """Raise an error for the first of these tensors, if there are any, with their number."""
+        if not opaque:
+            return
+        deadline = Deadline.after(self._timeout_s)
+        with self._all_there():
+            error = await why_opaque(self._location.store, self._location.name, *next(iter(opaque.items())), deadline)
+        others = f"; {len(opaque)} such tensors were requested: leave them out with select=" if len(opaque) > 1 else ""
+        error.args = (f"{self.url}: {error.args[0]}{others}",)
+        raise error
+
+    def _entry(self, fqn: str) -> Entry:
+        try:
+            return self._manifest.entries[fqn]
+        except KeyError:
+            raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
+
+    async def _read(
+        self, wanted: list[Wanted], deadline: Deadline, progress: Progress | None, streams: Streams
+    ) -> None:
+        reader = Reader(self._location.store, self._location.name, self._verify, deadline, progress, streams)
+        with self._all_there():
+            await reader.read(wanted, own=self._manifest.own)
+
+    @contextmanager
+    def _all_there(self) -> Iterator[None]:
+        """A file that was there when the checkpoint was opened, and is not any more."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self.url}: {error.filename} is missing") from error
+
+    async def _values(self, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
+        store, directory = self._location.store, self._location.name
+        deadline = Deadline.after(self._timeout_s)
+        with self._all_there():
+            return await read_values(store, directory, self._manifest, entries, deadline, self._allow, self._trust)
+
+
+def _opaque_info(fqn: str, entry: OpaqueEntry) -> TensorInfo:
+    try:
+        dtype = dtype_from_name(entry.dtype)
+    except KeyError:
+        raise UnsupportedCheckpoint(f"{fqn} has dtype {entry.dtype}, which this torch does not know") from None
+    return TensorInfo(dtype, torch.Size(entry.shape), sum(chunk.item_bytes for chunk in entry.chunks))
+
+
+def _device(device: object) -> torch.device:
+    try:
+        found: torch.device = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise InvalidOption(f"device={device!r} is no device: {error}") from None
+    if found.type == "meta":
+        raise InvalidOption('device="meta" has no memory to load into')
+    return found
+
+
+def _memory(memory: object) -> torch.device | None:
+    if memory == "mapped":
+        return None
+    if isinstance(memory, torch.device):
+        return _device(memory)
+    raise InvalidOption(f'memory={memory!r} has to be "host", "mapped" or a torch.device')
+
+
+def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) -> list[Wanted]:
+    """Return one read for each piece of mapped memory, to verify it."""
+    wanted: dict[int, Wanted] = {}
+    for fqn, tensor in politely(mapped.items()):
+        if id(tensor) not in wanted:
+            entry = entries[fqn]
+            assert isinstance(entry, TensorEntry)
+            wanted[id(tensor)] = Wanted(fqn, entry, whole(entry), None)
+    return list(wanted.values())
+
+
+def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any, Any]:
+    return assemble((entry.path, leaves.get(fqn, {})) for fqn, entry in politely(entries.items()))
+
+
+def _rows(fqn: str, shape: tuple[int, ...], rows: slice) -> Box:
+    if not shape or rows.step not in (None, 1):
+        raise InvalidOption(f"{fqn}: rows={rows} needs at least one dimension and no step")
+    start, stop, _ = rows.indices(shape[0])
+    return Box((start, *(0 for _ in shape[1:])), (max(0, stop - start), *shape[1:]))

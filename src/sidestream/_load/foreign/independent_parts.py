@@ -1,0 +1,146 @@
+"""Reading checkpoints whose ranks saved apart: nothing of them counts before all parts of one save are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..._format.checksum import crc32
+from ..._format.independent_parts import (
+    PartMarker,
+    find_part_marker,
+    missing_ranks,
+    part_manifest_name,
+    part_metadata_name,
+    whole,
+)
+from ..._format.manifest import parse_manifest
+from ..._format.marker import TAIL_BYTES
+from ..._format.rank_files import Replica, merge_ranks, ranks_among
+from ..._format.records import Manifest, ValueEntry
+from ..._format.values import is_stored
+from ..._runtime.threads import Deadline, io_threads, politely
+from ..._storage import Store
+from ...errors import Corrupt, Incomplete
+from ..reader import in_parallel
+from .manifests import read_file
+from .values import agree
+
+__all__ = ["check_sizes", "is_whole", "read_apart", "read_part", "read_part_markers"]
+
+
+async def read_part_markers(
+    store: Store, directory: str, names: Mapping[str, int], deadline: Deadline
+) -> dict[int, PartMarker | None]:
+    """What there is of each rank, among the files ``names``: None where another writer made it. Raises ``Corrupt``."""
+    ranks = await io_threads().run(ranks_among, names, deadline=deadline)
+    found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
+    queue = iter(ranks)
+
+    async def work() -> None:
+        for rank in queue:
+            name = f"{directory}/{part_metadata_name(rank)}"
+            found[rank] = find_part_marker(await store.read_tail(name, TAIL_BYTES, deadline=deadline), rank)
+
+    await in_parallel(work)
+    return found
+
+
+async def is_whole(store: Store, directory: str, names: Mapping[str, int], deadline: Deadline) -> bool:
+    """Whether it is a checkpoint in parts of ours. Raises ``Incomplete``, ``Corrupt``."""
+    ranks = await io_threads().run(ranks_among, names, deadline=deadline)
+    first = {part_metadata_name(rank): 0 for rank in ranks[:1]}
+    for one in (await read_part_markers(store, directory, first, deadline)).values():
+        if one is not None and one.world_size != len(ranks):  # the other parts would add no information
+            missing = await io_threads().run(missing_ranks, frozenset(ranks), one.world_size, deadline=deadline)
+            raise Incomplete(
+                f"the save {one.save_id!r} of {one.world_size} ranks, each by itself, is not whole: there are parts of "
+                f"{len(ranks)} ranks",
+                save_id=one.save_id,
+                missing=missing,
+            )
+    markers = await read_part_markers(store, directory, names, deadline)
+    return any(markers.values()) and bool(await io_threads().run(whole, markers, deadline=deadline))
+
+
+async def read_apart(
+    store: Store, directory: str, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None], deadline: Deadline
+) -> Manifest:
+    """The checkpoint that the parts make, not yet validated. Raises ``Incomplete``, ``Corrupt``."""
+    found = await io_threads().run(whole, markers, deadline=deadline)
+    read: dict[int, Manifest] = {}
+    queue = iter(found)
+
+    async def work() -> None:
+        for marker in queue:
+            read[marker.rank] = await read_part(store, directory, sizes, marker, deadline)
+
+    await in_parallel(work)
+    parts = [read[marker.rank] for marker in found]
+    manifest, replicas, files = await io_threads().run(_merged, parts, deadline=deadline)
+    for replica in replicas:
+        if not await agree(store, directory, replica, deadline):
+            raise _differ(replica.fqn)
+    return replace(
+        manifest,
+        save_id=found[0].save_id,
+        files=files,
+        metadata=parts[0].metadata,
+        planner="dcp",
+        parts=tuple(found),
+    )
+
+
+def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica], dict[str, int]]:
+    """Merge the parts. Also returns the items that remain to be compared byte by byte, and the files of all parts.
+    Raises ``Corrupt`` if the checksums of the parts differ."""
+    manifest, replicas = merge_ranks(parts)
+    files = {file: nbytes for part in politely(parts) for file, nbytes in part.files.items()}
+    left = []
+    for replica in politely(replicas):
+        first, other = replica.first, replica.other
+        if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
+            if first.node != other.node:
+                raise _differ(replica.fqn)
+            if is_stored(first.node):
+                left.append(replica)
+        elif isinstance(first, ValueEntry) or isinstance(other, ValueEntry) or first[1].crcs != other[1].crcs:
+            raise _differ(replica.fqn)
+    return manifest, left, files
+
+
+def _differ(fqn: str) -> Corrupt:
+    return Corrupt(
+        f"{fqn}: the ranks saved different values of it, so it has none as a whole; give what belongs to a rank a name "
+        "of its own, or load this checkpoint with torch.distributed.checkpoint, on as many ranks",
+        fqn=fqn,
+    )
+
+
+async def read_part(
+    store: Store, directory: str, sizes: Mapping[str, int], marker: PartMarker, deadline: Deadline
+) -> Manifest:
+    """The manifest of one rank. Raises ``Corrupt``."""
+    name = part_manifest_name(marker.rank, marker.id)
+    if sizes.get(name) != marker.manifest_bytes:
+        raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
+    raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
+
+    def parse() -> Manifest:
+        if crc32(raw) != marker.manifest_crc:
+            raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
+        manifest = parse_manifest(raw)
+        if not isinstance(manifest, Manifest) or manifest.save_id[: len(marker.id)] != marker.id:
+            raise Corrupt(f"{name} belongs to another save than the marker", file=name)
+        check_sizes(manifest.files, sizes)
+        return manifest
+
+    return await io_threads().run(parse, deadline=deadline)
+
+
+def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
+    """Raise ``Corrupt`` for a file that is missing or does not have the size that was saved. Called in a worker
+    thread."""
+    for file, nbytes in politely(saved.items()):
+        if found.get(file) != nbytes:
+            raise Corrupt(f"{file} has {found.get(file, 0)} bytes, but {nbytes} were saved", file=file)

@@ -1,0 +1,263 @@
+"""What a checkpoint of another writer says about itself, in each of the ways in which stock DCP says it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from ..._format.dcp.metadata import read_dcp_metadata
+from ..._format.file_kinds import HEAD_BYTES, other_kind
+from ..._format.marker import METADATA_NAME
+from ..._format.pickles.opaque import with_opaque_entries
+from ..._format.rank_files import is_rank_file, merge_ranks, rank_files
+from ..._format.records import Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..._format.safetensors.read import (
+    INDEX_NAME,
+    PREFIX_BYTES,
+    SUFFIX,
+    Header,
+    header_bytes,
+    locate_shards,
+    manifest_of_headers,
+    parse_header,
+    parse_index,
+    shards_of,
+)
+from ..._format.validate import check_item
+from ..._runtime.threads import Deadline, io_threads, politely
+from ..._storage import ReadRange, Store
+from ...errors import Corrupt, UnsupportedCheckpoint, allocating
+from .values import agree
+
+__all__ = [
+    "MOST_METADATA_BYTES",
+    "find_other_kind",
+    "is_foreign",
+    "read_file",
+    "read_foreign_manifest",
+    "read_safetensors_file",
+]
+
+
+_ONE_OF_MANY = re.compile(rf"(?!shard-)(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
+
+MOST_MANIFEST_BYTES = 1 << 32
+MOST_METADATA_BYTES = 1 << 30
+MOST_JSON_BYTES = 100_000_000
+_PIECE_BYTES = 16 << 20
+_PAGE_BYTES = 4096
+_EMPTY_PAGE = bytes(_PAGE_BYTES)
+_MOST_EMPTY_PAGES = 4096
+
+
+def is_foreign(sizes: Mapping[str, int]) -> bool:
+    """Whether a directory without ``.metadata`` is a checkpoint of another writer: of stock DCP with ranks that did not
+    communicate, or of safetensors files. A directory with a manifest is always an attempt of sidestream. Called in a
+    worker thread."""
+    ours = any(name.startswith("manifest-") for name in politely(sizes))
+    return not ours and any(name.endswith(SUFFIX) or is_rank_file(name) for name in sizes)
+
+
+async def read_foreign_manifest(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:
+    """Everything about the checkpoint in ``directory``, whose files have these ``sizes``; not yet validated.
+
+    Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``MissingExtra``.
+    """
+    threads = io_threads()
+    ranks = [] if METADATA_NAME in sizes else await threads.run(rank_files, sizes, deadline=deadline)
+    if METADATA_NAME in sizes:
+        manifest = await _read_metadata(store, directory, METADATA_NAME, sizes, deadline)
+    elif ranks:
+        manifest = await _read_ranks(store, directory, ranks, sizes, deadline)
+    else:
+        manifest = await _read_safetensors(store, directory, sizes, deadline)
+    return await threads.run(_with_files, manifest, sizes, deadline=deadline)
+
+
+async def _read_metadata(
+    store: Store, directory: str, name: str, sizes: Mapping[str, int], deadline: Deadline
+) -> Manifest:
+    threads = io_threads()
+    raw = await read_file(store, f"{directory}/{name}", sizes[name], deadline, most_bytes=MOST_METADATA_BYTES)
+    try:
+        manifest = await threads.run(_stock_metadata, raw, deadline=deadline)
+    except Corrupt as error:
+        error.file = error.file or name
+        raise
+    shards = await threads.run(_present_shards, manifest, sizes, deadline=deadline)
+    if not shards:
+        return manifest
+    headers = {file: await _read_header(store, directory, file, start, sizes[file], deadline) for file, start in shards}
+    return await threads.run(locate_shards, manifest, headers, deadline=deadline)
+
+
+def _stock_metadata(raw: bytearray) -> Manifest:
+    """Check the paths in ``planner_data``. DCP makes the FQN from the path by joining its steps with dots. Tensors are
+    found by name, so if the two differ the path was altered."""
+    manifest = read_dcp_metadata(raw)
+    for fqn, entry in politely(manifest.entries.items()):
+        if ".".join(map(str, entry.path)) != fqn:
+            raise Corrupt(
+                f"the path of {fqn!r} in planner_data does not match its name: {ascii(entry.path)[:200]}", fqn=fqn
+            )
+    return manifest
+
+
+def _present_shards(manifest: Manifest, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the shard files that are present. ``validate`` reports a shard file that is missing or whose name is not
+    plain."""
+    return [(file, start) for file, start in politely(shards_of(manifest, sizes).items()) if file in sizes]
+
+
+async def _read_ranks(
+    store: Store, directory: str, names: list[str], sizes: Mapping[str, int], deadline: Deadline
+) -> Manifest:
+    parts = [await _read_metadata(store, directory, name, sizes, deadline) for name in names]
+    manifest, replicas = await io_threads().run(merge_ranks, parts, deadline=deadline)
+    for replica in replicas:
+        for item in (replica.first, replica.other):
+            place = item if isinstance(item, ValueEntry) else item[1]
+            check_item(sizes, replica.fqn, place.file, place.item_offset, place.item_bytes)
+        if not await agree(store, directory, replica, deadline):
+            raise Corrupt(
+                f"{replica.fqn}: the ranks saved different values of it, so it has none as a whole; load this "
+                "checkpoint with torch.distributed.checkpoint, on as many ranks",
+                fqn=replica.fqn,
+            )
+    return manifest
+
+
+async def _read_safetensors(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:
+    threads = io_threads()
+    index = None
+    if INDEX_NAME in sizes:
+        nbytes = sizes[INDEX_NAME]
+        raw = await read_file(store, f"{directory}/{INDEX_NAME}", nbytes, deadline, most_bytes=MOST_JSON_BYTES)
+        index = await threads.run(parse_index, raw, deadline=deadline)
+        files = await threads.run(_files_of_index, index, sizes, deadline=deadline)
+    else:
+        files = await threads.run(_files_without_index, sizes, deadline=deadline)
+    headers = {file: await _read_header(store, directory, file, 0, sizes[file], deadline) for file in files}
+    return await threads.run(manifest_of_headers, headers, index, deadline=deadline)
+
+
+def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> list[str]:
+    files = sorted(set(index.values()))
+    for file in politely(files):
+        if file not in sizes:
+            raise Corrupt(f"{file!r} is listed in {INDEX_NAME} but is missing from the directory", file=file)
+    return files
+
+
+def _files_without_index(sizes: Mapping[str, int]) -> list[str]:
+    """Return the files of a directory without an index. The index is written last; if it is missing, the names of the
+    files say how many there should be. Ranks (shards in the names of stock DCP) need not each have a part of every
+    file."""
+    files = sorted(name for name in politely(sizes) if name.endswith(SUFFIX))
+    checked: set[tuple[str, str]] = set()
+    for name in politely(files):
+        match = _ONE_OF_MANY.fullmatch(name)
+        if match is None or (match[1], match[2]) in checked:
+            continue
+        checked.add((match[1], match[2]))
+        missing = next((one for one in _wanted(match[1], match[2]) if one not in sizes), None)
+        if missing is not None:
+            raise Corrupt(f"{name} is one of {int(match[2])} files, and {missing} is missing", file=missing)
+    return files
+
+
+def _wanted(stem: str, count: str) -> Iterator[str]:
+    """Return the expected names in order. The search for a missing name ends after at most as many steps as there are
+    files."""
+    return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in politely(range(1, int(count) + 1)))
+
+
+async def read_safetensors_file(
+    store: Store, directory: str, file: str, sizes: Mapping[str, int], deadline: Deadline
+) -> Manifest:
+    """One safetensors file as a checkpoint; not yet validated."""
+    header = await _read_header(store, directory, file, 0, sizes[file], deadline)
+    manifest = await io_threads().run(manifest_of_headers, {file: header}, None, deadline=deadline)
+    return replace(manifest, files={file: sizes[file]})
+
+
+async def _read_header(
+    store: Store, directory: str, file: str, start: int, file_bytes: int, deadline: Deadline
+) -> Header:
+    prefix = bytearray(PREFIX_BYTES)
+    begin = start + PREFIX_BYTES
+    try:
+        if start < 0 or begin > file_bytes:
+            raise Corrupt(f"{file} has {file_bytes} bytes, too few for safetensors at {start}", file=file)
+        await store.read(f"{directory}/{file}", [ReadRange(start, memoryview(prefix))], deadline=deadline)
+        nbytes = header_bytes(prefix, file_bytes - begin, file)
+        with allocating(f"reading the header of {file}"):
+            raw = bytearray(nbytes)
+        await store.read(f"{directory}/{file}", [ReadRange(begin, memoryview(raw))], deadline=deadline)
+        return await io_threads().run(parse_header, raw, begin + len(raw), file_bytes, file, deadline=deadline)
+    except Corrupt as error:
+        what = await find_other_kind(store, f"{directory}/{file}", file_bytes, deadline)
+        if what is None or start:
+            raise
+        raise UnsupportedCheckpoint(f"{file} is not a safetensors file: {what}") from error
+
+
+async def find_other_kind(store: Store, name: str, nbytes: int, deadline: Deadline) -> str | None:
+    """Say what kind of file this is, if it could not be read as its name suggests, and what to do with it; None if the
+    kind is unknown. Only its beginning is read."""
+    head = bytearray(min(nbytes, HEAD_BYTES))
+    await store.read(name, [ReadRange(0, memoryview(head))], deadline=deadline)
+    return other_kind(bytes(head), name)
+
+
+def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:
+    manifest = with_opaque_entries(manifest)
+    used = {file for entry in politely(manifest.entries.values()) for file in _files(entry)}
+    return replace(manifest, files={name: nbytes for name, nbytes in politely(sizes.items()) if name in used})
+
+
+def _files(entry: Entry) -> Iterator[str]:
+    if isinstance(entry, TensorEntry | OpaqueEntry):
+        yield from (chunk.file for chunk in entry.chunks)
+    elif isinstance(entry, ValueEntry):
+        yield entry.file
+
+
+async def read_file(
+    store: Store, name: str, nbytes: int, deadline: Deadline, *, most_bytes: int = MOST_MANIFEST_BYTES
+) -> bytearray:
+    """Read a whole file that describes other files and whose size is known, in pieces.
+
+    Raises ``Corrupt`` before reading if the file is larger than ``most_bytes``, and while reading if most of it is
+    empty, because a sparse file can have any size without using space. Raises ``OutOfMemory``.
+    """
+    if nbytes > most_bytes:
+        raise Corrupt(f"{name} has {nbytes} bytes, more than the limit of {most_bytes}", file=name)
+    content = _Content(name)
+    for start in range(0, nbytes, _PIECE_BYTES):
+        with allocating(f"reading {name}"):
+            piece = bytearray(min(_PIECE_BYTES, nbytes - start))
+        read = ReadRange(start, memoryview(piece), partial(content.take, piece))
+        await store.read(name, [read], deadline=deadline)
+    return content.raw
+
+
+class _Content:
+    """The bytes read from a file. The memory grows with the bytes that arrive and not with the size that the file
+    claims."""
+
+    def __init__(self, name: str) -> None:
+        self.raw = bytearray()
+        self._name = name
+        self._pages = self._empty = 0
+
+    def take(self, piece: bytearray) -> None:
+        """Take bytes as they arrive. Called in a thread of the store."""
+        for start in politely(range(0, len(piece), _PAGE_BYTES)):
+            self._pages += 1
+            self._empty += piece[start : start + _PAGE_BYTES] == _EMPTY_PAGE
+        if self._empty > max(_MOST_EMPTY_PAGES, self._pages // 2):
+            raise Corrupt(f"{self._name} consists mostly of zeros: it is sparse or damaged", file=self._name)
+        self.raw += piece

@@ -1,0 +1,541 @@
+"""Items that another writer (stock DCP) wrote: what only the items themselves say."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO, TypeAlias, TypeVar
+
+import torch
+
+from ..._format.checksum import crc32
+from ..._format.dtypes import itemsize
+from ..._format.pickles.values import ValueBudget
+from ..._format.rank_files import Replica
+from ..._format.records import Chunk, Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..._format.torch_zip.item import Records, open_tensor_item, open_value_item
+from ..._format.torch_zip.zip import TorchZip, is_older, is_zip
+from ..._format.transforms import UnpackBudget, require, unpack
+from ..._format.values import is_stored
+from ..._layout.objects import NOTHING_ALLOWED, Allowed
+from ..._layout.ranges import PIECE_BYTES
+from ..._layout.values import decode_value
+from ..._runtime.threads import Deadline, Threads, TorchThreads, io_threads, politely
+from ..._storage import ReadRange, Store
+from ...errors import Closed, Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
+from ...options import Trust
+
+__all__ = [
+    "MAX_VALUE_BYTES",
+    "Located",
+    "Opened",
+    "StoreFile",
+    "ValueBudgets",
+    "agree",
+    "check_item_records",
+    "check_opaque_item",
+    "ends_of",
+    "is_closed",
+    "locate_tensor",
+    "located_already",
+    "opaque_entries",
+    "open_ends",
+    "read_item",
+    "read_values",
+    "sorted_out",
+    "unpack_chunk",
+    "why_opaque",
+]
+
+Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
+"""A tensor whose chunks know where their payload begins, and what else the zips say about it."""
+
+Opened: TypeAlias = dict[Chunk, tuple[Chunk, ForeignPayload]]
+"""Chunks whose zips have been looked into, as they are without and with what those say."""
+
+_END_BYTES = 64 << 10
+_BARE = {"stored": "bytes"}  # bytes in a format of the planner
+MAX_VALUE_BYTES = 64 << 20
+"""The largest item of a value from another writer that is read."""
+_FEW_CHUNKS = 8
+_PARSING_THREADS = 4
+_LOOP_GRACE_S = 5.0
+
+T = TypeVar("T")
+
+
+async def read_values(
+    store: Store,
+    directory: str,
+    manifest: Manifest,
+    entries: Mapping[str, ValueEntry],
+    deadline: Deadline,
+    allow: Allowed = NOTHING_ALLOWED,
+    trust: Trust = "data",
+) -> dict[str, Any]:
+    """The plain values behind ``entries``: our manifest has them; other writers pickled them, which is decoded as data,
+    or with ``trust="pickle"`` unpickled. Neither way is ever tried after the other one has failed.
+
+    Raises ``UnsafeObject``, naming the FQN, for what is more than data and not of the types ``allow``; ``Corrupt``.
+    """
+    values, rest = await io_threads().run(_told_values, entries, manifest.own, deadline=deadline)
+    budgets = ValueBudgets()
+    for fqn, entry in rest.items():
+        values[fqn] = await _read_value(store, directory, fqn, entry, deadline, allow, trust, budgets)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class ValueBudgets:
+    """The size that all values read by one call may expand to together. A thread holds ``decoding`` while it
+    decodes."""
+
+    unpacked: UnpackBudget = field(default_factory=UnpackBudget)
+    parts: ValueBudget = field(default_factory=ValueBudget)
+    decoding: threading.Lock = field(default_factory=threading.Lock)
+
+
+def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[str, Any], dict[str, ValueEntry]]:
+    """Return the values that the manifest contains, and the entries of the others. Raises ``MissingExtra``."""
+    values: dict[str, Any] = {}
+    rest: dict[str, ValueEntry] = {}
+    for fqn, one in politely(entries.items()):
+        if one.told or (own and not is_stored(one.node)):
+            values[fqn] = decode_value(one.node, fqn)
+        else:
+            rest[fqn] = one
+    if any(one.transform for one in politely(rest.values())):
+        require()
+    return values, rest
+
+
+def sorted_out(entries: Mapping[str, Entry]) -> tuple[dict[str, TensorEntry], dict[str, ValueEntry]]:
+    """Return the tensors and the plain values. Called in a worker thread."""
+    tensors: dict[str, TensorEntry] = {}
+    values: dict[str, ValueEntry] = {}
+    for fqn, entry in politely(entries.items()):
+        if isinstance(entry, TensorEntry):
+            tensors[fqn] = entry
+        elif isinstance(entry, ValueEntry):
+            values[fqn] = entry
+    return tensors, values
+
+
+def opaque_entries(entries: Mapping[str, Entry]) -> dict[str, OpaqueEntry]:
+    """Return the tensors of a kind that this version does not read. Called in a worker thread."""
+    return {fqn: entry for fqn, entry in politely(entries.items()) if isinstance(entry, OpaqueEntry)}
+
+
+async def _read_value(
+    store: Store,
+    directory: str,
+    fqn: str,
+    entry: ValueEntry,
+    deadline: Deadline,
+    allow: Allowed,
+    trust: Trust,
+    budgets: ValueBudgets,
+) -> Any:
+    if entry.node == _BARE:
+        raise UnsafeObject(
+            f"{fqn}: a planner wrote it as bytes that are no value to anybody else; load it with "
+            "sidestream.dcp.StorageReader and that planner"
+        )
+    if entry.item_bytes > MAX_VALUE_BYTES:
+        raise Corrupt(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
+    raw = await read_item(store, directory, entry, deadline)
+    return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, budgets, deadline=deadline)
+
+
+def _open_value(
+    raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed, trust: Trust, budgets: ValueBudgets
+) -> Any:
+    with _about(entry, fqn):
+        content = budgets.unpacked.unpack(raw, MAX_VALUE_BYTES) if entry.transform else raw
+        if trust == "pickle":
+            return _unpickle(content)
+        node = open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts)
+    return decode_value(node, fqn, allow)
+
+
+def _unpickle(content: bytearray) -> Any:
+    """The one place where a file's own code may run: the caller has said that it may."""
+    if not is_older(content):
+        _check_records(content)  # torch does not verify checksums
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise UnsupportedCheckpoint(f"it cannot be unpickled here: {type(error).__name__}: {error}") from error
+
+
+async def locate_tensor(
+    store: Store,
+    directory: str,
+    fqn: str,
+    entry: TensorEntry,
+    deadline: Deadline,
+    *,
+    records: Records = "needed",
+) -> Located:
+    """Open the zip of each chunk that another writer wrote, to see where its payload begins and how it is laid out.
+
+    Chunks whose payload stands bare in the file are as they are; compressed ones are left out (``unpack_chunk``).
+    """
+    threads = io_threads()
+    few = len(entry.chunks) <= _FEW_CHUNKS  # done faster than a thread starts
+    opened: Opened = {}
+    for chunk in _closed(entry) if few else await threads.run(_closed, entry, deadline=deadline):
+        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
+        opened[chunk] = await threads.run(open_ends, fqn, entry, chunk, ends, records, deadline=deadline)
+    return _located(entry, opened) if few else await threads.run(_located, entry, opened, deadline=deadline)
+
+
+def located_already(
+    entries: Mapping[str, TensorEntry], opened: Opened
+) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
+    """Return the results of ``locate_tensor`` for the tensors whose zips need not be opened, and the other tensors.
+    Called in a worker thread."""
+    located: dict[str, Located] = {}
+    closed: dict[str, TensorEntry] = {}
+    for fqn, entry in politely(entries.items()):
+        if all(chunk in opened or not is_closed(chunk) for chunk in entry.chunks):
+            located[fqn] = _located(entry, opened)
+        else:
+            closed[fqn] = entry
+    return located, closed
+
+
+def _closed(entry: TensorEntry) -> list[Chunk]:
+    return [chunk for chunk in politely(entry.chunks) if is_closed(chunk)]
+
+
+def _located(entry: TensorEntry, opened: Opened) -> Located:
+    chunks: list[Chunk] = []
+    payloads: dict[Chunk, ForeignPayload] = {}
+    for chunk in politely(entry.chunks):
+        located = chunk
+        if chunk.transform:
+            continue
+        if chunk.told is not None:
+            payloads[chunk] = chunk.told
+        elif is_closed(chunk):
+            located, payloads[located] = opened[chunk]
+        chunks.append(located)
+    return replace(entry, chunks=tuple(chunks)), payloads
+
+
+def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> tuple[bytearray, Located]:
+    """The item of a compressed chunk as it was before, and the tensor with this chunk alone, located in that.
+
+    No more is made of it than the dtype and the shape of the chunk account for.
+    """
+    most_bytes = math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES
+    with _about(chunk, fqn):
+        content = unpack(raw, most_bytes)
+        item = replace(chunk, item_offset=0, item_bytes=len(content), transform=None)
+        located, payload = _open_chunk(entry, item, io.BytesIO(content))
+    return content, (replace(entry, chunks=(located,)), {located: payload})
+
+
+def _open_chunk(
+    entry: TensorEntry, chunk: Chunk, item: BinaryIO, records: Records = "needed"
+) -> tuple[Chunk, ForeignPayload]:
+    payload = open_tensor_item(item, chunk.item_bytes, records)
+    if payload.dtype != entry.dtype or tuple(payload.shape) != chunk.sizes:
+        found = f"a {payload.dtype} of shape {tuple(payload.shape)}"
+        raise Corrupt(f"{chunk.file} has {found}, .metadata says {entry.dtype} {chunk.sizes}")
+    located = replace(chunk, payload_offset=chunk.item_offset + payload.payload_offset)
+    plain = payload.storage_offset == 0 and torch.empty(chunk.sizes, device="meta").stride() == payload.strides
+    strides = None if plain else tuple(payload.strides)
+    return located, ForeignPayload(payload.crc32, payload.payload_bytes, strides, payload.storage_offset)
+
+
+async def check_item_records(
+    store: Store,
+    directory: str,
+    fqn: str,
+    entry: Entry,
+    item: Chunk | ValueEntry,
+    deadline: Deadline,
+    budgets: ValueBudgets,
+) -> bool:
+    """Read a whole item, verify its checksums and decode it as a load would, without building the value. Returns False
+    if it has no checksums.
+
+    Raises ``Corrupt`` in the same cases as a load: an item that is neither a zip nor in torch's older format is
+    damaged. Types that a load accepts only with ``allow`` are not checked. All calls for one checkpoint share
+    ``budgets``."""
+    if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
+        raise Corrupt(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
+    raw = await read_item(store, directory, item, deadline)
+
+    def check() -> bool:
+        with _about(item, fqn):
+            content = raw
+            if isinstance(item, Chunk) and isinstance(entry, TensorEntry):
+                content, _ = unpack_chunk(fqn, entry, item, raw)
+            elif item.transform:
+                content = budgets.unpacked.unpack(raw, MAX_VALUE_BYTES)
+            bare = isinstance(item, ValueEntry) and item.node == _BARE
+            if is_older(content) or (bare and not is_zip(content)):
+                return False
+            _check_records(content)
+            if isinstance(item, ValueEntry) and not bare:
+                with suppress(UnsafeObject), budgets.decoding:
+                    open_value_item(io.BytesIO(content), len(content), budget=budgets.parts)
+            return True
+
+    return await io_threads().run(check, deadline=deadline)
+
+
+def _check_records(content: bytearray) -> None:
+    TorchZip(io.BytesIO(content), len(content)).check()
+
+
+async def check_opaque_item(store: Store, directory: str, fqn: str, chunk: Chunk, deadline: Deadline) -> None:
+    """Read an item that only its writer can decode in pieces, and verify the checksums of all its records.
+
+    Compressed items are skipped."""
+    if chunk.transform:
+        return
+    item = StoreFile(store, f"{directory}/{chunk.file}", chunk.item_bytes, deadline, chunk.item_offset)
+
+    def check(file: BinaryIO) -> None:
+        with _about(chunk, fqn):
+            TorchZip(file, chunk.item_bytes).check()
+
+    await item.run(check, _END_BYTES)
+
+
+async def why_opaque(store: Store, directory: str, fqn: str, entry: OpaqueEntry, deadline: Deadline) -> SidestreamError:
+    """Return the error to raise when an ``OpaqueEntry`` is requested. Only the ends of its items are read: they show
+    whether the tensor is of a kind that this version does not read (``UnsupportedCheckpoint``) or damaged
+    (``Corrupt``)."""
+    tensor = TensorEntry(entry.path, entry.dtype, entry.shape, entry.chunks)
+    for chunk in entry.chunks:
+        if chunk.transform:
+            continue
+        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
+        try:
+            await io_threads().run(open_ends, fqn, tensor, chunk, ends, deadline=deadline)
+        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+            return error
+    return UnsupportedCheckpoint(
+        f"{fqn}: it was saved with dtype {entry.dtype}, which this version does not read; load it with "
+        "torch.distributed.checkpoint"
+    )
+
+
+@contextmanager
+def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
+    """What an item complains about, told with its name and place."""
+    try:
+        yield
+    except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+        error.args = (f"{fqn}: {error.args[0]} ({item.file}, byte {item.item_offset})",)
+        if isinstance(error, Corrupt):
+            error.file, error.fqn, error.offset = item.file, fqn, item.item_offset
+        raise
+
+
+async def read_item(store: Store, directory: str, item: Chunk | ValueEntry, deadline: Deadline) -> bytearray:
+    """All bytes of an item as they stand in the file."""
+    with allocating(f"reading an item of {item.file}"):
+        raw = bytearray(item.item_bytes)
+    await store.read(f"{directory}/{item.file}", [ReadRange(item.item_offset, memoryview(raw))], deadline=deadline)
+    return raw
+
+
+async def agree(store: Store, directory: str, replica: Replica, deadline: Deadline) -> bool:
+    """Whether two ranks wrote the same. Of tensors the checksums are compared, where the files have some."""
+    first, other = replica.first, replica.other
+    if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
+        return await _same_value(store, directory, replica.fqn, first, other, deadline)
+    if isinstance(first, ValueEntry) or isinstance(other, ValueEntry):
+        return False
+    one = await _digest(store, directory, replica.fqn, *first, deadline)
+    return one == await _digest(store, directory, replica.fqn, *other, deadline)
+
+
+async def _same_value(
+    store: Store, directory: str, fqn: str, first: ValueEntry, other: ValueEntry, deadline: Deadline
+) -> bool:
+    if max(first.item_bytes, other.item_bytes) > MAX_VALUE_BYTES:
+        raise Corrupt(f"{fqn}: a plain value of {first.item_bytes} bytes", file=first.file, fqn=fqn)
+    items = [await read_item(store, directory, entry, deadline) for entry in (first, other)]
+    return first.transform == other.transform and items[0] == items[1]
+
+
+async def _digest(
+    store: Store, directory: str, fqn: str, entry: TensorEntry, chunk: Chunk, deadline: Deadline
+) -> object:
+    if chunk.transform:
+        require()
+        raw = await read_item(store, directory, chunk, deadline)
+        _, (_, payloads) = await io_threads().run(unpack_chunk, fqn, entry, chunk, raw, deadline=deadline)
+        return next(iter(payloads.values()))
+    if chunk.payload_offset is None:
+        _, payloads = await locate_tensor(store, directory, fqn, replace(entry, chunks=(chunk,)), deadline)
+        return next(iter(payloads.values()))
+    crc = 0
+    for start in range(0, chunk.item_bytes, PIECE_BYTES):
+        nbytes = min(PIECE_BYTES, chunk.item_bytes - start)
+        part = replace(chunk, item_offset=chunk.item_offset + start, item_bytes=nbytes)
+        crc = await io_threads().run(crc32, await read_item(store, directory, part, deadline), crc, deadline=deadline)
+    return crc
+
+
+def is_closed(chunk: Chunk) -> bool:
+    """Whether its zip has to be opened to see where the payload is."""
+    return not chunk.transform and chunk.told is None and chunk.payload_offset is None
+
+
+def ends_of(chunk: Chunk) -> list[tuple[int, int]]:
+    """Where and how long is what has to be read of its zip: records stand before the payload, the directory behind."""
+    if chunk.item_bytes <= 4 * _END_BYTES:
+        return [(chunk.item_offset, chunk.item_bytes)]
+    return [(chunk.item_offset, _END_BYTES), (chunk.item_offset + chunk.item_bytes - _END_BYTES, _END_BYTES)]
+
+
+async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) -> list[bytes]:
+    ends = [(start, bytearray(nbytes)) for start, nbytes in ends_of(chunk)]
+    await store.read(name, [ReadRange(start, memoryview(raw)) for start, raw in ends], deadline=deadline)
+    return [bytes(raw) for _, raw in ends]
+
+
+def open_ends(
+    fqn: str, entry: TensorEntry, chunk: Chunk, ends: Sequence[bytes], records: Records = "needed"
+) -> tuple[Chunk, ForeignPayload]:
+    """What its zip says. Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``."""
+    item: BinaryIO = io.BytesIO(ends[0])
+    if len(ends) > 1:
+        item = io.BufferedReader(_Ends(ends[0], ends[1], chunk.item_bytes))
+    with _about(chunk, fqn):
+        return _open_chunk(entry, chunk, item, records)
+
+
+class _Seekable(io.RawIOBase):
+    """A file of ``nbytes`` to be read from anywhere; ``readinto`` is up to those who derive from it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = (0, self._position, self._nbytes)[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+
+class StoreFile(_Seekable):
+    """A readable view of ``nbytes`` of a file in a store, from ``start`` on, for code in a worker thread.
+
+    The loop on which this object was created reads the bytes, and ``run`` runs the code. A thread of the shared pool
+    must not wait for these reads, because they need a thread of that pool themselves.
+    """
+
+    def __init__(self, store: Store, name: str, nbytes: int, deadline: Deadline, start: int = 0) -> None:
+        super().__init__(nbytes)
+        self._store, self._name, self._deadline, self._start = store, name, deadline, start
+        self._loop = asyncio.get_running_loop()
+        self._failure: BaseException | None = None
+
+    async def run(self, parse: Callable[[BinaryIO], T], buffer_bytes: int) -> T:
+        """Run ``parse`` in a thread, with this file. Raises what reading the file raised, if it failed, and otherwise
+        what ``parse`` raises: parsers such as ``zipfile`` take a failed read for a damaged file."""
+
+        def work() -> T:
+            try:
+                with io.BufferedReader(self, buffer_bytes) as file:
+                    return parse(file)
+            except BaseException:
+                if self._failure is not None:
+                    raise self._failure from None
+                raise
+
+        return await _parsing_threads().run(work, deadline=self._deadline)
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        nbytes = max(0, min(len(buffer), self._nbytes - self._position))
+        if nbytes:
+            try:
+                self._read(memoryview(buffer)[:nbytes])
+            except BaseException as error:
+                self._failure = error
+                raise
+        self._position += nbytes
+        return nbytes
+
+    def _read(self, into: memoryview) -> None:
+        one = ReadRange(self._start + self._position, into)
+        read = self._store.read(self._name, [one], deadline=self._deadline)
+        try:
+            future = asyncio.run_coroutine_threadsafe(read, self._loop)
+        except RuntimeError as error:
+            read.close()
+            raise Closed(f"the event loop was closed while {self._name} was read") from error
+        try:
+            future.result(self._deadline.remaining_s() + _LOOP_GRACE_S)
+        except FileNotFoundError as error:
+            raise Corrupt(f"{self._name} was deleted while it was read") from error
+        except TimeoutError as error:
+            if isinstance(error, SidestreamError):
+                raise
+            raise self._deadline.exceeded(f"reading {self._name}") from error
+
+
+_parsing: Threads | None = None
+_parsing_lock = threading.Lock()
+
+
+def _parsing_threads() -> Threads:
+    """The threads of this process that parse files while the shared pool reads them."""
+    global _parsing
+    with _parsing_lock:
+        if _parsing is None:
+            _parsing = TorchThreads("sidestream-parse", _PARSING_THREADS)
+        return _parsing
+
+
+def _forget_after_fork() -> None:
+    global _parsing, _parsing_lock
+    _parsing, _parsing_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+class _Ends(_Seekable):
+    """A file of which only head and tail are there. Whoever reads what lies between finds zeros, and no zip."""
+
+    def __init__(self, head: bytes, tail: bytes, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._head, self._tail = head, tail
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        start = self._position
+        end = min(start + len(buffer), self._nbytes)
+        tail_at = self._nbytes - len(self._tail)
+        if start < len(self._head):
+            end = min(end, len(self._head))
+            piece = self._head[start:end]
+        elif start >= tail_at:
+            piece = self._tail[start - tail_at : end - tail_at]
+        else:
+            end = min(end, tail_at)
+            piece = bytes(max(0, min(end - start, _END_BYTES)))
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)

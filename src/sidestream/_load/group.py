@@ -1,0 +1,171 @@
+"""What one of several ranks reads of a checkpoint's description, and what they have to agree on before they read on."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from .._format.records import Manifest, ValueEntry
+from .._format.shared import Part, Root, join
+from .._format.validate import check_patterns, validate
+from .._group import Operation, Stopped
+from .._layout.match import LoadPlan
+from .._layout.ranges import Box, overlap
+from .._runtime.threads import Deadline, io_threads, politely
+from .._storage import Location
+from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
+from ..options import PerHost
+from .open.manifest import read_parts
+
+__all__ = ["agree_on", "outline", "read_needed", "stoppable"]
+
+T = TypeVar("T")
+
+
+async def outline(root: Manifest | Root, deadline: Deadline) -> Manifest:
+    """The checkpoint with everything that a template is compared with, and without the places of anything."""
+    if isinstance(root, Manifest):
+        return root
+    return await io_threads().run(_outline, root, deadline=deadline)
+
+
+def _outline(root: Root) -> Manifest:
+    return join(root, {}, ())
+
+
+async def read_needed(location: Location, root: Manifest | Root, plan: LoadPlan, deadline: Deadline) -> Manifest:
+    """The checkpoint as far as ``plan`` needs it, validated: the parts of those ranks that wrote some of it."""
+    if isinstance(root, Manifest):
+        return root
+    rows, ranks = await io_threads().run(_needed, root, plan, deadline=deadline)
+    parts = await read_parts(location.store, location.name, root, sorted(ranks), deadline)
+    return await io_threads().run(_join, root, parts, rows, deadline=deadline)
+
+
+def _needed(root: Root, plan: LoadPlan) -> tuple[set[int], set[int]]:
+    numbers = {row.fqn: number for number, row in enumerate(politely(root.shared.rows))}
+    rows: set[int] = set()
+    ranks: set[int] = set()
+    known: dict[tuple[int, Box | None], frozenset[int]] = {}
+    wanted: list[tuple[str, Box | None]] = [(one.fqn, one.box) for one in plan.local.values()]
+    wanted += [(fqn, None) for fqn in plan.new]
+    for fqn, box in politely(wanted):
+        number = numbers[fqn]
+        rows.add(number)
+        pattern = root.shared.rows[number].pattern
+        if (pattern, box) not in known:
+            known[pattern, box] = frozenset(
+                one.rank
+                for one in root.shared.patterns[pattern]
+                if box is None or overlap(Box(one.offsets, one.sizes), box) or 0 in box.sizes
+            )
+        ranks |= known[pattern, box]
+    for fqn in _values(plan):
+        ranks.add(root.shared.rows[numbers[fqn]].pattern)
+    return rows, ranks
+
+
+def _values(plan: LoadPlan) -> Iterable[str]:
+    yield from (leaf.fqn for leaf, _ in plan.values)
+    for stateful in plan.statefuls:
+        yield from (fqn for fqn, entry in stateful.entries.items() if isinstance(entry, ValueEntry))
+
+
+def _join(root: Root, parts: Mapping[int, Part], rows: set[int]) -> Manifest:
+    manifest = join(root, parts, rows)
+    check_patterns(root, rows)
+    validate(manifest, partly=True)
+    return manifest
+
+
+async def agree_on(
+    operation: Operation, manifest: Manifest, plan: LoadPlan, url: str, per_host: PerHost | None
+) -> None:
+    """Every rank has found what it needs, in the same checkpoint; and what one does not expect another one asks for.
+
+    Raises ``Stopped``; on rank 0 ``NotShared``, ``UnexpectedKeys`` and ``InvalidOption``."""
+    unexpected, asked = await io_threads().run(_masks, manifest, plan, deadline=operation.deadline)
+    part = {"save_id": manifest.save_id, "entries": len(manifest.entries)}
+    memory = None if per_host is None else per_host.memory_bytes
+    mine = json.dumps({**part, "host": memory, "unexpected": _text(unexpected), "asked": _text(asked)}).encode()
+
+    async def decide(parts: Sequence[bytes]) -> bytes:
+        told = [json.loads(one) for one in parts]
+        for rank, one in enumerate(told):
+            if one.get("planner"):
+                raise InvalidOption(f"ranks that load together all give planner=, or none: rank {rank} gives one")
+            if {name: one[name] for name in part} != part:
+                raise NotShared(2, f"rank {rank} reads another checkpoint at this URL than rank 0", url)
+            if one["host"] != memory:
+                raise InvalidOption(f"ranks that load together have to say the same: reading= differs on rank {rank}")
+        _check_unexpected(told, manifest)
+        return b""
+
+    await operation.aexchange("match", mine, decide)
+
+
+def _masks(manifest: Manifest, plan: LoadPlan) -> tuple[int, int]:
+    """As sets of bits, by the position of the entry."""
+    found = set(plan.unexpected)
+    outside = set(plan.not_asked_for)
+    bits = bytearray(len(manifest.entries) // 8 + 1), bytearray(len(manifest.entries) // 8 + 1)
+    for position, fqn in enumerate(politely(manifest.entries)):
+        if fqn in found:
+            bits[0][position // 8] |= 1 << position % 8
+        elif fqn not in outside:
+            bits[1][position // 8] |= 1 << position % 8
+    unexpected, asked = (int.from_bytes(one, "little") for one in bits)
+    return unexpected, asked
+
+
+def _text(mask: int) -> str:
+    return base64.b64encode(mask.to_bytes(mask.bit_length() // 8 + 1, "little")).decode()
+
+
+def _check_unexpected(told: Sequence[Mapping[str, Any]], manifest: Manifest) -> None:
+    unexpected = asked = 0
+    for one in told:
+        unexpected |= int.from_bytes(base64.b64decode(one["unexpected"]), "little")
+        asked |= int.from_bytes(base64.b64decode(one["asked"]), "little")
+    rest = unexpected & ~asked
+    if rest:
+        lines = [
+            f"{fqn}: in the checkpoint, not in the target of any rank"
+            for position, fqn in enumerate(manifest.entries)
+            if rest >> position & 1
+        ]
+        shown = [printable(line) for line in lines[:50]] + (
+            [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
+        )
+        text = "\n  ".join(shown)
+        raise UnexpectedKeys(f"the target does not fit the checkpoint (nothing was changed):\n  {text}")
+
+
+async def stoppable(operation: Operation, work: Coroutine[Any, Any, T]) -> T:
+    """Do ``work``, and stop it when another rank cannot go on: then ``Stopped`` is raised."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(task.cancel)
+
+    operation.on_stop(stop)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as cancel:
+            cancelled = cancel
+            task.cancel()
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()
+        raise cancelled
+    if task.cancelled():
+        raise Stopped
+    return task.result()

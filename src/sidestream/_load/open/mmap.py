@@ -1,0 +1,73 @@
+"""Tensors whose memory is the checkpoint's own files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from mmap import mmap
+
+import torch
+
+from ..._format.dtypes import itemsize
+from ..._format.records import Entry, Manifest, TensorEntry
+from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.torch_probes import dtype_from_name
+from ..._storage import Location, MappingStore
+from ...errors import InvalidOption
+
+__all__ = ["map_tensors"]
+
+
+async def map_tensors(
+    location: Location, manifest: Manifest, fqns: Iterable[str], deadline: Deadline
+) -> dict[str, torch.Tensor]:
+    """Those of the tensors that lie in their file in one piece, as torch needs them; tied ones are one tensor.
+
+    Nothing is read or verified. Raises ``InvalidOption`` where files cannot be mapped, ``Corrupt``,
+    ``FileNotFoundError``.
+    """
+    store = location.store
+    if not isinstance(store, MappingStore):
+        raise InvalidOption(f'{location.url} is not on this machine; use memory="host"')
+    entries = await io_threads().run(_mappable, manifest.entries, fqns, deadline=deadline)
+    files = {}
+    for file in await io_threads().run(_files, entries, deadline=deadline):
+        files[file] = await store.map(f"{location.name}/{file}", manifest.files[file], deadline=deadline)
+    return await io_threads().run(_over, entries, files, deadline=deadline)
+
+
+def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, TensorEntry]:
+    found = {}
+    for fqn in politely(fqns):
+        entry = entries[fqn]
+        assert isinstance(entry, TensorEntry)
+        if not math.prod(entry.shape) or len(entry.chunks) != 1:
+            continue
+        (chunk,) = entry.chunks
+        row_major = chunk.told is None or chunk.told.strides is None
+        start = chunk.payload_offset if row_major and not chunk.transform else None
+        if start is not None and start % itemsize(entry.dtype) == 0:
+            found[fqn] = entry
+    return found
+
+
+def _files(entries: Mapping[str, TensorEntry]) -> list[str]:
+    return list(dict.fromkeys(entry.chunks[0].file for entry in politely(entries.values())))
+
+
+def _over(entries: Mapping[str, TensorEntry], files: Mapping[str, mmap]) -> dict[str, torch.Tensor]:
+    """Each tensor keeps its file mapped."""
+    shared: dict[object, torch.Tensor] = {}
+    tensors = {}
+    for fqn, entry in politely(entries.items()):
+        (chunk,) = entry.chunks
+        identity = (entry.dtype, chunk)
+        if identity not in shared:
+            offset = chunk.payload_offset
+            assert offset is not None
+            flat = torch.frombuffer(
+                files[chunk.file], dtype=dtype_from_name(entry.dtype), count=math.prod(entry.shape), offset=offset
+            )
+            shared[identity] = flat.reshape(entry.shape)
+        tensors[fqn] = shared[identity]
+    return tensors

@@ -1,0 +1,181 @@
+"""What load planners ask for: tensors into their targets, and values as the bytes that DCP's planners take, which are
+made again from data and are never those of the checkpoint."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from ..._format.records import Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..._format.torch_zip.zip import TorchZip, is_zip
+from ..._format.transforms import unpack
+from ..._layout.cast import castable
+from ..._layout.objects import Allowed
+from ..._layout.ranges import Box
+from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.torch_probes import check_tensor, dtype_name
+from ..._storage import Location
+from ...errors import (
+    Corrupt,
+    DtypeMismatch,
+    MissingKeys,
+    ShapeMismatch,
+    SidestreamError,
+    UnsafeObject,
+    UnsupportedCheckpoint,
+)
+from ...options import Trust
+from ..foreign.values import read_item, read_values
+from ..reader import Wanted
+from .metadata import chunks_by_place
+
+__all__ = ["AskedFor", "in_batches", "read_bytes", "targets_of", "values_of"]
+
+_MAX_BYTES = 1 << 30
+_BATCH_BYTES = 1 << 30  # a planner may make a tensor for each item that it is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class AskedFor:
+    """The tensors of some items. ``names``: what each is called while it is read, and its FQN in the checkpoint."""
+
+    targets: list[tuple[ReadItem, torch.Tensor]]
+    wanted: list[Wanted]
+    names: dict[str, str]
+
+    @contextmanager
+    def telling(self, url: str) -> Iterator[None]:
+        """What is raised while they are read says what it is about."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if isinstance(error, SidestreamError):
+                raise
+            raise Corrupt(f"{url}: {error.filename} is missing") from error
+        except Corrupt as error:
+            error.fqn = self.names.get(error.fqn or "", error.fqn)
+            raise
+
+    def commit(self, planner: LoadPlanner) -> None:
+        """They have been read."""
+        for item, target in self.targets:
+            if not target.is_inference():
+                torch.autograd.graph.increment_version(target)
+            planner.commit_tensor(item, target)
+
+
+def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manifest, url: str) -> AskedFor:
+    """Asks the planner for the target of each item. Raises ``MissingKeys``, ``ShapeMismatch``, ``DtypeMismatch``,
+    ``UnsupportedTensor``, ``UnsupportedCheckpoint``."""
+    items = list(items)
+    chunks = chunks_by_place(manifest, {item.storage_index.fqn for item in items})
+    found = AskedFor([], [], {})
+    for item in items:
+        fqn, entry = item.storage_index.fqn, manifest.entries.get(item.storage_index.fqn)
+        chunk = chunks.get((fqn, tuple(item.storage_index.offset or ())))
+        if isinstance(entry, OpaqueEntry):
+            raise UnsupportedCheckpoint(
+                f"{fqn}: in {url} it is a quantized tensor or a tensor subclass, which this version does not read; "
+                "load it with DCP's own FileSystemReader, or leave it out of the state dict"
+            )
+        if not isinstance(entry, TensorEntry) or chunk is None:
+            raise _missing(url, item)
+        target = planner.resolve_tensor(item).detach()
+        _check_target(item, entry, target)
+        name = fqn if fqn not in found.names else f"{fqn} (part {len(found.names)})"
+        found.names[name] = fqn
+        offsets = tuple(map(sum, zip(chunk.offsets, item.storage_offsets, strict=True)))
+        box = Box(offsets, tuple(item.lengths))
+        found.targets.append((item, target))
+        found.wanted.append(Wanted(name, replace(entry, chunks=(chunk,)), box, target))
+    return found
+
+
+def values_of(items: Iterable[ReadItem], manifest: Manifest, url: str) -> dict[str, ValueEntry]:
+    """The values that items ask for. Raises ``MissingKeys``."""
+    entries: dict[str, ValueEntry] = {}
+    for item in items:
+        entry = manifest.entries.get(item.storage_index.fqn)
+        if not isinstance(entry, ValueEntry):
+            raise _missing(url, item)
+        entries[item.storage_index.fqn] = entry
+    return entries
+
+
+async def read_bytes(
+    location: Location,
+    manifest: Manifest,
+    entries: Mapping[str, ValueEntry],
+    deadline: Deadline,
+    *,
+    allow: Allowed,
+    trust: Trust,
+) -> dict[str, bytes]:
+    """For each of ``entries`` what ``torch.load`` makes the value of; with ``trust="pickle"`` the bytes that were
+    saved. Raises ``UnsafeObject``, ``Corrupt``."""
+    if trust == "pickle" and not any(entry.told for entry in entries.values()):
+        return {fqn: await _as_saved(location, entry, deadline) for fqn, entry in entries.items()}
+    try:
+        values = await read_values(location.store, location.name, manifest, entries, deadline, allow)
+    except UnsafeObject as error:
+        error.add_note('StorageReader(allow=[...]) takes its type, trust="pickle" hands its bytes to the planner')
+        raise
+    return await io_threads().run(lambda: {fqn: _saved(value) for fqn, value in values.items()}, deadline=deadline)
+
+
+async def _as_saved(location: Location, entry: ValueEntry, deadline: Deadline) -> bytes:
+    raw = await read_item(location.store, location.name, entry, deadline)
+
+    def checked() -> bytes:
+        content = unpack(raw, _MAX_BYTES) if entry.transform else raw
+        if is_zip(content):
+            TorchZip(io.BytesIO(content), len(content)).check()  # torch compares no checksums
+        return bytes(content)
+
+    return await io_threads().run(checked, deadline=deadline)
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _check_target(item: ReadItem, entry: TensorEntry, target: torch.Tensor) -> None:
+    fqn = item.dest_index.fqn
+    check_tensor(target, fqn, "load into")
+    if target.shape != torch.Size(item.lengths):
+        given = tuple(target.shape)
+        raise ShapeMismatch(f"{fqn}: the planner gave a tensor of shape {given} for {tuple(item.lengths)}", [fqn])
+    if dtype_name(target.dtype) != entry.dtype and not castable(entry.dtype, dtype_name(target.dtype)):
+        raise DtypeMismatch(
+            f"{fqn}: {entry.dtype} was saved, the target is {dtype_name(target.dtype)}, and a cast would not keep what "
+            "the values mean; make the target of the saved kind and convert it afterwards",
+            [fqn],
+        )
+
+
+def _missing(url: str, item: ReadItem) -> MissingKeys:
+    index = item.storage_index
+    where = "" if index.offset is None else f" at {tuple(index.offset)}"
+    return MissingKeys(f"{url} has no {index.fqn!r}{where}, which the planner asks for", [index.fqn])
+
+
+def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
+    batch: list[ReadItem] = []
+    elements = 0
+    for item in politely(items):
+        if batch and elements + math.prod(item.lengths) > _BATCH_BYTES // 4:
+            yield batch
+            batch, elements = [], 0
+        batch.append(item)
+        elements += math.prod(item.lengths)
+    if batch:
+        yield batch

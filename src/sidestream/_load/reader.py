@@ -1,0 +1,418 @@
+"""Bytes of a checkpoint into tensors: batches of ranges, several in flight, each verified before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._format.checksum import block_crcs, crc32, unpack_crcs
+from .._format.records import BLOCK_BYTES, Chunk, TensorEntry
+from .._format.transforms import require
+from .._layout.checks import altered, check_digests
+from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
+from .._runtime.caller import call
+from .._runtime.threads import Deadline, io_threads, let_go, politely
+from .._runtime.torch_probes import dtype_from_name, lazy_bits
+from .._storage import ReadRange, Store
+from ..errors import Corrupt, SidestreamError, allocating
+from ..options import Progress, Verify
+from .device_streams import Streams
+from .foreign.values import (
+    Located,
+    Opened,
+    is_closed,
+    locate_tensor,
+    located_already,
+    open_ends,
+    read_item,
+    unpack_chunk,
+)
+from .landing import Ends, Item, Landing, Summed
+from .per_host.sharing import Piece, SharedReads
+
+__all__ = ["Reader", "Scratch", "Wanted", "first_error", "in_parallel", "whole"]
+
+_IN_FLIGHT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Box ``box`` of the tensor ``entry`` is to be read into ``target``, whose shape is ``box.sizes``; its device and
+    dtype may be others than the saved ones. None: it is only to be verified."""
+
+    fqn: str
+    entry: TensorEntry
+    box: Box
+    target: torch.Tensor | None
+
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether the bytes of the file may be read to where the elements belong."""
+        target = self.target
+        return target is None or (
+            target.is_cpu
+            and target.dtype == dtype_from_name(self.entry.dtype)
+            and target.is_contiguous()
+            and not lazy_bits(target)
+        )
+
+
+def whole(entry: TensorEntry) -> Box:
+    return Box((0,) * len(entry.shape), entry.shape)
+
+
+class Scratch:
+    """Memory for what cannot be read to its place, used again and again: touching new pages costs more than reading."""
+
+    def __init__(self) -> None:
+        self._spare: list[mmap.mmap] = []  # as many as batches are in flight at once; list methods are atomic
+
+    def take(self, nbytes: int) -> mmap.mmap | bytearray:
+        if nbytes <= 1 << 16:
+            return bytearray(nbytes)  # a large one would be cleared, page by page, while the GIL is held
+        try:
+            spare: mmap.mmap | None = self._spare.pop()
+        except IndexError:
+            spare = None
+        if spare is not None and len(spare) >= nbytes:
+            return spare
+        with allocating("memory to read into"):
+            return mmap.mmap(-1, nbytes)
+
+    def give_back(self, memory: mmap.mmap | bytearray | None) -> None:
+        """Only what no thread reads into any more."""
+        if isinstance(memory, mmap.mmap):
+            self._spare.append(memory)
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads from the checkpoint in ``directory``.
+
+    ``touched`` has the FQNs of the tensors that may have been written to so far, ``unverified`` those of which some
+    byte had no checksum, ``nbytes`` what was read, or came from other ranks (``shared``). A reader is good for one
+    ``read``.
+    """
+
+    store: Store
+    directory: str
+    verify: Verify
+    deadline: Deadline
+    progress: Progress | None = None
+    streams: Streams = field(default_factory=Streams)
+    shared: SharedReads | None = None
+    touched: set[str] = field(default_factory=set)
+    unverified: set[str] = field(default_factory=set)
+    nbytes: int = 0
+    scratch: Scratch = field(default_factory=Scratch)
+
+    async def read(self, wanted: list[Wanted], *, own: bool, located: Mapping[str, Located] | None = None) -> None:
+        """Fill every target, and empty the list. Those that are row-major, on the host and of the saved dtype are read
+        into directly. ``located`` is what the zips of another writer say, if that is known already.
+
+        Raises ``Corrupt``, naming file, offset and FQN, and ``MissingExtra`` before anything is read. When this raises,
+        no thread writes into a target any more.
+        """
+        targets = await io_threads().run(_by_fqn, wanted, deadline=self.deadline)
+        packed = [] if own else await io_threads().run(_packed, targets, deadline=self.deadline)
+        foreign = None if own else located or await self._locate(targets)
+        verified = self.verify == "always"
+        planned, total = await io_threads().run(_plan, targets, foreign, verified, deadline=self.deadline)
+        total += sum(chunk.item_bytes for _, chunk in packed)
+        self._tell(total)
+        if self.shared is not None:
+            pieces = await io_threads().run(
+                self._pieces, planned, packed, targets, foreign or {}, deadline=self.deadline
+            )
+            rest = await self.shared.read(self.directory, pieces, partial(self._delivered, total))
+            planned, packed = await io_threads().run(_alone, rest, deadline=self.deadline)
+            await io_threads().run(let_go, pieces, deadline=self.deadline)
+        queue = iter(planned)
+        await in_parallel(lambda: self._work(queue, targets, total))
+        items = iter(packed)
+        await in_parallel(lambda: self._work_packed(items, total))
+        await io_threads().run(self.streams.finish, deadline=self.deadline)
+        await io_threads().run(let_go, planned, targets, wanted)
+
+    async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
+        for batch in queue:
+            buffers = await io_threads().run(_buffers, batch, targets, self.scratch, deadline=self.deadline)
+            self.touched.update(one.fqn for one in batch.ranges if isinstance(one.into, Direct))
+            reads = [
+                ReadRange(one.offset, buffer, partial(self._arrived, one, buffer, targets[one.fqn]))
+                for one, buffer in zip(batch.ranges, buffers.views, strict=True)
+            ]
+            await self.store.read(f"{self.directory}/{batch.file}", reads, deadline=self.deadline)
+            self.scratch.give_back(buffers.scratch)
+            self.nbytes += batch.nbytes
+            self._tell(total)
+
+    def _tell(self, total: int) -> None:
+        if self.progress is not None:
+            call(self.progress, self.nbytes, total)
+
+    def _arrived(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
+        """In a thread of the store: check it, then put in place what was not read there directly."""
+        if self.verify == "always" and not _verified(one, buffer):
+            self.unverified.add(one.fqn)
+        self._put(one, buffer, wanted)
+
+    def _put(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
+        if wanted.target is not None and not isinstance(one.into, Direct):
+            self.touched.add(one.fqn)
+            _place(one, buffer, wanted.entry, wanted.target, self.streams)
+
+    async def _work_packed(self, queue: Iterator[tuple[Wanted, Chunk]], total: int) -> None:
+        for one, chunk in queue:
+            raw = await read_item(self.store, self.directory, chunk, self.deadline)
+            await io_threads().run(self._finish_packed, one, chunk, raw, deadline=self.deadline)
+            self.nbytes += len(raw)
+            self._tell(total)
+
+    def _finish_packed(self, one: Wanted, chunk: Chunk, raw: bytearray) -> None:
+        """In a thread: a compressed item holds one tensor whole, which is checked and put in place from memory."""
+        content, located = unpack_chunk(one.fqn, one.entry, chunk, raw)
+        with memoryview(content) as view:
+            for piece in _ranges(one, located):
+                buffer = view[piece.offset : piece.offset + piece.nbytes]
+                if self.verify == "always" and crc32(buffer) != piece.crc:
+                    raise altered(one.fqn, chunk.file, chunk.item_offset)
+                if one.target is not None:
+                    self.touched.add(one.fqn)
+                    _place(piece, buffer, one.entry, one.target, self.streams)
+
+    # --- what other ranks of this machine need too ---
+
+    def _delivered(self, total: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._tell(total)
+
+    def _pieces(
+        self,
+        planned: Iterable[Batch],
+        packed: Iterable[tuple[Wanted, Chunk]],
+        targets: Mapping[str, Wanted],
+        foreign: Mapping[str, Located],
+    ) -> list[Piece]:
+        pieces: list[Piece] = [Item(chunk, partial(self._finish_packed, one, chunk), one) for one, chunk in packed]
+        for batch in politely(planned):
+            for one in batch.ranges:
+                wanted = targets[one.fqn]
+                rows = _rows_of(one, wanted, foreign.get(one.fqn))
+                whole = self._landing(one, wanted, self._arrived)
+                if rows is None:
+                    pieces.append(whole)
+                else:
+                    pieces.append(Summed(whole, [self._landing(row, wanted, self._put) for row in rows]))
+        return pieces
+
+    def _landing(self, one: Range, wanted: Wanted, finish: Callable[[Range, memoryview, Wanted], None]) -> Landing:
+        memory: list[_Buffers] = []
+
+        def begin() -> memoryview:
+            memory.append(_buffers(Batch(one.file, (one,)), {one.fqn: wanted}, self.scratch))
+            if isinstance(one.into, Direct):
+                self.touched.add(one.fqn)
+            return memory[0].views[0]
+
+        def arrived(buffer: memoryview) -> None:
+            finish(one, buffer, wanted)
+            self.scratch.give_back(memory.pop().scratch)
+
+        return Landing(one, begin, arrived)
+
+    async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
+        """Where another writer put the payloads; only the zips say."""
+        opened = {} if self.shared is None else await self._open_together(self.shared, targets)
+        located, closed = await io_threads().run(_located_already, targets, opened, deadline=self.deadline)
+        queue = iter(closed.items())
+
+        async def work() -> None:
+            for fqn, entry in queue:
+                located[fqn] = await locate_tensor(self.store, self.directory, fqn, entry, self.deadline)
+
+        await in_parallel(work)
+        return located
+
+    async def _open_together(self, shared: SharedReads, targets: Mapping[str, Wanted]) -> Opened:
+        opened: Opened = {}
+
+        def ends() -> list[Piece]:
+            found: list[Piece] = []
+            for fqn, one in politely(targets.items()):
+                for chunk in one.entry.chunks:
+                    if is_closed(chunk):
+                        found.extend(Ends.of(chunk, partial(_open, opened, fqn, one.entry, chunk)))
+            return found
+
+        await shared.read(self.directory, await io_threads().run(ends, deadline=self.deadline), _nothing)
+        return opened
+
+
+def _located_already(
+    targets: Mapping[str, Wanted], opened: Opened
+) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
+    return located_already({fqn: one.entry for fqn, one in politely(targets.items())}, opened)
+
+
+def _open(opened: Opened, fqn: str, entry: TensorEntry, chunk: Chunk, ends: Sequence[bytes]) -> None:
+    opened[chunk] = open_ends(fqn, entry, chunk, ends)
+
+
+def _nothing(_: int) -> None:
+    """What is read to see where the payloads are is no progress."""
+
+
+def _rows_of(one: Range, wanted: Wanted, located: Located | None) -> list[Range] | None:
+    """What this rank keeps of a payload that is read whole for its checksum; None if that is all, or lies in it in
+    another order."""
+    if one.crc is None or located is None or isinstance(one.into, Direct):
+        return None
+    entry, payloads = located
+    chunk = next(chunk for chunk in entry.chunks if (chunk.file, chunk.payload_offset) == (one.file, one.offset))
+    found = list(_ranges(wanted, (replace(entry, chunks=(chunk,)), payloads), verified=False))
+    return None if any(row.crc is not None for row in found) else found
+
+
+def _alone(rest: Iterable[Piece]) -> tuple[list[Batch], list[tuple[Wanted, Chunk]]]:
+    """What is left for this rank to read by itself."""
+    ranges: list[Range] = []
+    packed: list[tuple[Wanted, Chunk]] = []
+    for piece in politely(rest):
+        if isinstance(piece, Item):
+            packed.append((piece.wanted, piece.chunk))
+        elif isinstance(piece, (Landing, Summed)):
+            ranges.append(piece.range)
+    return batches(ranges), packed
+
+
+async def in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """A few workers on one queue. Raises damage before anything else, otherwise what came first."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_IN_FLIGHT):
+                group.create_task(work())
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+
+
+def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
+    return {one.fqn: one for one in politely(wanted)}
+
+
+def _plan(
+    targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None, verified: bool
+) -> tuple[list[Batch], int]:
+    ranges: list[Range] = []
+    for fqn, one in politely(targets.items()):
+        ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn], verified))
+    planned = batches(ranges)
+    return planned, sum(batch.nbytes for batch in planned)
+
+
+def _ranges(one: Wanted, located: Located, verified: bool = True) -> Iterator[Range]:
+    entry, payloads = located
+    return plan_ranges(one.fqn, entry, one.box, row_major=one.takes_bytes, foreign=payloads, verified=verified)
+
+
+def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
+    """The compressed chunks. Raises ``MissingExtra`` where there are some and nothing can decompress them."""
+    found = [
+        (one, chunk)
+        for one in politely(targets.values())
+        for chunk in one.entry.chunks
+        if chunk.transform and overlaps(chunk, one.box)
+    ]
+    if found:
+        require()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Where the bytes of each range of a batch are read to, and the scratch that some of these views are over."""
+
+    views: list[memoryview]
+    scratch: mmap.mmap | bytearray | None
+
+
+def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> _Buffers:
+    def aside(one: Range) -> bool:
+        return not isinstance(one.into, Direct) or targets[one.fqn].target is None
+
+    nbytes = sum(_aligned(one.nbytes) for one in batch.ranges if aside(one))
+    memory = scratch.take(nbytes) if nbytes else None
+    views = []
+    position = 0
+    for one in batch.ranges:
+        target = targets[one.fqn].target
+        if isinstance(one.into, Direct) and target is not None:
+            views.append(_memory(target, one.into.start, one.nbytes))
+        else:
+            assert memory is not None
+            views.append(memoryview(memory)[position : position + one.nbytes])
+            position += _aligned(one.nbytes)
+    return _Buffers(views, memory)
+
+
+def _aligned(nbytes: int) -> int:
+    """Ranges begin where elements of every dtype may."""
+    return -(-nbytes // 64) * 64
+
+
+def _memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)
+    array.owner = tensor  # type: ignore[attr-defined]  # a thread that hangs in a read keeps its target alive
+    return memoryview(array).cast("B")
+
+
+def _verified(one: Range, buffer: memoryview) -> bool:
+    """Whether there was a checksum to compare. Raises ``Corrupt`` if it differs."""
+    if one.crc is not None:
+        if crc32(buffer) != one.crc:
+            raise altered(one.fqn, one.file, one.offset)
+        return True
+    if one.crcs is None:
+        return False
+    for block, (found, expected) in enumerate(zip(block_crcs(buffer), unpack_crcs(one.crcs), strict=True)):
+        if found != expected:
+            raise altered(one.fqn, one.file, one.offset + block * BLOCK_BYTES)
+    check_digests(one.fqn, one.file, one.offset, buffer, one.digests)
+    return True
+
+
+def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor, streams: Streams) -> None:
+    if isinstance(one.into, Direct):
+        _memory(target, one.into.start, one.nbytes)[:] = buffer
+        return
+    if isinstance(one.into, Part):
+        nbytes = one.into.nbytes
+        _memory(target, one.into.start, nbytes)[:] = buffer[one.into.skip : one.into.skip + nbytes]
+        return
+    assert isinstance(one.into, Scatter)
+    into = one.into
+    elements = torch.frombuffer(buffer, dtype=dtype_from_name(entry.dtype), offset=into.skip)
+    strides = into.strides or torch.empty(into.shape, device="meta").stride()
+    source = elements.as_strided(into.shape, strides)[_slices(into.source)]
+    with torch.inference_mode(target.is_inference()), torch.no_grad(), streams.current(one.fqn):
+        target[_slices(Box(into.target, into.source.sizes))].copy_(source)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+
+
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What to tell of several failures: damage before anything else, otherwise the one that came first."""
+    flat: list[BaseException] = []
+    for error in errors.exceptions:
+        flat.extend(error.exceptions if isinstance(error, BaseExceptionGroup) else [error])
+    ours = [error for error in flat if isinstance(error, SidestreamError)]
+    return next((error for error in ours if isinstance(error, Corrupt)), (ours or flat)[0])

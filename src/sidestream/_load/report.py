@@ -1,0 +1,79 @@
+"""What a load is asked for, and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .._format.digest import DigestCheck
+from .._layout.objects import Allowed
+from .._runtime.public import public
+from ..errors import InvalidOption, SidestreamError
+from ..options import PerHost, Progress, Trust, Verify, check_choice, check_timeout
+
+__all__ = ["LoadOptions", "LoadReport", "PassedOver"]
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A damaged step that ``restore`` did not take, and what is wrong with it."""
+
+    step: int
+    generation: int
+    error: SidestreamError
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did.
+
+    ``loaded``: FQNs in order, and ``nbytes`` read for them. ``not_asked_for``: keys of the checkpoint outside the
+    target. ``unverified``: of these some bytes had no checksum (only in files of other writers). ``digest``: with
+    ``verify="always"``, whether the digests that the checkpoint carries were compared too; None if it has none. What
+    ``strict=`` let pass: ``missing`` keys of the target were left as they are, tensors that were ``cast`` from another
+    dtype, and ``ignored`` keys of the checkpoint inside the target's own.
+
+    Of a ``restore``: the damaged steps that were ``passed_over`` for this one, newest first, and whether the step was
+    ``leased`` while it was read; where this process may not write, it was not, and could have been deleted meanwhile.
+    """
+
+    url: str
+    save_id: str
+    step: int | None
+    generation: int
+    nbytes: int
+    loaded: tuple[str, ...]
+    not_asked_for: tuple[str, ...]
+    unverified: tuple[str, ...]
+    missing: tuple[str, ...]
+    cast: tuple[str, ...]
+    ignored: tuple[str, ...]
+    digest: DigestCheck | None = None
+    passed_over: tuple[PassedOver, ...] = ()
+    leased: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The keywords of ``load``."""
+
+    verify: Verify
+    strict: frozenset[str]
+    atomic: bool
+    progress: Progress | None
+    timeout_s: float
+    allow: Allowed
+    trust: Trust = "data"
+    per_host: PerHost | None = None
+    planner: Any = None
+
+    def __post_init__(self) -> None:
+        check_choice("verify", self.verify, Verify)
+        check_choice("trust", self.trust, Trust)
+        check_timeout(self.timeout_s)
+        if self.planner is not None and (self.strict or self.atomic):
+            raise InvalidOption("what may differ is for the planner to say: leave out strict= and atomic= beside it")
+        if self.planner is not None and self.per_host is not None:
+            raise InvalidOption('with a planner each rank reads for itself: leave out reading="per_host" beside it')

@@ -1,0 +1,440 @@
+"""``verify``: every byte of a checkpoint against everything that is known about it, ours or another writer's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from .._format.dcp.described import describe
+from .._format.dcp.metadata import read_dcp_description
+from .._format.digest import DigestCheck, digest_check
+from .._format.independent_parts import PART_ATTRIBUTE, part_metadata_name
+from .._format.marker import ATTRIBUTE, METADATA_NAME, TAIL_BYTES, attribute_end, find_marker
+from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .._format.transforms import require
+from .._layout.checks import Piece, compare_metadata, foreign_pieces, own_pieces, value_pieces
+from .._layout.ranges import PIECE_BYTES
+from .._runtime.abandoned import noted
+from .._runtime.caller import call
+from .._runtime.public import public
+from .._runtime.tasks import running_loop
+from .._runtime.threads import Deadline, io_threads, politely
+from .._storage import Location, ReadRange, Where, locate_directory
+from ..errors import (
+    Corrupt,
+    NotCovered,
+    SidestreamError,
+    UnsafeObject,
+    UnsupportedCheckpoint,
+    allocating,
+    printable_lines,
+)
+from ..options import Progress, StorePolicy, check_timeout
+from .foreign.independent_parts import read_part
+from .foreign.manifests import MOST_METADATA_BYTES, read_file
+from .foreign.values import (
+    Located,
+    ValueBudgets,
+    check_item_records,
+    check_opaque_item,
+    locate_tensor,
+    located_already,
+    opaque_entries,
+    sorted_out,
+    why_opaque,
+)
+from .open.manifest import open_manifest
+from .reader import in_parallel
+
+__all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
+
+T = TypeVar("T")
+
+_RUN_PIECES = 256
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something that is wrong, and where, as far as that is known."""
+
+    message: str
+    file: str | None = None
+    fqn: str | None = None
+    offset: int | None = None
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found.
+
+    ``damaged`` has the first thing that is wrong with each tensor, value or file; ``verified`` the FQNs whose bytes
+    were all compared and found right, ``unverified`` those for which the writer left nothing to compare with
+    (safetensors), ``unreadable`` the tensors of a kind that this version does not read (quantized ones, subclasses):
+    their bytes match the checksums of their writer, and nothing else was verified. ``nbytes`` were read. ``digest``
+    says whether the digests in the checkpoint were verified in addition to its checksums; None if it has none.
+    """
+
+    url: str
+    save_id: str
+    step: int | None
+    generation: int
+    nbytes: int
+    verified: tuple[str, ...]
+    unverified: tuple[str, ...]
+    damaged: tuple[Damage, ...]
+    digest: DigestCheck | None
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is known to be wrong."""
+        return not self.damaged
+
+
+@public
+async def verify(
+    url: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+    timeout_s: float = 600.0,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
+) -> VerifyReport:
+    """Read all of the checkpoint at ``url``, in threads and 64 MiB at a time, and compare it with all that is known.
+
+    For checkpoints of sidestream: manifest, sizes and layout; the content of ``.metadata`` against the manifest,
+    independent of how it is pickled; every byte of every item against its checksum, its digest, or the content that
+    follows from the manifest. Every flipped bit that affects a reader is found. Of stock DCP's: ``.metadata`` and
+    layout, and every tensor and value with the CRC-32 in its zip, which torch itself never verifies. Everything that a
+    load would report as damaged is reported. Nothing is unpickled, and no value is built.
+
+    Damage is reported and not raised. Raises ``CheckpointNotFound``, ``UnsupportedCheckpoint``, ``UnsafeObject``,
+    ``MissingExtra``, ``StorageError``, ``DeadlineExceeded``: then nothing is known. A cancel leaves nothing behind.
+    ``storage_options``, ``filesystem`` and ``store_policy`` are as for ``load``.
+    """
+    running_loop("verify")
+    check_timeout(timeout_s)
+    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    return await verify_at(location, Deadline.after(timeout_s), progress)
+
+
+async def verify_at(location: Location, deadline: Deadline, progress: Progress | None = None) -> VerifyReport:
+    """``verify``, of a resolved location."""
+    with noted(f"verifying {location.url}", "its threads have stopped", deadline.at):
+        try:
+            location, manifest = await open_manifest(location, deadline)
+        except (Corrupt, NotCovered) as damage:
+            return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
+        return await verify_manifest(location, manifest, deadline, progress)
+
+
+async def verify_manifest(
+    location: Location, manifest: Manifest, deadline: Deadline, progress: Progress | None = None
+) -> VerifyReport:
+    """``verify``, of a checkpoint whose manifest was read and validated."""
+    verification = Verification(location, manifest, deadline, progress)
+    await verification.run()
+    return await io_threads().run(verification.report, deadline=deadline)
+
+
+@dataclass(slots=True)
+class Verification:
+    """One checkpoint's. ``damages`` by FQN, or by file where no FQN is known."""
+
+    location: Location
+    manifest: Manifest
+    deadline: Deadline
+    progress: Progress | None = None
+    damages: dict[str, Damage] = field(default_factory=dict)
+    unverified: set[str] = field(default_factory=set)
+    unreadable: set[str] = field(default_factory=set)
+    done_bytes: int = 0
+    total_bytes: int = 0
+    _planned: set[object] = field(default_factory=set)
+    _opaque: list[tuple[str, Chunk]] = field(default_factory=list)
+    _budgets: ValueBudgets = field(default_factory=ValueBudgets)
+
+    def report(self) -> VerifyReport:
+        """Return the report, after ``run``. Called in a worker thread."""
+        manifest, damaged = self.manifest, self.damages
+        unreadable = self.unreadable - damaged.keys()
+        unverified = self.unverified - damaged.keys() - unreadable
+        fqns = (fqn for fqn, one in politely(manifest.entries.items()) if isinstance(one, (TensorEntry, ValueEntry)))
+        apart = unverified | unreadable | damaged.keys()
+        return VerifyReport(
+            url=self.location.url,
+            save_id=manifest.save_id,
+            step=manifest.step,
+            generation=manifest.generation,
+            nbytes=self.done_bytes,
+            verified=tuple(fqn for fqn in fqns if fqn not in apart),
+            unverified=tuple(sorted(unverified)),
+            damaged=tuple(damaged.values()),
+            digest=digest_check(manifest.digest),
+            unreadable=tuple(sorted(unreadable)),
+        )
+
+    async def run(self) -> None:
+        threads = io_threads()
+        whole = await threads.run(self._whole_items, deadline=self.deadline)
+        pieces = await self.plan()
+        runs = await threads.run(_runs, pieces, deadline=self.deadline)
+        opaque_bytes = sum(chunk.item_bytes for _, chunk in self._opaque)
+        counted = await threads.run(_bytes_of, pieces, whole, deadline=self.deadline)
+        self.total_bytes = self.done_bytes + counted + opaque_bytes
+        self._tell(0)
+        await self._in_parallel(runs, self._check_run)
+        await self._check_items(whole)
+
+    async def plan(self) -> list[Piece]:
+        """What is to be read and compared, after all that the metadata says of itself."""
+        pieces: list[Piece] = []
+        if self.manifest.own:
+            await self._compare_metadata()
+            await io_threads().run(self._plan_own, pieces, deadline=self.deadline)
+        else:
+            located = await self._locate()
+            await io_threads().run(self._plan_foreign, located, pieces, deadline=self.deadline)
+            opaque = await io_threads().run(opaque_entries, self.manifest.entries, deadline=self.deadline)
+            for fqn, entry in opaque.items():
+                await self._plan_opaque(fqn, entry)
+        return pieces
+
+    async def check_whole_items(self) -> None:
+        """Compare what cannot be compared piece by piece."""
+        await self._check_items(await io_threads().run(self._whole_items, deadline=self.deadline))
+
+    async def _check_items(self, whole: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]) -> None:
+        await self._in_parallel(whole, lambda item: self._check_whole(*item))
+        for fqn, chunk in self._opaque:
+            with self._noting(fqn):
+                await check_opaque_item(self.location.store, self.location.name, fqn, chunk, self.deadline)
+            self._tell(chunk.item_bytes)
+
+    async def _compare_metadata(self) -> None:
+        """Both files derive from one plan; stock DCP believes the one, and we the other."""
+        location = self.location
+        if self.manifest.parts:
+            await self._compare_parts()
+            return
+        sizes = await location.store.sizes(location.name, deadline=self.deadline)
+        nbytes = sizes.get(METADATA_NAME, 0)
+        name = f"{location.name}/{METADATA_NAME}"
+        read = await read_file(location.store, name, nbytes, self.deadline, most_bytes=MOST_METADATA_BYTES)
+
+        def compare() -> None:
+            with self._noting(METADATA_NAME):
+                made = self._metadata_made(bytes(read[-TAIL_BYTES:]))
+                if made is not None and read == made:
+                    return  # decoded it would be a hundred thousand objects for 10,000 tensors
+                for difference in _differences(self.manifest, read, ATTRIBUTE):
+                    self._note(difference, METADATA_NAME)
+
+        await io_threads().run(compare, deadline=self.deadline)
+        self.done_bytes += nbytes
+
+    def _metadata_made(self, tail: bytes) -> bytes | None:
+        """Return the ``.metadata`` that this version would write; None if planners added data, or if ranks share lists
+        of chunks."""
+        if not self.manifest.exact or self.manifest.ranks:
+            return None
+        marker = find_marker(tail)
+        return None if marker is None else describe(self.manifest.entries).metadata(marker)
+
+    async def _compare_parts(self) -> None:
+        """Of ranks that saved apart: what stock DCP reads of each."""
+        location = self.location
+        sizes = await location.store.sizes(location.name, deadline=self.deadline)
+        for marker in self.manifest.parts:
+            name = part_metadata_name(marker.rank)
+            with self._noting(name):
+                part = await read_part(location.store, location.name, sizes, marker, self.deadline)
+                part = replace(part, save_id=marker.save_id)  # storage_meta has this one, the manifest its own
+                raw = await read_file(
+                    location.store,
+                    f"{location.name}/{name}",
+                    sizes.get(name, 0),
+                    self.deadline,
+                    most_bytes=MOST_METADATA_BYTES,
+                )
+                found = await io_threads().run(_differences, part, raw, PART_ATTRIBUTE, name, deadline=self.deadline)
+                for difference in found:
+                    difference.file = name
+                    self._note(difference, name)
+                self.done_bytes += len(raw)
+
+    def _plan_own(self, pieces: list[Piece]) -> None:
+        seen: set[Chunk] = set()
+        for fqn, entry in politely(self.manifest.entries.items()):
+            with self._noting(fqn):
+                if isinstance(entry, TensorEntry) and not seen.issuperset(entry.chunks):
+                    seen.update(entry.chunks)
+                    pieces.extend(own_pieces(fqn, entry))
+                elif isinstance(entry, ValueEntry) and self.manifest.exact:
+                    pieces.extend(value_pieces(fqn, entry))
+
+    async def _locate(self) -> dict[str, Located]:
+        """Locate the tensors whose places only the zips record. Tensors whose zips are damaged are left out."""
+        store, directory = self.location.store, self.location.name
+        tensors, _ = await io_threads().run(sorted_out, self.manifest.entries, deadline=self.deadline)
+        located, closed = await io_threads().run(located_already, tensors, {}, deadline=self.deadline)
+
+        async def work(named: tuple[str, TensorEntry]) -> None:
+            fqn, entry = named
+            with self._noting(fqn):
+                try:
+                    located[fqn] = await locate_tensor(store, directory, fqn, entry, self.deadline, records="all")
+                except UnsupportedCheckpoint:
+                    self._put_aside(fqn, entry)
+
+        await self._in_parallel(closed.items(), work)
+        return located
+
+    def _plan_foreign(self, found: Mapping[str, Located], pieces: list[Piece]) -> None:
+        """Plan the reads of a foreign checkpoint. Called in a worker thread."""
+        for fqn, entry in politely(self.manifest.entries.items()):
+            if not isinstance(entry, TensorEntry):
+                continue
+            if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
+                self.unverified.add(fqn)
+            if fqn not in found:
+                continue
+            located, payloads = found[fqn]
+            left = {}
+            for chunk, payload in payloads.items():
+                place = (chunk.file, chunk.payload_offset)
+                if place not in self._planned:  # several views of the same storage
+                    left[chunk] = payload
+                self._planned.add(place)
+            with self._noting(fqn):
+                pieces.extend(foreign_pieces(fqn, located, left))
+
+    async def _plan_opaque(self, fqn: str, entry: OpaqueEntry) -> None:
+        with self._noting(fqn):
+            why = await why_opaque(self.location.store, self.location.name, fqn, entry, self.deadline)
+            if not isinstance(why, UnsupportedCheckpoint):
+                raise why
+            self._put_aside(fqn, entry)
+
+    def _put_aside(self, fqn: str, entry: TensorEntry | OpaqueEntry) -> None:
+        self.unreadable.add(fqn)
+        self._opaque.extend((fqn, chunk) for chunk in entry.chunks)
+
+    def _whole_items(self) -> list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]:
+        """Return the items of other writers that are read as a whole: values, including those that DCP's planner has
+        pickled in a checkpoint of sidestream, and compressed items. Called in a worker thread."""
+        found: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]] = []
+        if not self.manifest.exact:
+            for fqn, entry in politely(self.manifest.entries.items()):
+                if isinstance(entry, ValueEntry) and not entry.told:
+                    found.append((fqn, entry, entry))
+                elif isinstance(entry, TensorEntry):
+                    found.extend((fqn, entry, chunk) for chunk in entry.chunks if chunk.transform)
+        if any(item.transform for _, _, item in found):
+            require()
+        return found
+
+    async def _check_whole(self, fqn: str, entry: TensorEntry | ValueEntry, item: Chunk | ValueEntry) -> None:
+        store, directory = self.location.store, self.location.name
+        with self._noting(fqn):
+            try:
+                if not await check_item_records(store, directory, fqn, entry, item, self.deadline, self._budgets):
+                    self.unverified.add(fqn)
+            except UnsupportedCheckpoint:
+                self.unreadable.add(fqn)
+        self._tell(item.item_bytes)
+
+    async def _check_run(self, run: Sequence[Piece]) -> None:
+        with allocating(f"verifying {run[0].file}"):
+            memory = memoryview(bytearray(sum(piece.nbytes for piece in run)))
+        reads = []
+        position = 0
+        for piece in run:
+            view = memory[position : position + piece.nbytes]
+            reads.append(ReadRange(piece.offset, view, partial(self._check, piece, view)))
+            position += piece.nbytes
+        with self._noting(run[0].file):
+            await self.location.store.read(f"{self.location.name}/{run[0].file}", reads, deadline=self.deadline)
+        self._tell(len(memory))
+
+    def _check(self, piece: Piece, view: memoryview) -> None:
+        """In a thread of the store, as the bytes arrive."""
+        with self._noting(piece.fqn):
+            piece.check(view)
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Damage is noted under the name of ``what`` is looked at, and the rest goes on."""
+        try:
+            yield
+        except (Corrupt, UnsafeObject) as damage:
+            self._note(damage, what)
+        except FileNotFoundError as error:
+            self._note(Corrupt(f"{error.filename} is missing", file=os.path.basename(str(error.filename))), what)
+
+    def _note(self, damage: SidestreamError, what: str) -> None:
+        self.damages.setdefault(getattr(damage, "fqn", None) or what, _damage(damage))
+
+    def _tell(self, nbytes: int) -> None:
+        self.done_bytes += nbytes
+        if self.progress is not None:
+            call(self.progress, self.done_bytes, self.total_bytes)
+
+    async def _in_parallel(self, items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]]) -> None:
+        queue = iter(items)
+
+        async def worker() -> None:
+            for item in queue:
+                await work(item)
+
+        await in_parallel(worker)
+
+
+def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk | ValueEntry]]) -> int:
+    return sum(piece.nbytes for piece in politely(pieces)) + sum(item.item_bytes for _, _, item in politely(whole))
+
+
+def _differences(
+    manifest: Manifest, raw: bytes | bytearray, attribute: str, file: str = METADATA_NAME
+) -> list[Corrupt]:
+    """Return the places where ``.metadata`` contradicts the manifest; ``attribute`` is the name of the one that points
+    to the manifest."""
+    try:
+        metadata = read_dcp_description(raw)
+    except UnsupportedCheckpoint as error:
+        if not manifest.exact:
+            raise
+        return [Corrupt(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
+    found = list(politely(compare_metadata(manifest, metadata)))
+    pointer = metadata.attributes.get(attribute)
+    if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
+        found.append(Corrupt(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file))
+    return found
+
+
+def _runs(pieces: list[Piece]) -> list[list[Piece]]:
+    """Pieces of one file that are read in one go, by offset."""
+    runs: list[list[Piece]] = []
+    nbytes = 0
+    for piece in politely(sorted(pieces, key=lambda piece: (piece.file, piece.offset))):
+        full = not runs or len(runs[-1]) == _RUN_PIECES or nbytes + piece.nbytes > PIECE_BYTES
+        if full or runs[-1][0].file != piece.file:
+            runs.append([])
+            nbytes = 0
+        runs[-1].append(piece)
+        nbytes += piece.nbytes
+    return runs
+
+
+def _damage(error: SidestreamError) -> Damage:
+    message = printable_lines(str(error.args[0]))
+    if isinstance(error, Corrupt):
+        return Damage(message, error.file, error.fqn, error.offset)
+    return Damage(message)

@@ -1,0 +1,108 @@
+"""What happens when the machine is taken away: a signal, some seconds of grace, and an end as it was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal
+
+from .._runtime.tasks import accompany
+from ..errors import InvalidOption, printable_lines
+from ..options import check_choice, check_timeout
+
+__all__ = ["Preemption", "Then"]
+
+Then = Literal["exit", "signal", "stay"]
+"""``"exit"``: ``SystemExit`` out of the loop, so that every ``finally`` runs. ``"signal"``: end by the signal itself,
+as if nobody had caught it; nothing else runs. ``"stay"``: go on; the program looks at ``preempted`` and ends by
+itself."""
+
+_log = logging.getLogger("sidestream")
+
+
+class Preemption:
+    """The handler of some signals on the running loop: ``work`` for at most ``grace_s``, then the end. The same signal
+    once more ends at once."""
+
+    def __init__(
+        self,
+        signals: Sequence[int],
+        work: Callable[[], Coroutine[Any, Any, None]],
+        *,
+        grace_s: float,
+        then: Then,
+        exit_code: int | None,
+    ) -> None:
+        check_timeout(grace_s)
+        check_choice("then", then, Then)
+        if threading.current_thread() is not threading.main_thread():
+            raise InvalidOption("on_preemption: signals reach the main thread only, and this loop runs in another one")
+        self.requested: int | None = None
+        self._signals = tuple(signals)
+        self._work = work
+        self._grace_s = grace_s
+        self._then: Then = then
+        self._exit_code = exit_code
+        self._task: asyncio.Task[None] | None = None
+        self._ended = False
+        self._loop = asyncio.get_running_loop()
+        for number in self._signals:
+            try:
+                self._loop.add_signal_handler(number, self._on_signal, number)
+            except (ValueError, OSError, RuntimeError, NotImplementedError, TypeError) as error:
+                self.uninstall()
+                raise InvalidOption(f"on_preemption: signal {number!r} cannot be caught here: {error}") from error
+
+    def uninstall(self) -> None:
+        """Leave the signals to their defaults again. What has begun goes on."""
+        for number in self._signals:
+            try:
+                self._loop.remove_signal_handler(number)
+            except (ValueError, OSError, TypeError):
+                continue
+
+    async def ended(self) -> None:
+        """Wait for work that has begun."""
+        if self._task is not None and self._task is not asyncio.current_task():
+            await asyncio.wait([self._task])
+
+    def _on_signal(self, number: int) -> None:
+        if self.requested is not None:
+            self._end(number)
+            return
+        self.requested = number
+        self._task = accompany(self._run(number), "sidestream preemption")
+
+    async def _run(self, number: int) -> None:
+        saving = accompany(self._save(), "sidestream preemption, saving")
+        done, _ = await asyncio.wait([saving], timeout=self._grace_s)
+        if not done:
+            _log.error("the grace time of %g s is over, and not everything has been saved", self._grace_s)
+            saving.cancel()  # not waited for: a thread that hangs in a system call would hold up the end
+        self._end(number)
+
+    async def _save(self) -> None:
+        try:
+            await self._work()
+        except Exception as error:  # the end comes all the same
+            _log.error("the save on preemption failed: %s: %s", type(error).__name__, printable_lines(str(error)))
+
+    def _end(self, number: int) -> None:
+        if self._ended:  # an exit that comes while the loop is being closed would cut that short
+            return
+        self._ended = True
+        if self._then == "exit":
+            code = 128 + number if self._exit_code is None else self._exit_code
+            self._loop.call_soon(_exit, code)  # not from a task, which would log it as its own failure
+        elif self._then == "signal":
+            self.uninstall()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _exit(code: int) -> None:
+    raise SystemExit(code)

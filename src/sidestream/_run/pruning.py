@@ -1,0 +1,230 @@
+"""Deleting: what retention lets go, what was left by the dead. Decided first, then done; never under a reader."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .._load.open.manifest import Step, list_generations, look_at, metadata_of, target_of_attempt
+from .._load.verify import verify_at
+from .._runtime.public import public
+from .._runtime.threads import Deadline
+from .._storage import Leftover, Location, Store
+from ..errors import CheckpointNotFound, Corrupt, StorageError
+from ..options import Durability
+from .leases import Leases
+from .retention import Retention, SavedStep, doomed, keeps_all, needs_metadata
+
+__all__ = ["Pruned", "Pruner", "abandoned"]
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What one pass of retention did. ``deleted``: directories of steps. ``leased``: those that go later, because they
+    are in use. ``verified``: the directory whose bytes were all read before anything older was deleted. ``damaged``:
+    those that did not verify; they count for no policy and are not deleted. ``abandoned``: attempts of dead writers,
+    and deletions that had been interrupted, which were finished."""
+
+    deleted: tuple[str, ...] = ()
+    leased: tuple[str, ...] = ()
+    verified: str | None = None
+    damaged: tuple[str, ...] = ()
+    abandoned: tuple[str, ...] = ()
+
+
+def abandoned(
+    leftovers: Iterable[Leftover], live: Collection[str], ended: Collection[str], *, ended_s: float, after_s: float
+) -> list[Leftover]:
+    """Which leftovers may be discarded.
+
+    A deletion that was interrupted always. An attempt only if it was to become a step and no living writer has a lease
+    on that (``live``); and if nobody has written to it for ``ended_s`` where the lease of a dead writer lies there
+    (``ended``), for ``after_s`` where none does.
+    """
+    found = []
+    for leftover in leftovers:
+        target = target_of_attempt(leftover.name)
+        silence_s = ended_s if target in ended else after_s
+        if leftover.kind == "retired" or (target is not None and target not in live and leftover.age_s > silence_s):
+            found.append(leftover)
+    return found
+
+
+@dataclass(slots=True)
+class Pruner:
+    """Deletes in the run of ``store``. One pass at a time; others, in other processes, may be under way."""
+
+    store: Store
+    url: str
+    keep: Retention
+    leases: Leases
+    durability: Durability
+    lease_s: float
+    abandoned_after_s: float
+    last: Pruned = field(default_factory=Pruned)
+    not_swept: StorageError | None = None
+    _known: dict[str, Step] = field(default_factory=dict)
+    _saved: dict[str, SavedStep] = field(default_factory=dict)
+    _verified: set[str] = field(default_factory=set)
+    _damaged: dict[str, Corrupt] = field(default_factory=dict)
+    _first_seen: dict[str, float] = field(default_factory=dict)
+
+    async def run(self, protected: Callable[[], Collection[int]], deadline: Deadline) -> Pruned:
+        """One pass. ``protected`` says, when the run has been listed, which steps stay in any case. Raises what the
+        storage raises; what was deleted until then is deleted. That nothing could be swept up is no reason to raise:
+        nobody asked for it, and ``not_swept`` tells it."""
+        swept: list[str] = []
+        self.not_swept = None
+        try:
+            await self._sweep(swept, deadline)
+        except StorageError as error:
+            self.not_swept = error
+        pruned = Pruned() if keeps_all(self.keep) else await self._retain(protected, deadline)
+        self.last = replace(pruned, abandoned=tuple(swept))
+        return self.last
+
+    async def preview(self, protected: Callable[[], Collection[int]], deadline: Deadline) -> Pruned:
+        """What ``run`` would do, as far as it can be known without reading a step back. Changes nothing."""
+        if keeps_all(self.keep):
+            return Pruned()
+        steps = await self._own_steps(deadline)
+        chosen = await self._choose(steps, frozenset(protected()), deadline)
+        if not chosen:
+            return Pruned(damaged=tuple(sorted(self._damaged)))
+        newest = max(step.order for name, step in steps.items() if name not in chosen)
+        going = [name for name in chosen if steps[name].order < newest]
+        leased = [name for name in going if await self._in_use(name, deadline)]
+        return Pruned(
+            tuple(name for name in going if name not in leased), tuple(leased), None, tuple(sorted(self._damaged))
+        )
+
+    @property
+    def damaged(self) -> dict[str, Corrupt]:
+        """Directories that did not verify, and why."""
+        return dict(self._damaged)
+
+    # --- what dead writers left ---
+
+    async def _sweep(self, swept: list[str], deadline: Deadline) -> None:
+        leases = await self.leases.seen(deadline)
+        leftovers = await self.store.leftovers(deadline=deadline)
+        live = {seen.directory for seen in leases if seen.kind == "save" and not self.leases.dead(seen)}
+        ended = {seen.directory for seen in leases if seen.kind == "save"} - live
+        mature = self._mature(leftovers)
+        chosen = abandoned(mature, live, ended, ended_s=self.lease_s, after_s=self.abandoned_after_s)
+        for leftover in chosen:
+            await self.store.discard(leftover.name, deadline=deadline)
+            swept.append(leftover.name)
+        await self.leases.forget([seen for seen in leases if self.leases.dead(seen)], deadline)
+
+    def _mature(self, leftovers: list[Leftover]) -> list[Leftover]:
+        """Without the attempts that this process has not watched for a while: where the storage's clock was set
+        forward, all are old at once, and the next look at a living one shows that it is not."""
+        now = time.monotonic()
+        self._first_seen = {each.name: self._first_seen.get(each.name, now) for each in leftovers}
+        return [
+            each
+            for each in leftovers
+            if each.kind == "retired" or now - self._first_seen[each.name] >= self.lease_s / 2
+        ]
+
+    # --- what retention lets go ---
+
+    async def _retain(self, protecting: Callable[[], Collection[int]], deadline: Deadline) -> Pruned:
+        steps = await self._own_steps(deadline)
+        protected = frozenset(protecting())  # not before: what is listed may have been committed a moment ago
+        verified: Step | None = None
+        candidates: list[Step] = []
+        while chosen := await self._choose(steps, protected, deadline):
+            # Of what stays, the newest has to be proven good; one that is not counts for no policy any more.
+            newest = max((step for name, step in steps.items() if name not in chosen), key=lambda step: step.order)
+            if await self._verifies(newest, deadline):
+                verified = newest
+                candidates = [steps[name] for name in chosen if steps[name].order < newest.order]
+                break
+            del steps[newest.name]
+        deleted: list[str] = []
+        leased: list[str] = []
+        for step in candidates:
+            (deleted if await self._delete(step.name, deadline) else leased).append(step.name)
+        return Pruned(
+            tuple(deleted), tuple(leased), None if verified is None else verified.name, tuple(sorted(self._damaged))
+        )
+
+    async def _own_steps(self, deadline: Deadline) -> dict[str, Step]:
+        """Committed steps that sidestream wrote: no other directory is counted, or touched."""
+        found = await list_generations(self.store, self._known, deadline)
+        own = {step.name: step for step in found if step.damage is None and step.marker is not None}
+        self._known = own
+        self._verified &= own.keys()
+        self._damaged = {name: error for name, error in self._damaged.items() if name in own}
+        return {name: step for name, step in own.items() if name not in self._damaged}
+
+    async def _choose(self, steps: dict[str, Step], protected: frozenset[int], deadline: Deadline) -> list[str]:
+        """The names of those that may go."""
+        saved = {name: await self._saved_step(step, deadline) for name, step in list(steps.items())}
+        for name in self._damaged.keys() & steps.keys():  # its manifest cannot be read: no policy can judge it
+            del steps[name], saved[name]
+        self._saved = saved
+        going = {each.order for each in doomed(list(saved.values()), self.keep, protected)}
+        return [name for name, each in saved.items() if each.order in going]
+
+    async def _saved_step(self, step: Step, deadline: Deadline) -> SavedStep:
+        if step.name in self._saved:
+            return self._saved[step.name]
+        assert step.marker is not None
+        metadata: dict[str, Any] = {}
+        if needs_metadata(self.keep):
+            try:
+                metadata = await metadata_of(self.store, step.name, step.marker, deadline)
+            except (Corrupt, FileNotFoundError) as error:
+                if await look_at(self.store, step, deadline) is not None:  # and not deleted by another process
+                    self._damaged[step.name] = _unreadable(step, error)
+        return SavedStep(step.step, step.generation, step.marker.saved_at, metadata)
+
+    async def _verifies(self, step: Step, deadline: Deadline) -> bool:
+        if step.name in self._verified:
+            return True
+        try:
+            report = await verify_at(Location(self.store, step.name, f"{self.url}/{step.name}"), deadline)
+        except CheckpointNotFound:  # another process has deleted it meanwhile
+            return False
+        if not report.ok:
+            if await look_at(self.store, step, deadline) is None:  # deleted by another process while it was read
+                return False
+            first, many = report.damaged[0], len(report.damaged)
+            self._damaged[step.name] = Corrupt(
+                f"{step.name} does not verify ({many} places, the first: {first.message}); it is not counted, and "
+                "nothing is deleted because of it",
+                file=first.file,
+                fqn=first.fqn,
+                offset=first.offset,
+            )
+            return False
+        self._verified.add(step.name)
+        return True
+
+    async def _delete(self, name: str, deadline: Deadline) -> bool:
+        """Whether it is gone; not if it is in use."""
+        if await self._in_use(name, deadline):
+            return False
+        own = await self.leases.take(name, "delete", deadline)
+        try:
+            # Not before ours lies there: from now on every reader sees it.
+            if await self._in_use(name, deadline) or own.doubtful:
+                return False
+            await self.store.retire(name, durability=self.durability, deadline=deadline)
+        finally:
+            await own.release()
+        return True
+
+    async def _in_use(self, name: str, deadline: Deadline) -> bool:
+        seen = await self.leases.seen(deadline)
+        return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)
+
+
+def _unreadable(step: Step, error: Exception) -> Corrupt:
+    return Corrupt(f"{step.name}: its manifest cannot be read ({error}); it is not counted, and not deleted")

@@ -1,0 +1,181 @@
+"""Which steps stay: policies that compose, and the decision as a pure function. Nothing here touches storage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from .._runtime.public import public
+from ..errors import InvalidOption
+from ..options import check_choice, check_count
+
+__all__ = [
+    "KeepAll",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "Retention",
+    "SavedStep",
+    "doomed",
+    "keeps_all",
+    "needs_metadata",
+]
+
+Mode = Literal["min", "max"]
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A committed generation of a step, as a policy sees it. ``saved_at`` is in seconds since 1970 by its writer's
+    clock; ``metadata`` is what the user noted, empty where no policy asked for it."""
+
+    step: int
+    generation: int = 1
+    saved_at: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.step, self.generation
+
+
+@public
+@runtime_checkable
+class Retention(Protocol):
+    """What ``keep=`` takes: which of ``steps`` (in order, one generation of each) shall stay. Pure, and stable: what it
+    lets go it does not ask for later."""
+
+    def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        """The numbers of the steps that stay."""
+
+
+class _Policy:
+    __slots__ = ()
+
+    def __or__(self: Retention, other: Retention) -> _Either:
+        if not isinstance(other, Retention):
+            return NotImplemented
+        return _Either((self, other))
+
+
+@dataclass(frozen=True, slots=True)
+class _Either(_Policy):
+    """What at least one of several policies keeps."""
+
+    policies: tuple[Retention, ...]
+
+    def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        return frozenset[int]().union(*(policy.kept(steps) for policy in self.policies))
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class KeepAll(_Policy):
+    """Nothing is ever deleted, superseded generations included."""
+
+    def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        return {each.step for each in steps}
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class KeepLast(_Policy):
+    """The ``n`` highest steps."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_count("KeepLast(n)", self.n)
+
+    def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        return {each.step for each in steps[-self.n :]}
+
+
+@public
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepEvery(_Policy):
+    """The first step in each span of ``steps`` steps (0-999, 1000-1999, ...) or of ``seconds`` seconds, counted from
+    1970 by the writers' clocks. One of the two."""
+
+    steps: int | None = None
+    seconds: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.seconds is None):
+            raise InvalidOption("KeepEvery takes either steps= or seconds=")
+        check_count("KeepEvery(steps or seconds)", self.steps if self.seconds is None else self.seconds)
+
+    def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        first: dict[int, int] = {}
+        for each in steps:
+            span = each.saved_at // self.seconds if self.seconds is not None else each.step // (self.steps or 1)
+            first.setdefault(span, each.step)
+        return set(first.values())
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class KeepBest(_Policy):
+    """The ``n`` steps whose ``metric`` is lowest, or highest with ``mode="max"``; of equal ones the newer.
+
+    ``metric`` is a key of the metadata that ``save`` was given, or a path of keys joined by dots. A step without it, or
+    for which it is no number (NaN included), is not kept by this policy.
+    """
+
+    metric: str
+    n: int = 1
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        if type(self.metric) is not str or not self.metric:
+            raise InvalidOption(f"KeepBest: metric={self.metric!r} has to be a key of the metadata")
+        check_count("KeepBest(n)", self.n)
+        check_choice("mode", self.mode, Mode)
+
+    def kept(self, steps: Sequence[SavedStep]) -> AbstractSet[int]:
+        sign = 1 if self.mode == "min" else -1
+        found = [(_metric(each.metadata, self.metric), each) for each in steps]
+        ranked = sorted((sign * value, -each.step) for value, each in found if value is not None)
+        return {-step for _, step in ranked[: self.n]}
+
+
+def _metric(metadata: Mapping[str, Any], path: str) -> float | None:
+    value: Any = metadata
+    for key in [path] if path in metadata else path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        return None
+    return value
+
+
+def needs_metadata(keep: Retention) -> bool:
+    """Whether the metadata of every step has to be read before ``keep`` can be asked. Of a policy that is not ours
+    nobody knows, so it gets them."""
+    if isinstance(keep, _Either):
+        return any(needs_metadata(policy) for policy in keep.policies)
+    return not isinstance(keep, (KeepAll, KeepLast, KeepEvery))
+
+
+def doomed(saved: Sequence[SavedStep], keep: Retention, protected: AbstractSet[int] = frozenset()) -> list[SavedStep]:
+    """Which of ``saved`` may go once a newer one has been verified, oldest first.
+
+    Each step counts once, by its highest generation; lower ones go with whatever policy, but for ``KeepAll``. The
+    newest step and those ``protected`` stay whatever ``keep`` says.
+    """
+    ordered = sorted(saved, key=lambda each: each.order)
+    if not ordered or keeps_all(keep):
+        return []
+    highest = {each.step: each for each in ordered}
+    stay = set(keep.kept(list(highest.values()))) | protected | {ordered[-1].step}
+    return [each for each in ordered if each.step not in stay or each is not highest[each.step]]
+
+
+def keeps_all(keep: Retention) -> bool:
+    """Whether nothing is ever deleted, so that nobody has to look for it."""
+    if isinstance(keep, _Either):
+        return any(keeps_all(policy) for policy in keep.policies)
+    return isinstance(keep, KeepAll)

@@ -1,0 +1,121 @@
+"""Steps as they are committed, by this process or any other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import deque
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from .._load.open.manifest import Step, list_generations
+from .._runtime.threads import Deadline, Stop, Threads
+from .._storage import LocalStore, Store
+
+__all__ = ["Watch", "news"]
+
+_JITTER = 0.25
+_DEBOUNCE_MS = 50
+
+
+def news(seen: Iterable[str], steps: Iterable[Step]) -> list[Step]:
+    """What is committed and good in ``steps`` and was not ``seen``, each step by its highest generation, in order."""
+    highest = {step.step: step for step in sorted(steps, key=lambda each: each.order)}
+    known = frozenset(seen)
+    fresh = [step for step in highest.values() if step.damage is None and step.name not in known]
+    return sorted(fresh, key=lambda each: each.order)
+
+
+class Watch:
+    """Iterate over it with ``async for``: the number of each newly committed step, in order; one that was saved again
+    comes again. A step that is gone before its turn comes is left out.
+
+    It looks every ``poll_s`` seconds, give or take a quarter, and at once when the file system says that something has
+    changed (local files, with the extra ``watch``). Between two steps it holds nothing: no task, no thread, no file.
+    What a look raises ends the iteration; a cancel loses no step.
+    """
+
+    def __init__(self, store: Store, *, after: int | None, poll_s: float, timeout_s: float) -> None:
+        self._store = store
+        self._poll_s = poll_s
+        self._timeout_s = timeout_s
+        self._after = after
+        self._begun = False
+        self._known: dict[str, Step] = {}
+        self._seen: set[str] = set()
+        self._ready: deque[Step] = deque()
+        self._changes = _changes(store)
+
+    def __aiter__(self) -> Watch:
+        return self
+
+    async def __anext__(self) -> int:
+        while True:
+            await self._look()
+            if self._ready:
+                return self._ready.popleft().step
+            pause_s = self._poll_s * random.uniform(1 - _JITTER, 1 + _JITTER)
+            if self._changes is None:
+                await asyncio.sleep(pause_s)
+            else:
+                await self._changes.wait(pause_s)
+
+    async def _look(self) -> None:
+        steps = await list_generations(self._store, self._known, Deadline.after(self._timeout_s))
+        self._known = {step.name: step for step in steps if step.damage is None}
+        if not self._begun:
+            self._begun = True
+            self._seen = {step.name for step in steps if self._after is None or step.step <= self._after}
+        fresh = news(self._seen, steps)
+        self._seen = (self._seen | {step.name for step in fresh}) & {step.name for step in steps}
+        self._ready = deque(step for step in (*self._ready, *fresh) if step.name in self._known)
+
+
+def _changes(store: Store) -> _Changes | None:
+    if not isinstance(store, LocalStore):
+        return None
+    try:
+        return _Changes(store.root, import_module("watchfiles"))
+    except ImportError:
+        return None
+
+
+class _Changes:
+    """A thread that sleeps until something changes in a directory. Only while it is waited for."""
+
+    def __init__(self, root: Path, watchfiles: Any) -> None:
+        self._root = root
+        self._watchfiles = watchfiles
+        self._threads = Threads("sidestream-watch", 1)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when something has changed, or the time is over."""
+        stop = Stop()
+        await self._threads.run(self._wait, timeout_s, stop, stop=stop, idle=True)
+
+    def _wait(self, timeout_s: float, stop: Stop) -> None:
+        ended = threading.Event()
+        with stop.waking(ended.set):
+            if not self._root.is_dir():
+                ended.wait(timeout_s)
+                return
+            changes = self._watchfiles.watch(
+                self._root,
+                watch_filter=None,
+                debounce=_DEBOUNCE_MS,
+                step=_DEBOUNCE_MS // 5,
+                stop_event=ended,
+                rust_timeout=max(1, round(timeout_s * 1000)),
+                yield_on_timeout=True,
+                raise_interrupt=False,
+                recursive=False,
+            )
+            try:
+                next(changes, None)
+            except (OSError, RuntimeError):  # no inotify there, or none left: the next look comes with the next poll
+                ended.wait(timeout_s)
+            finally:
+                changes.close()

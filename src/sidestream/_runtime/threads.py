@@ -1,0 +1,466 @@
+"""Deadlines, and the one way off the event loop.
+
+``asyncio.to_thread`` and ``anyio.to_thread.run_sync`` abandon their thread when the task is cancelled natively; the
+thread then goes on writing into a buffer or descriptor that has been given to somebody else. ``Threads.run`` waits for
+its thread under ``Task.cancel()``, ``asyncio.timeout`` and anyio scopes alike, and only then lets the cancel through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, InvalidStateError
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+
+import anyio
+
+from ..errors import Closed, DeadlineExceeded, ForkedProcess, out_of_memory
+from .abandoned import hop, put_back, take_abandoned
+from .gil import awaited, no_more_turns, rest, slice_s
+
+__all__ = [
+    "Deadline",
+    "Stop",
+    "Threads",
+    "TorchThreads",
+    "in_background",
+    "interpreter_ends",
+    "io_threads",
+    "let_go",
+    "look_for_abandoned",
+    "politely",
+]
+
+with suppress(ImportError):
+    import_module("anyio._backends._asyncio")  # or the first cancel scope imports it, for 100 ms, on the running loop
+
+P = ParamSpec("P")
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+Ts = TypeVarTuple("Ts")
+
+_GRACE_S = 5.0
+"""How long past the deadline a thread that was told to stop is waited for before it is left to its system call."""
+
+_LEAVING_S = 4.0
+"""How long the interpreter waits at its end for work that calls torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point in time (``time.monotonic`` seconds) by which an operation has to have ended."""
+
+    at: float
+    timeout_s: float
+
+    @classmethod
+    def after(cls, timeout_s: float) -> Deadline:
+        return cls(time.monotonic() + timeout_s, timeout_s)
+
+    def remaining_s(self) -> float:
+        return max(0.0, self.at - time.monotonic())
+
+    def check(self, doing: str) -> None:
+        """Raise ``DeadlineExceeded`` when the time is over."""
+        if self.remaining_s() == 0.0:
+            raise self.exceeded(doing)
+
+    def exceeded(self, doing: str) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{doing}: not done within timeout_s={self.timeout_s:g}")
+
+
+class Stop:
+    """A request to stop, for threads: long loops look at it between two chunks.
+
+    A thread that sleeps on something else (a condition, a queue) does so under ``waking``.
+    """
+
+    __slots__ = ("__weakref__", "_event", "_lock", "_wakers")
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._wakers: list[Callable[[], None]] = []
+        _stops.add(self)
+
+    @contextmanager
+    def waking(self, waker: Callable[[], None]) -> Iterator[None]:
+        """Within, ``set()`` calls ``waker`` in its own thread; it must not block."""
+        with self._lock:
+            self._wakers.append(waker)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wakers.remove(waker)
+
+    def set(self) -> None:
+        with self._lock:
+            self._event.set()
+            wakers = list(self._wakers)
+        for waker in wakers:
+            waker()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def check(self) -> None:
+        """Raise ``Closed`` in a worker thread; the task that waits for it raises its own ``CancelledError`` instead."""
+        if self._event.is_set():
+            raise Closed("stopped before the work was done")
+
+
+class Threads(Executor):
+    """At most ``size`` threads of our own, started as they are needed.
+
+    Not a ``ThreadPoolExecutor``: that one takes no more work once the interpreter has begun to end, which is when a
+    save that is in flight still has to be finished or cleaned up. These threads are daemons; whoever needs their work
+    waits for it.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self._pid = os.getpid()
+        self._name = name
+        self._size = size
+        self._lock = threading.Lock()
+        self._count = 0
+        self._closed = False
+        # Not a Semaphore: a KeyboardInterrupt within its Python code leaves it locked, for ever and for all threads.
+        self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._work.put, None).atexit = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run ``fn`` in a thread. Raises ``Closed``, and ``ForkedProcess`` in a child of the process that made it."""
+        if os.getpid() != self._pid:
+            raise ForkedProcess("this handle was made before os.fork(); make a new one in the child")
+        look_for_abandoned()
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            look_for_abandoned()  # the loop that waited for this thread may have ended
+
+        with self._lock:
+            if self._closed:
+                raise Closed("these threads take no more work: their owner was closed")
+            item = _Item(work, self._left())
+            self._work.put(item)
+            try:
+                self._idle.get_nowait()
+            except queue.Empty:
+                if self._count < self._size:
+                    self._start_thread(future, item.left)
+        return future
+
+    def _left(self) -> Callable[[], object]:
+        """Return what the thread calls when it refers to nothing of the work any more."""
+        return _nothing
+
+    def _start_thread(self, future: Future[T], left: Callable[[], object]) -> None:
+        arguments = (self._work, self._idle)
+        try:
+            threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True).start()
+            self._count += 1
+        except RuntimeError:  # the system cannot start another thread
+            if self._count == 0:
+                future.cancel()
+                left()
+                raise
+
+    async def run(
+        self,
+        fn: Callable[[*Ts], T],
+        *args: *Ts,
+        stop: Stop | None = None,
+        deadline: Deadline | None = None,
+        idle: bool = False,
+    ) -> T:
+        """Run ``fn`` in a thread and return what it returns; when this returns or raises, the thread has left ``fn``.
+
+        A cancel sets ``stop`` and is raised after the thread has ended. When ``deadline`` passes, ``stop`` is set too,
+        and ``DeadlineExceeded`` is raised if ``fn`` then gives up. Work that no thread has begun by then is never done.
+
+        There is one exception: a thread that sits in a system call for 5 s after the deadline is left behind, and the
+        error says so (``left_behind``). So that this is safe, ``fn`` owns what it uses: it opens and closes its own
+        descriptors and holds its own references.
+
+        Meanwhile a busy loop lets the thread have the interpreter now and then (``_turns``), unless it is ``idle``:
+        something that sleeps for as long as nothing happens.
+        """
+        name = fn.__name__.strip("_")
+        future = self.submit(lambda: _within(name, deadline, fn, *args))
+        return await self.wait(future, name, stop=stop, deadline=deadline, idle=idle)
+
+    async def wait(
+        self,
+        future: Future[T],
+        name: str,
+        *,
+        stop: Stop | None = None,
+        deadline: Deadline | None = None,
+        idle: bool = False,
+    ) -> T:
+        """``run``, of work called ``name`` that has been submitted before."""
+        waiter = asyncio.wrap_future(future) if idle else awaited(future)
+        waiter.add_done_callback(_consume)
+        cancelled: asyncio.CancelledError | None = None
+        expired = False
+        until = math.inf if deadline is None else deadline.at
+        with hop(future, partial(_stop_work, future, stop), until), anyio.CancelScope(shield=True):
+            while not waiter.done():
+                patience = None if deadline is None else _GRACE_S if expired else deadline.remaining_s()
+                try:
+                    done, _ = await asyncio.wait([waiter], timeout=patience)
+                except asyncio.CancelledError as cancel:
+                    cancelled = cancelled or cancel
+                    _stop_work(future, stop)
+                    continue
+                if done or deadline is None:
+                    continue
+                if expired:
+                    with self._lock:
+                        self._count -= 1  # another one may take the place of the thread that hangs
+                    no_more_turns(future)
+                    raise _left_behind(cancelled or deadline.exceeded(f"a system call of {name}()"))
+                expired = True
+                _stop_work(future, stop)
+        if cancelled is not None:
+            raise cancelled
+        if expired and deadline is not None and (waiter.cancelled() or isinstance(waiter.exception(), Closed)):
+            raise deadline.exceeded(f"{name}()")
+        return waiter.result()
+
+    def close(self) -> None:
+        """Take no more work; threads end when what was submitted has ended. Does not wait for them."""
+        with self._lock:
+            self._closed = True
+            self._work.put(None)
+
+
+class _Work(threading.local):
+    """The work that the current thread does for ``Threads.run``, and its deadline."""
+
+    name = ""
+    deadline: Deadline | None = None
+
+
+_work = _Work()
+
+
+def _within(name: str, deadline: Deadline | None, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Call ``fn`` in a thread, with the deadline that ``politely`` checks. A failed allocation raises a typed error."""
+    before = _work.name, _work.deadline
+    _work.name, _work.deadline = name, deadline
+    try:
+        return fn(*args)
+    except (MemoryError, RuntimeError, OSError) as error:
+        if (lack := out_of_memory(error, f"{name}()")) is not None:
+            raise lack from error
+        raise
+    finally:
+        _work.name, _work.deadline = before
+
+
+class TorchThreads(Threads):
+    """Threads whose work calls torch and is stopped before the interpreter ends.
+
+    Up to Python 3.13 a daemon thread that comes back from a call while the interpreter ends is ended by
+    ``pthread_exit``. Its unwinding meets C++ frames of torch that must not throw, and the process aborts (PyTorch
+    issue 38228). So when the interpreter is about to end, after the last non-daemon thread, all work is signalled to
+    stop and waited for, for at most 4 s. Work that may block for longer, on a device that does not respond, must block
+    in a call without C++ frames around it.
+    """
+
+    def _left(self) -> Callable[[], object]:
+        # Not the future of the work: it is done before the thread drops the arguments and the result, and to destroy
+        # a tensor or an event is a call of torch too.
+        left: Future[None] = Future()
+        _calling_torch.add(left)
+        left.add_done_callback(_calling_torch.discard)
+        return partial(_resolve, left)
+
+
+def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
+    """Iterate in a worker thread, and really let go of the GIL after each slice of time (``slice_s()``).
+
+    Within ``Threads.run`` the iteration ends with ``DeadlineExceeded`` when the deadline of that call has passed: an
+    event loop can stop waiting for a thread, but nothing stops the thread itself.
+
+    Pure Python keeps it for a switch interval (5 ms) otherwise, again and again, and the loop waits as long each time;
+    ``sleep(0)`` gives it up for too short a time for anybody else to get it. The clock is looked at after each
+    ``every`` items, as a nap costs about as much as some hundred of them.
+    """
+    rested = time.perf_counter()
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % every == 0 and time.perf_counter() - rested > slice_s():
+            if _work.deadline is not None:
+                _work.deadline.check(f"{_work.name}()")
+            rest()
+            rested = time.perf_counter()
+
+
+def let_go(*containers: dict[Any, Any] | list[Any]) -> None:
+    """In a worker thread: empty them bit by bit. Freed all at once, 10,000 records hold the GIL for milliseconds."""
+    for container in containers:
+        for _ in politely(range(len(container))):
+            container.popitem() if isinstance(container, dict) else container.pop()
+
+
+@dataclass(slots=True)
+class _Item:
+    """Work for a thread. ``left`` is called by the thread when it has dropped ``work`` and all that it refers to."""
+
+    work: Callable[[], None] | None
+    left: Callable[[], object]
+
+
+def _nothing() -> None:
+    """Do nothing: threads that do not call torch are not waited for at exit."""
+
+
+def _resolve(left: Future[None]) -> None:
+    """Mark ``left`` as done, once. ``Future.cancel`` would not wake ``concurrent.futures.wait``."""
+    with suppress(InvalidStateError):
+        left.set_result(None)
+
+
+def _serve(work: queue.SimpleQueue[_Item | None], idle: queue.SimpleQueue[None]) -> None:
+    while True:
+        item = work.get()
+        if item is None:
+            work.put(None)  # for the next thread
+            return
+        if item.work is not None:
+            item.work()
+        item.work = None
+        item.left()
+        del item  # an idle thread keeps nothing alive
+        idle.put(None)
+
+
+def _stop_work(future: Future[T], stop: Stop | None) -> None:
+    """Work that has not begun never will; work that has is asked to end."""
+    if not future.cancel() and stop is not None:
+        stop.set()
+
+
+def _left_behind(error: E) -> E:
+    error.left_behind = True  # type: ignore[attr-defined]
+    return error
+
+
+def _consume(future: asyncio.Future[T]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def in_background(work: Callable[[], object], name: str) -> Future[object]:
+    """Run ``work`` in a new thread that ends when ``work`` returns."""
+    threads = Threads(name, 1)
+    try:
+        return threads.submit(work)
+    finally:
+        threads.close()
+
+
+def look_for_abandoned() -> None:
+    """End, in the background, the operations that were in flight on event loops that have ended. Costs nothing if there
+    are none. Does nothing once the interpreter ends: ``_end_work`` then releases them in the main thread."""
+    if _ending:
+        return
+    for home, reason in take_abandoned():
+        try:
+            release = in_background(partial(home.release, reason), "sidestream-abandoned")
+        except RuntimeError:  # the system cannot start another thread
+            put_back(home)
+            continue
+        _releases.add(release)
+        release.add_done_callback(_releases.discard)
+
+
+_stops: weakref.WeakSet[Stop] = weakref.WeakSet()
+_calling_torch: set[Future[Any]] = set()
+_releases: set[Future[Any]] = set()
+_ending = False
+_RELEASES_S = 5.0
+
+
+def interpreter_ends() -> bool:
+    """Whether the interpreter is about to end: work that calls torch must not be started any more."""
+    return _ending
+
+
+@atexit.register
+def _end_work() -> None:
+    """Stop the work that calls torch, then release what ended event loops have left.
+
+    Runs in the main thread after the last non-daemon thread. No thread can be started any more, and existing threads
+    still run. The order matters: a worker that ends would otherwise hand an ended loop to a new daemon thread, which
+    the interpreter kills before it has removed anything.
+    """
+    global _ending
+    _ending = True
+    for stop in _all_stops():
+        stop.set()
+    _wait_for_all(_calling_torch, _LEAVING_S)
+    _wait_for_all(_releases, _RELEASES_S)
+    for home, reason in take_abandoned(at_exit=True):
+        home.release(reason, _RELEASES_S)
+
+
+def _wait_for_all(futures: set[Future[Any]], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while (left := list(futures)) and time.monotonic() < end:
+        wait_for(left, end - time.monotonic())
+
+
+def _all_stops() -> list[Stop]:
+    while True:
+        try:
+            return list(_stops)
+        except RuntimeError:  # another thread has created one meanwhile
+            continue
+
+
+_shared: Threads | None = None
+_shared_lock = threading.Lock()
+
+
+def io_threads() -> Threads:
+    """The pool for storage and planning that all saves and loads of this process share."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = TorchThreads("sidestream-io", min(32, (os.cpu_count() or 1) + 8))
+        return _shared
+
+
+def _forget_after_fork() -> None:
+    global _shared, _shared_lock, _stops
+    _shared, _shared_lock = None, threading.Lock()
+    _stops = weakref.WeakSet()  # those of the parent may be locked, and their threads are not here
+    _calling_torch.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,245 @@
+"""``save`` and ``async_save``: plan, stage, write, commit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .._format.records import Node
+from .._group import GroupChoice, Member, Operation, deadline_of, group_of
+from .._layout.metadata import encode_metadata
+from .._layout.save_layout import plan_save
+from .._layout.values import copy_value
+from .._runtime.caller import by_caller
+from .._runtime.public import public
+from .._runtime.tasks import finish, running_loop
+from .._runtime.threads import Deadline
+from .._staging import AsyncStager, capture
+from .._storage import Location, Where, locate_directory
+from .._worker.client import Saver, choose_saver
+from ..errors import InvalidOption
+from ..options import (
+    RANK_WAIT_S,
+    Apart,
+    Digest,
+    Durability,
+    SaverChoice,
+    StorePolicy,
+    check_choice,
+    check_seconds,
+    check_timeout,
+)
+from .group import FailedSave, JointSave, planning_of
+from .operation import SaveJob
+from .pending import PendingSave, SaveInfo, SaveWork
+from .writing import ForeignStage, SaveOrder, Stager, Writing
+
+__all__ = ["async_save", "save", "start_save", "start_together"]
+
+_STREAM_BYTES = 256 << 20
+
+
+@public
+async def save(
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    stager: AsyncStager | Stager | None = None,
+    snapshot: bool = True,
+    durability: Durability = "fsync",
+    metadata: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+    rank_wait_s: float = RANK_WAIT_S,
+    digest: Digest | None = None,
+    saver: SaverChoice = "thread",
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
+    process_group: GroupChoice = None,
+    planner: Any = None,
+    apart: Apart | None = None,
+) -> SaveInfo:
+    """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
+
+    ``state`` is what DCP takes: nested dicts and lists of tensors, plain values, and objects with ``state_dict()``.
+    What is saved is what they hold at the call, provided that no tensor changes before it is staged (``async_save``
+    tells when that is). ``stager`` brings warm memory from save to save; without one, memory is mapped for this save
+    alone. ``snapshot=False`` is for weights that nobody changes while they are saved, and for hosts with less memory
+    than the state has: it passes through 256 MiB of memory, and ``staged`` is done when nearly everything is written.
+    ``durability="flush"`` leaves out the syncs. ``metadata`` is a mapping of plain data (metrics, configuration) that
+    can be read without the state; stock DCP ignores it. ``digest="blake3"`` keeps a cryptographic digest of each block
+    beside its checksum (extra ``digest``). ``saver`` says who writes: threads of this process, or a process of its own,
+    which leaves the interpreter to the trainer (``SaverChoice``). The whole save has ``timeout_s``.
+
+    ``url`` is a path, or what fsspec understands: ``s3://``, ``gs://``, ``az://``, ``memory://`` and so on, with
+    ``storage_options`` as fsspec users write them, or a ``filesystem`` object that has them already. ``store_policy``
+    says how object storage is talked to.
+
+    Where ``torch.distributed`` is initialized this is a call of all ranks together, or of those in ``process_group``,
+    each with its own part of the state (``docs/ranks.md``); ``process_group="alone"`` saves from this process only.
+    Then everything that any rank raises becomes ``RankFailures`` on all of them. ``rank_wait_s`` is how long a rank
+    waits for the others to make the call; after 5 s it logs a warning that names the ranks that have not.
+
+    ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
+    a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
+
+    ``apart`` saves the part of one rank in place, without a word to the others and without a process group: it returns
+    when this part is durable, and readers refuse the whole (``Incomplete``) until all parts are there.
+
+    Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
+    anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
+    ``ArenaExhausted``, ``SaverLost``, ``PlannerFailed``, ``DeadlineExceeded``: then nothing is visible, what was
+    written has been removed, and older checkpoints are untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a
+    commit that was sent and did not end well. Cancelling leaves nothing behind either, unless the commit had been sent:
+    then it is finished, and the checkpoint is there.
+    """
+    pending = async_save(
+        state,
+        url,
+        stager=stager,
+        snapshot=snapshot,
+        durability=durability,
+        metadata=metadata,
+        timeout_s=timeout_s,
+        rank_wait_s=rank_wait_s,
+        digest=digest,
+        saver=saver,
+        storage_options=storage_options,
+        filesystem=filesystem,
+        store_policy=store_policy,
+        process_group=process_group,
+        planner=planner,
+        apart=apart,
+    )
+    try:
+        return await pending
+    except asyncio.CancelledError:
+        pending.cancel()
+        await finish(pending.ended)
+        raise
+
+
+@public
+def async_save(
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    stager: AsyncStager | Stager | None = None,
+    snapshot: bool = True,
+    durability: Durability = "fsync",
+    metadata: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+    rank_wait_s: float = RANK_WAIT_S,
+    digest: Digest | None = None,
+    saver: SaverChoice = "thread",
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
+    process_group: GroupChoice = None,
+    planner: Any = None,
+    apart: Apart | None = None,
+) -> PendingSave:
+    """Start what ``save`` does and return at once. Needs a running event loop.
+
+    ``await pending.staged`` before the tensors change, ``await pending`` for the ``SaveInfo``. Plain values are copied
+    here and now. Raises what is wrong with ``url`` and options at once; the rest is raised by ``pending``: credentials
+    that cannot be found, and what is wrong with a tensor or value of ``state``, before anything has been written.
+    """
+    running_loop("async_save")
+    if apart is not None and not isinstance(apart, Apart):
+        raise InvalidOption(f"apart={apart!r} has to be a sidestream.Apart(rank=, world_size=, save_id=)")
+    member = None if apart is not None else group_of(process_group)
+
+    def start(operation: Operation | None) -> SaveJob | JointSave:
+        if not snapshot and stager is not None:
+            raise InvalidOption(
+                "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
+            )
+        check_seconds("rank_wait_s", rank_wait_s)
+        location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+        return start_save(
+            state,
+            location,
+            stager=stager,
+            durability=durability,
+            timeout_s=timeout_s,
+            budget_bytes=None if snapshot else _STREAM_BYTES,
+            metadata=encode_metadata(metadata),
+            digest=digest,
+            operation=operation,
+            member=member,
+            saver=choose_saver(saver, location.store),
+            planner=planner,
+            apart=apart,
+        )
+
+    if member is None or member.group.world == 1:
+        return PendingSave(start(None))
+    return PendingSave(start_together(start, member.begin("save", deadline_of(timeout_s), rank_wait_s), str(url)))
+
+
+def start_together(start: Callable[[Operation], SaveWork], operation: Operation, url: str) -> SaveWork:
+    """What keeps this rank from starting is told to the others, and raised by all alike."""
+    try:
+        return start(operation)
+    except Exception as error:
+        return FailedSave(operation, url, error)
+
+
+@by_caller
+def start_save(
+    state: Mapping[str, Any],
+    location: Location,
+    *,
+    stager: AsyncStager | Stager | None,
+    durability: Durability,
+    timeout_s: float,
+    step: int | None = None,
+    generation: int = 1,
+    budget_bytes: int | None = None,
+    metadata: Node = None,
+    digest: Digest | None = None,
+    saver: tuple[Saver | None, bool] = (None, False),
+    operation: Operation | None = None,
+    member: Member | None = None,
+    planner: Any = None,
+    apart: Apart | None = None,
+) -> SaveJob | JointSave:
+    """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
+
+    Runs in the thread of a blocking call: copies are ordered after the work that was enqueued on its current streams.
+    ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
+
+    ``operation`` is there where several ranks save. A ``member`` alone in its group saves as any process does, unless
+    it has tensors that only a group can describe.
+    """
+    check_choice("durability", durability, Durability)
+    check_timeout(timeout_s)
+    if digest is not None:
+        check_choice("digest", digest, Digest)
+    deadline = Deadline.after(timeout_s)
+    own = stager is None or isinstance(stager, AsyncStager)
+    planned = planner is not None or apart is not None
+    captured = capture(state, copy_value) if own and not planned else None
+    if operation is None and member is not None and captured is not None and captured.sharded:
+        operation = member.begin("save", deadline)
+    order = SaveOrder(
+        location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation, *saver, apart
+    )
+    if planned:
+        from .planner.save import start_planned
+
+        return start_planned(order, state, planner, stager)
+    planning = None if operation is None else planning_of(order, operation)
+    lay_out = plan_save if planning is None else planning.lay_out
+    if captured is not None:
+        assert stager is None or isinstance(stager, AsyncStager)
+        source: Writing | ForeignStage = Writing(order, captured, stager, lay_out)
+    else:
+        assert stager is not None
+        source = ForeignStage(order, state, stager, lay_out)
+    if operation is not None and planning is not None:
+        return JointSave(order=order, source=source, operation=operation, planning=planning)
+    return SaveJob(order=order, source=source)

@@ -1,0 +1,234 @@
+"""The plan that ranks make together: in the steady state, digests to rank 0 and a nod from there.
+
+All of this runs in the threads of the stagers, which wait for each other: nothing of it needs an event loop, so code on
+the loop may block at a fence meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._format.dcp.shared import described
+from .._format.manifest import root_body
+from .._format.shared import Shared
+from .._group import Operation, this_process
+from .._layout.sharded.assign import Assignment, Told, assign
+from .._layout.sharded.rank_layout import EncodedValues, RankPlan, encode_values, lay_out_rank
+from .._layout.sharded.rank_table import LocalTable, Row, local_table, parse_rows
+from .._staging import Captured, PlanCache
+from ..errors import InvalidOption
+
+__all__ = ["Agreement", "Planned", "Planning", "Terms", "check_terms"]
+
+_KEPT = 4
+_LISTED = 10
+
+
+@dataclass(slots=True)
+class Agreement:
+    """What the ranks have agreed on for state dicts that look like these. Rank 0 has everything, the others what
+    concerns themselves. ``fragments``: for each rank the digest of its layout and the places of its tensors, of the
+    last save whose files had the same names as the next one's. A save uses those it has found when it was planned."""
+
+    id: str
+    assignment: Assignment
+    shared: Shared | None = None
+    body: bytes = b""
+    head: bytes = b""
+    fragments: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+
+
+class _Agreements:
+    """The last few, by what all ranks hold."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Agreement] = OrderedDict()
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._known)
+
+    def get(self, name: str) -> Agreement:
+        self._known.move_to_end(name)
+        return self._known[name]
+
+    def put(self, agreement: Agreement) -> None:
+        self._known[agreement.id] = agreement
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What every rank has to mean by this call: where, and how."""
+
+    target: str
+    durability: str
+    digest: str | None
+    planner: bool = False
+    """Whether a planner of the caller plans."""
+
+    def pack(self) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "durability": self.durability,
+            "digest": self.digest,
+            "planner": self.planner,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """This rank's plan, what it rests on, and the digest of the layout that rank 0 has the places of; on rank 0 those
+    places, which other saves that are under way do not change."""
+
+    plan: RankPlan
+    agreement: Agreement
+    known_layout: str | None
+    fragments: Mapping[int, tuple[str, bytes]]
+    first: Mapping[str, Any]
+    """The process that is rank 0."""
+
+
+@dataclass(slots=True)
+class Planning:
+    """One save's planning. ``prepare`` makes the attempt, on rank 0, before others write into it."""
+
+    operation: Operation
+    terms: Terms
+    prepare: Callable[[], None]
+    planned: Planned | None = None
+
+    def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> RankPlan:
+        """In the stager's thread. Raises ``Stopped`` when another rank cannot go on."""
+        operation = self.operation
+        table = local_table(plans, captured)
+        values = encode_values(table)
+        agreements = _agreements(operation)
+        heard: _Heard = _Heard(agreements)
+        part = {**self.terms.pack(), "held": table.held.digest, "table": table.held.table, "values": values.digest}
+        part["knows"] = agreements.ids
+        answer = json.loads(
+            operation.exchange("plan", json.dumps(part).encode(), lambda parts: self._first(heard, parts))
+        )
+        agreement = None
+        if answer["detail"]:
+            detail = _pack_detail(table, values, rows=bool(answer["rows"]))
+            raw = operation.exchange("assign", detail, lambda parts: self._second(heard, parts))
+            if raw:
+                agreement = heard.made or Agreement(answer["agreement"], Assignment.unpack(raw))
+                agreements.put(agreement)
+        if agreement is None:
+            agreement = agreements.get(answer["agreement"])
+        plan = lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
+        self.planned = Planned(plan, agreement, answer["layout"], heard.fragments, answer["first"])
+        operation.step = "write"
+        return plan
+
+    def _first(self, heard: _Heard, parts: Sequence[bytes]) -> Sequence[bytes]:
+        """On rank 0: do all mean the same, and is it known what they hold?"""
+        told = [json.loads(part) for part in parts]
+        check_terms(told)
+        self.prepare()
+        heard.name = hashlib.blake2b("".join(one["held"] for one in told).encode(), digest_size=16).hexdigest()
+        heard.tables = [one["table"] for one in told]
+        heard.known = all(heard.name in one["knows"] for one in told)
+        detail = not heard.known or len({(one["table"], one["values"]) for one in told}) > 1
+        if heard.known:
+            heard.fragments = dict(heard.agreements.get(heard.name).fragments)
+        process = this_process()
+        first = {table: rank for rank, table in reversed(list(enumerate(heard.tables)))}
+        return [
+            json.dumps(
+                {
+                    "agreement": heard.name,
+                    "first": process,
+                    "detail": detail,
+                    "rows": detail and first[table] == rank,
+                    "layout": heard.fragments[rank][0] if rank in heard.fragments else None,
+                }
+            ).encode()
+            for rank, table in enumerate(heard.tables)
+        ]
+
+    def _second(self, heard: _Heard, parts: Sequence[bytes]) -> bytes | Sequence[bytes]:
+        """On rank 0: what they hold."""
+        details = [_unpack_detail(part) for part in parts]
+        tables: dict[str, Sequence[Row]] = {}
+        for table, (rows, _, _) in zip(heard.tables, details, strict=True):
+            if table not in tables:
+                tables[table] = parse_rows(rows)
+        _compare_values([tables[table] for table in heard.tables], [values for _, _, values in details])
+        if heard.known:
+            return b""
+        ranks = [Told(table, boxes) for table, (_, boxes, _) in zip(heard.tables, details, strict=True)]
+        shared, assignments = assign(ranks, tables)
+        heard.made = Agreement(heard.name, assignments[0], shared, root_body(shared), described(shared))
+        return [assignment.pack() for assignment in assignments]
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What rank 0 learns from one step to the next."""
+
+    agreements: _Agreements
+    name: str = ""
+    tables: list[str] = field(default_factory=list)
+    known: bool = False
+    made: Agreement | None = None
+    fragments: Mapping[int, tuple[str, bytes]] = field(default_factory=dict)
+
+
+def _agreements(operation: Operation) -> _Agreements:
+    if operation.group.plans is None:
+        operation.group.plans = _Agreements()
+    found: _Agreements = operation.group.plans
+    return found
+
+
+def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
+    """On rank 0: do all mean the same by this call? Raises ``InvalidOption``."""
+    for name in ("target", "durability", "digest", "planner"):
+        said = {one[name]: rank for rank, one in reversed(list(enumerate(told)))}
+        if len(said) > 1:
+            (one, rank), (other, another) = list(said.items())[:2]
+            raise InvalidOption(
+                f"ranks that save together have to say the same: {name} is {one!r} on rank {rank} and {other!r} on "
+                f"rank {another}"
+            )
+
+
+def _compare_values(tables: Sequence[Sequence[Row]], digests: Sequence[Mapping[str, str]]) -> None:
+    """Raises ``InvalidOption`` where one name stands for different plain values: which of them would be saved?"""
+    first: dict[str, tuple[int, str]] = {}
+    differ: dict[str, tuple[int, int]] = {}
+    for rank, (rows, values) in enumerate(zip(tables, digests, strict=True)):
+        for number, digest in values.items():
+            fqn = rows[int(number)].fqn
+            known = first.setdefault(fqn, (rank, digest))
+            if known[1] != digest:
+                differ.setdefault(fqn, (known[0], rank))
+    if differ:
+        shown = [f"{fqn} (ranks {one} and {other})" for fqn, (one, other) in list(differ.items())[:_LISTED]]
+        raise InvalidOption(
+            f"{len(differ)} plain values differ between ranks, and one of each could be saved: {', '.join(shown)}; "
+            'give what belongs to a rank a name of its own, such as {"rng": {f"rank{rank}": ...}}'
+        )
+
+
+def _pack_detail(table: LocalTable, values: EncodedValues, *, rows: bool) -> bytes:
+    pieces = (table.held.raw_rows if rows else b"", table.held.raw_boxes, json.dumps(dict(values.digests)).encode())
+    return struct.pack("<3Q", *map(len, pieces)) + b"".join(pieces)
+
+
+def _unpack_detail(raw: bytes) -> tuple[bytes, bytes, Mapping[str, str]]:
+    rows, boxes, values = struct.unpack_from("<3Q", raw)
+    start = struct.calcsize("<3Q")
+    middle, end = start + rows, start + rows + boxes
+    return raw[start:middle], raw[middle:end], json.loads(raw[end : end + values])

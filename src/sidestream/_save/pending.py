@@ -1,0 +1,294 @@
+"""What a caller holds while a save goes on, and what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from .._runtime.abandoned import watch
+from .._runtime.public import public
+from .._runtime.tasks import supervise
+from .._runtime.threads import in_background, look_for_abandoned
+from ..errors import Aborted, Skipped, printable_lines
+from ..options import Durability
+from .commit import Outcome, Verdict
+
+__all__ = ["PendingSave", "SaveInfo", "SaveProgress", "SaveWork"]
+
+_log = logging.getLogger("sidestream")
+
+_CLOSING_S = 0.2
+"""How long a loop that is being closed waits for a save that has not started."""
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class SaveInfo:
+    """A checkpoint that is committed and, with ``durability="fsync"``, durable.
+
+    ``nbytes`` counts its data files; ``seconds`` has the phases ``staged`` (until the sources may change), ``written``
+    (until all data is on storage) and ``committed`` (until acknowledged), each measured from the call.
+    """
+
+    url: str
+    save_id: str
+    step: int | None
+    generation: int
+    nbytes: int
+    durability: Durability
+    seconds: Mapping[str, float]
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class SaveProgress:
+    """How far a save is, in bytes of its shards: ``total_bytes`` (0 until it is planned), how many of them are in
+    staging memory or have been, and how many need no memory any more: they were given to storage (the last sync and
+    the commit come after that). What a lost saver process had written counts again from 0."""
+
+    total_bytes: int = 0
+    staged_bytes: int = 0
+    written_bytes: int = 0
+
+
+class SaveWork(Protocol):
+    """The work behind a ``PendingSave``; ``verdict`` tells the truth whenever ``run`` has ended."""
+
+    @property
+    def verdict(self) -> Verdict: ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def progress(self) -> SaveProgress: ...
+
+    @property
+    def expires_at(self) -> float:
+        """The deadline of the operation (``time.monotonic`` seconds)."""
+
+    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
+        """Do it all, and resolve ``staged`` when the sources may change again."""
+
+    def abandon(self) -> None:
+        """Signal every thread to stop, because ``run`` will not be called or continued. Does not block. Call ``leave``
+        afterwards."""
+
+    def leave(self, *, stuck: bool) -> None:
+        """Wait until no thread uses the resources of the work, settle ``verdict``, remove an attempt that did not
+        commit, and release all memory. Called in a thread, after ``abandon``. ``stuck``: a thread is left behind in a
+        system call. Raises what the storage raises."""
+
+
+@public
+class PendingSave:
+    """A save in progress. ``await`` it for its ``SaveInfo``, any number of times and from several tasks; a cancelled
+    awaiter does not cancel the save, ``cancel()`` does. It belongs to the loop that started it."""
+
+    def __init__(self, work: SaveWork) -> None:
+        loop = asyncio.get_running_loop()
+        self._work = work
+        self._heard = False
+        self._cancelling = False
+        self._result: asyncio.Future[SaveInfo] = loop.create_future()
+        self._staged: asyncio.Future[None] = loop.create_future()
+        self._started = False
+        self._settled = False
+        self._cut_off = False
+        self._leaving: Future[Any] | None = None
+        self._watch = watch(_Unfinished(self))
+        self._task = supervise(self._run(), f"sidestream save {work.url}")
+        self._task.add_done_callback(self._settle)
+
+    @property
+    def url(self) -> str:
+        return self._work.url
+
+    @property
+    def staged(self) -> Awaitable[None]:
+        """Await it: everything has been copied, or the save has ended otherwise, so the sources may change again.
+        Raises what the staging raised."""
+        return _Shared(self._staged)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """None while the save goes on; then ``"committed"``, ``"absent"``, or ``"unknown"`` if the commit was sent and
+        could not be read back."""
+        return self._work.verdict.outcome if self.done() else None
+
+    @property
+    def progress(self) -> SaveProgress:
+        """How far it is; may be asked at any time, from any thread."""
+        return self._work.progress
+
+    @property
+    def unheard(self) -> BaseException | None:
+        """The error that this save ended with, if nobody has awaited it. To be skipped by a policy is none."""
+        if self._heard or not self._result.done() or self._result.cancelled():
+            return None
+        error = self._result.exception()
+        return None if isinstance(error, Skipped) else error
+
+    def hear(self) -> None:
+        """The error has been told to somebody by other means."""
+        self._heard = True
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the loop once ``done()``."""
+        self._task.add_done_callback(lambda _: callback())
+
+    def done(self) -> bool:
+        """Whether the save has ended, one way or the other, and has nothing left to clean up."""
+        look_for_abandoned()
+        return self._settled if self._leaving is None else self._leaving.done()
+
+    def cancel(self) -> bool:
+        """Ask the save to stop; awaiting it then raises ``CancelledError``. False if it has ended already.
+
+        Nothing becomes visible and what was written is removed, unless the commit had been sent; see ``outcome``.
+        """
+        if self._task.done() or self._leaving is not None:
+            return False
+        self._cancelling = True
+        return not self._started or self._task.cancel()  # a task cancelled before its first step never runs at all
+
+    async def ended(self) -> None:
+        """Wait until ``done()``. Never raises what the save raised."""
+        if not self.done():
+            await asyncio.wait([self._task if self._leaving is None else asyncio.wrap_future(self._leaving)])
+
+    def __await__(self) -> Generator[None, None, SaveInfo]:
+        try:
+            return (yield from asyncio.shield(self._result).__await__())
+        finally:
+            self._heard = self._heard or self._result.done()
+
+    async def _run(self) -> None:
+        """The edge of the background: everything ends in the two futures."""
+        self._started = True
+        try:
+            if self._cancelling:
+                self._task.cancel()
+            info = await self._work.run(self._staged)
+        except asyncio.CancelledError:
+            self._settle()
+        except Exception as error:
+            self._fail(error)
+        except BaseException as error:  # Ctrl-C and exit propagate to the loop; they may have interrupted the cleanup
+            self._cut_off = True
+            self._fail(error)
+            raise
+        else:
+            self._result.set_result(info)
+        if not self._staged.done():
+            self._staged.set_result(None)
+        self._end()
+
+    def _end(self) -> None:
+        self._settled = True
+        self._watch.end()
+
+    def _settle(self, _: object = None) -> None:
+        """Cancelled, by ``cancel()`` or with the loop, perhaps before the first step."""
+        if self._cut_off or not (self._started or self._result.done()):
+            self._clean_up_elsewhere()
+        if not self._result.done():
+            if self._cancelling:
+                self._result.cancel()
+            else:
+                self._fail(self._aborted())
+            if not self._staged.done():
+                self._staged.set_result(None)
+        self._end()
+
+    def _clean_up_elsewhere(self) -> None:
+        """Clean up in a thread, because the work has not begun or was interrupted. The loop may be about to close, so
+        it waits only for a short time."""
+        self._work.abandon()
+        self._leaving = in_background(partial(self._work.leave, stuck=False), "sidestream-abandoned")
+        self._leaving.add_done_callback(self._say_what_stayed)
+        wait([self._leaving], _CLOSING_S)
+
+    def _say_what_stayed(self, left: Future[Any]) -> None:
+        error = left.exception()
+        if error is not None:
+            _log.warning("the files of the attempt to save %s could not be removed: %s", self.url, error)
+
+    def _aborted(self) -> Aborted:
+        outcome = self._work.verdict.outcome
+        return Aborted(f"the event loop was closed while {self.url} was being saved (outcome: {outcome})")
+
+    def _fail(self, error: BaseException) -> None:
+        self._result.set_exception(error)
+        self._result.exception()  # asyncio would log it too; __del__ says it once, and says more
+        if isinstance(error, Skipped) and not self._staged.done():
+            self._staged.set_result(None)
+        if not self._staged.done():
+            self._staged.set_exception(error)
+            self._staged.exception()
+
+    def _resolve_from_outside(self) -> None:
+        """Resolve the futures in another thread, because the loop never runs again and cannot run their callbacks."""
+        with suppress(RuntimeError, asyncio.InvalidStateError):  # "Event loop is closed"
+            self._result.set_exception(self._aborted())
+        with suppress(RuntimeError, asyncio.InvalidStateError):
+            self._staged.set_result(None)
+        self._result.done() and self._result.exception()
+        self._heard = self._settled = True
+        if self._leaving is not None and not self._leaving.done():
+            self._leaving.set_result(None)
+
+    def __del__(self) -> None:
+        error = self.unheard if hasattr(self, "_task") else None
+        if error is not None:
+            text = printable_lines(f"{type(error).__name__}: {error}")
+            _log.error("saving %s failed, and the error was not retrieved: %s", self.url, text)
+
+
+class _Unfinished:
+    """A save whose loop has ended."""
+
+    def __init__(self, pending: PendingSave) -> None:
+        self._pending = pending
+        self.what = f"saving {pending._work.url}"
+
+    @property
+    def expires_at(self) -> float:
+        return self._pending._work.expires_at
+
+    def abandon(self) -> None:
+        if self._pending._leaving is None:
+            self._pending._leaving = Future()
+        self._pending._work.abandon()
+
+    def leave(self, *, stuck: bool) -> str:
+        pending = self._pending
+        try:
+            pending._work.leave(stuck=stuck)
+            removed = "its files were removed"
+        except Exception as error:  # reported in the log line
+            removed = f"its files could not be removed: {error}"
+        outcome = pending._work.verdict.outcome
+        pending._resolve_from_outside()
+        told = {
+            "absent": removed,
+            "committed": "it is complete",
+            "unknown": "nothing was deleted; check whether the checkpoint exists",
+        }
+        return f"outcome: {outcome}, {told[outcome]}"
+
+
+class _Shared:
+    """Awaitable that any number of tasks may await and cancel without touching the future behind it."""
+
+    def __init__(self, future: asyncio.Future[None]) -> None:
+        self._future = future
+
+    def __await__(self) -> Generator[None, None, None]:
+        return asyncio.shield(self._future).__await__()

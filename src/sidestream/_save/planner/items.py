@@ -1,0 +1,301 @@
+"""The items of one rank on their way to storage: resolved as they are needed, staged, framed, written."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..._format.dtypes import DTYPES
+from ..._format.frame import frame_tensor
+from ..._format.records import Node
+from ..._format.shard import ShardLayout, lay_out
+from ..._format.torch_zip.item import check_value_item, open_value_item
+from ..._layout.save_layout import window_bytes_for, window_copies
+from ..._load.foreign.values import MAX_VALUE_BYTES
+from ..._runtime.threads import Deadline, politely
+from ..._runtime.torch_probes import TransformedStreams, check_tensor, dtype_name, storage_key
+from ..._staging import AsyncStager, Captured, ImageLayout, Staging, capture
+from ..._storage import Body
+from ..._storage.bodies import BytesBody, ShardBody
+from ...errors import Corrupt, InvalidOption, UnsafeObject, UnsupportedCheckpoint, UnsupportedTensor
+from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
+
+__all__ = ["Outgoing", "warn_of_refused"]
+
+_BUDGET_BYTES = 256 << 20
+_GROUP_BYTES = 512 << 20  # a planner may make its tensors as it resolves them: twice as much of that at a time
+_VALUES_BYTES = 64 << 20
+_NODE_BYTES = 1 << 20  # a larger value is left to its item
+_NO_LIMIT = 1 << 62
+_TOLD = 8
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupPlan:
+    """A group of tensors as one file."""
+
+    shard: ShardLayout
+    images: tuple[ImageLayout, ...]
+
+    def without_sources(self) -> _GroupPlan:
+        return replace(self, images=())
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group that is being staged."""
+
+    items: Sequence[WriteItem]
+    dtypes: Sequence[str]
+    staging: Staging[_GroupPlan]
+
+
+class Outgoing:
+    """What ``plan`` asks one rank to write. ``files`` for the store, then ``results``; ``close`` in any case.
+
+    Tensors are resolved in groups of some 512 MiB, the next one while the last is written; host memory is bounded by
+    that, if the planner makes them, and by 256 MiB that everything is staged through. Values, and all items with
+    ``extensions``, of which nobody knows the size before they are there, go one after the other.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        rank: int,
+        extensions: Sequence[object],
+        deadline: Deadline,
+        *,
+        shared: bool = False,
+        tag: str = "",
+        allow: Set[str] = frozenset(),
+    ) -> None:
+        """``tag`` is added to the names of the files. ``allow`` names the types that readers will be given."""
+        self.refused: dict[str, str] = {}
+        """Why a reader without options refuses a value, by FQN. Complete once ``files`` is exhausted."""
+        self.opaque: dict[str, str] = {}
+        """The same for values that the planner wrote in its own format."""
+        self._allow = allow
+        self._tag = tag
+        self._planner = planner
+        self._rank = rank
+        self._deadline = deadline
+        self._transforms = TransformedStreams(extensions) if extensions else None
+        self._in_order = [item for item in plan.items if self._transforms or item.type == WriteItemType.BYTE_IO]
+        self._tensors = [] if self._transforms else [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        stager = partial(AsyncStager, budget_bytes=_BUDGET_BYTES, timeout_s=deadline.timeout_s)
+        self._stager = stager(backing="shared" if shared else "private") if self._tensors else None
+        self._stagings: list[Staging[_GroupPlan]] = []
+        self._receipts: list[Callable[[], Iterable[tuple[WriteItem, Receipt]]]] = []
+        self._files = 0
+
+    def files(self) -> Iterator[tuple[str, Body]]:
+        """Name and content of each file; the planner is called in the thread that iterates."""
+        yield from self._sequential()
+        group: _Group | None = None
+        for items in _groups(self._tensors):
+            following = self._stage(items)
+            if group is not None:
+                yield self._shard(group)
+            group = following
+        if group is not None:
+            yield self._shard(group)
+
+    def results(self, published: Callable[[str], str]) -> list[WriteResult]:
+        """When everything has been written: a receipt for each item. ``published`` is what a file will be called."""
+        return [
+            WriteResult(item.index, receipt.item_bytes, replace(receipt, file=published(receipt.file)))
+            for receipts in self._receipts
+            for item, receipt in receipts()
+        ]
+
+    def close(self) -> None:
+        """No thread reads a tensor any more when this returns, unless a device hangs beyond the deadline."""
+        for staging in self._stagings:
+            staging.release()
+        for staging in self._stagings:
+            with suppress(TimeoutError):  # a copy that hangs keeps its memory
+                staging.copied.exception(max(self._deadline.remaining_s(), _GRACE_S))
+        if self._stager is not None:
+            self._stager.close()
+
+    def _name(self) -> str:
+        self._files += 1
+        return f"__{self._rank}_{self._files - 1}{self._tag}.distcp"
+
+    # --- one after the other ---
+
+    def _sequential(self) -> Iterator[tuple[str, Body]]:
+        content = io.BytesIO()
+        pending: list[tuple[WriteItem, Receipt]] = []
+        for item in self._in_order:
+            pending.append((item, self._append(item, content)))
+            if content.tell() >= _VALUES_BYTES:
+                yield self._close_file(content, pending)
+                content, pending = io.BytesIO(), []
+        if pending:
+            yield self._close_file(content, pending)
+
+    def _append(self, item: WriteItem, content: io.BytesIO) -> Receipt:
+        data = self._planner.resolve_data(item)
+        node = self._inspected(item.index.fqn, data) if isinstance(data, io.BytesIO) else None
+        start = content.tell()
+        if self._transforms is not None:
+            descriptors = self._pack(item, data, content)
+            dtype = dtype_name(data.dtype) if isinstance(data, torch.Tensor) else None
+            return PackedReceipt("", 0, start, content.tell() - start, descriptors, dtype)
+        if not isinstance(data, io.BytesIO):
+            raise InvalidOption(f"{item.index.fqn}: the planner resolved a BYTE_IO item to a {type(data).__name__}")
+        content.write(data.getbuffer())
+        return ValueReceipt("", 0, start, content.tell() - start, node)
+
+    def _inspected(self, fqn: str, data: io.BytesIO) -> Node:
+        """Return the bytes of a planner as data, if they are a pickle of plain data."""
+        nbytes = len(data.getbuffer())
+        if bytes(data.getbuffer()[:4]) != b"PK\x03\x04":
+            self.opaque[fqn] = "bytes in the planner's own format"
+            return {"stored": "bytes"}
+        if nbytes > MAX_VALUE_BYTES:
+            self.refused[fqn] = f"it has {nbytes} bytes, more than the {MAX_VALUE_BYTES} that are read"
+        elif nbytes > _NODE_BYTES:
+            self._try(fqn, lambda: check_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow))
+        else:
+            try:
+                return open_value_item(io.BytesIO(data.getbuffer()), nbytes)
+            except (Corrupt, UnsafeObject, UnsupportedCheckpoint):
+                self._try(fqn, lambda: open_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow))
+        return {"stored": "pickle"}
+
+    def _try(self, fqn: str, read: Callable[[], object]) -> None:
+        try:
+            read()
+        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+            self.refused[fqn] = str(error)
+
+    def _pack(self, item: WriteItem, data: torch.Tensor | io.BytesIO, content: io.BytesIO) -> tuple[str, ...]:
+        assert self._transforms is not None
+        stream, descriptors = self._transforms.transform(item, content)
+        if isinstance(data, io.BytesIO):
+            stream.write(data.getbuffer())
+        else:
+            _check(data, item, held=False)
+            torch.save(data.detach().cpu().clone(), stream)  # a view would bring all of its storage along
+        stream.close()
+        return descriptors
+
+    def _close_file(self, content: io.BytesIO, pending: list[tuple[WriteItem, Receipt]]) -> tuple[str, Body]:
+        name, raw = self._name(), content.getvalue()
+        done = [(item, replace(receipt, file=name, file_bytes=len(raw))) for item, receipt in pending]
+        self._receipts.append(lambda: done)
+        return name, BytesBody(raw)
+
+    # --- tensors ---
+
+    def _stage(self, items: Sequence[WriteItem]) -> _Group:
+        assert self._stager is not None
+        tensors: dict[str, torch.Tensor] = {}
+        for number, item in enumerate(items):
+            data = self._planner.resolve_data(item)
+            if not isinstance(data, torch.Tensor):
+                raise InvalidOption(f"{item.index.fqn}: the planner resolved a tensor to a {type(data).__name__}")
+            _check(data, item, held=False)
+            tensors[str(number)] = data
+        staging = self._stager.launch(capture(tensors), partial(_plan_group, items), self._deadline)
+        self._stagings.append(staging)
+        return _Group(items, [dtype_name(tensor.dtype) for tensor in tensors.values()], staging)
+
+    def _shard(self, group: _Group) -> tuple[str, Body]:
+        try:
+            plan = group.staging.laid.result(self._deadline.remaining_s())
+        except TimeoutError as error:
+            if group.staging.laid.done():
+                raise
+            raise self._deadline.exceeded("planning a file") from error
+        name, body = self._name(), ShardBody(plan.shard, group.staging.images, None)
+        self._receipts.append(lambda: _receipts(name, group, plan.shard, body.sums.crcs))
+        return name, body
+
+
+def _receipts(
+    name: str, group: _Group, shard: ShardLayout, crcs: Sequence[bytes]
+) -> Iterator[tuple[WriteItem, TensorReceipt]]:
+    for item, dtype, placed, packed in zip(group.items, group.dtypes, shard.items, crcs, strict=True):
+        yield (
+            item,
+            TensorReceipt(
+                name, shard.nbytes, placed.item_offset, placed.frame.item_bytes, placed.payload_offset, packed, dtype
+            ),
+        )
+
+
+def _plan_group(items: Sequence[WriteItem], captured: Captured) -> _GroupPlan:
+    """In the stager's thread."""
+    tensors = list(captured.root.values())
+    for item, tensor in zip(items, politely(tensors), strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedTensor(f"{item.index.fqn}: cannot save {tensor.kind}; save the tensors that it is made of")
+        _check(tensor, item, held=bool(captured.held) and storage_key(tensor) in captured.held)
+    frames = (frame_tensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in politely(tensors))
+    window_bytes = window_bytes_for(sum(tensor.nbytes for tensor in tensors), _BUDGET_BYTES)
+    (shard,) = lay_out(frames, _NO_LIMIT, window_bytes)
+    numbers = range(len(tensors))
+    images = tuple(
+        ImageLayout(window.end - window.start, tuple(window_copies(shard, window, numbers, 0, tensors)))
+        for window in politely(shard.windows)
+    )
+    return _GroupPlan(shard, images)
+
+
+def _check(tensor: torch.Tensor, item: WriteItem, *, held: bool) -> None:
+    fqn = item.index.fqn
+    check_tensor(tensor, fqn, held=held)
+    if dtype_name(tensor.dtype) not in DTYPES:
+        raise UnsupportedTensor(f"{fqn}: torch cannot serialize a tensor of dtype {tensor.dtype}; save a view of it")
+    planned = item.tensor_data
+    if planned is not None and tensor.shape != planned.chunk.sizes:
+        raise InvalidOption(
+            f"{fqn}: the planner resolved a tensor of shape {tuple(tensor.shape)}, its plan says "
+            f"{tuple(planned.chunk.sizes)}; nothing was saved"
+        )
+
+
+def _groups(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    group: list[WriteItem] = []
+    nbytes = 0
+    for item in items:
+        size = _planned_bytes(item)
+        if group and nbytes + size > _GROUP_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(item)
+        nbytes += size
+    if group:
+        yield group
+
+
+def _planned_bytes(item: WriteItem) -> int:
+    planned = item.tensor_data
+    return 0 if planned is None else math.prod(planned.chunk.sizes) * planned.properties.dtype.itemsize
+
+
+def warn_of_refused(refused: Mapping[str, str], url: str, remedy: str) -> None:
+    """Issue one warning at the save that names all values that a reader without options would refuse."""
+    if not refused:
+        return
+    told = [f"{fqn} ({why})" for fqn, why in list(refused.items())[:_TOLD]]
+    more = f", and {len(refused) - _TOLD} more" if len(refused) > _TOLD else ""
+    warnings.warn(
+        f"{url}: sidestream refuses to load {len(refused)} of the values by default, because they are not plain data: "
+        f"{', '.join(told)}{more}. They are saved, and stock DCP loads them. {remedy}",
+        stacklevel=2,
+    )

@@ -1,0 +1,176 @@
+"""What rank 0 makes of DCP's metadata and everybody's receipts: a manifest, and ``.metadata`` as stock DCP reads it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..._format.checksum import crc32
+from ..._format.independent_parts import PartMarker, part_attribute, part_manifest_name, part_metadata_name
+from ..._format.manifest import metadata_line, write_manifest
+from ..._format.marker import METADATA_NAME, Marker, manifest_name, marker_attribute
+from ..._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
+from ..._format.validate import validate
+from ..._layout.values import encode_value
+from ..._runtime.threads import politely
+from ..._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
+from ...errors import InvalidOption, NotShared, UnsafeObject
+from ...options import Apart
+from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
+
+__all__ = ["as_stock", "check_files", "complete", "files_of_commit", "files_of_part"]
+
+_VERSION = "1.0.0"
+_END = b"ub."  # SETITEMS into the state of the Metadata, BUILD, STOP
+_Receipts = Mapping[tuple[str, tuple[int, ...] | None], Receipt]
+
+
+def complete(metadata: Metadata, results: Iterable[Iterable[WriteResult]], url: str, save_id: str) -> Metadata:
+    """``metadata`` with the place of every item, and the dtypes that were written: a planner may have converted."""
+    places = {result.index: result.storage_data for each in results for result in each}
+    written = ((index.fqn, getattr(receipt, "dtype", None)) for index, receipt in places.items())
+    by_fqn = {fqn: dtype for fqn, dtype in written if dtype is not None}
+    described = {
+        fqn: replace(one, properties=replace(one.properties, dtype=dtype_from_name(by_fqn[fqn])))
+        if isinstance(one, TensorStorageMetadata) and fqn in by_fqn
+        else one
+        for fqn, one in metadata.state_dict_metadata.items()
+    }
+    return replace(
+        metadata,
+        state_dict_metadata=described,
+        storage_data=places,
+        storage_meta=StorageMeta(checkpoint_id=url, save_id=save_id),
+        version=_VERSION,
+    )
+
+
+def as_stock(metadata: Metadata) -> Metadata:
+    """With places as stock DCP knows them, and not a class of ours in it."""
+    return replace(metadata, storage_data={index: _info(one) for index, one in metadata.storage_data.items()})
+
+
+def check_files(results: Iterable[Iterable[WriteResult]], found: Mapping[str, int], url: str) -> dict[str, int]:
+    """The data files by their sizes. Raises ``NotShared`` if rank 0 does not find what the ranks have written."""
+    files = {result.storage_data.file: result.storage_data.file_bytes for each in results for result in each}
+    lost = [name for name, nbytes in files.items() if found.get(name) != nbytes]
+    if lost:
+        raise NotShared(
+            2,
+            f"ranks wrote {len(files)} files, and rank 0 does not see {len(lost)} of them ({', '.join(lost[:4])}): "
+            "save to storage that all ranks share",
+            url,
+        )
+    return files
+
+
+def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> dict[str, bytes]:
+    """In a worker thread: manifest and ``.metadata``. ``about`` has everything but the entries. Items that went through
+    an extension leave no payload that a manifest could describe, so such a checkpoint has none, and is read like one of
+    stock DCP.
+
+    Raises ``InvalidOption``, ``UnsafeObject`` and what ``validate`` does.
+    """
+    if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
+        return {METADATA_NAME: pickle.dumps(as_stock(metadata))}
+    raw, last = _manifest_of(metadata, about, partly=False)
+    place = len(raw), crc32(raw), about.step, about.generation, saved_at, len(last), crc32(last)
+    marked = _marked(metadata, marker_attribute(Marker(about.save_id, *place)))
+    return {manifest_name(about.save_id): raw, METADATA_NAME: marked}
+
+
+def files_of_part(metadata: Metadata, about: Manifest, apart: Apart, part_id: str, saved_at: int) -> dict[str, bytes]:
+    """In a worker thread: as ``files_of_commit``, of what one of several ranks has saved by itself. Raises the same,
+    and ``InvalidOption`` where there is no manifest."""
+    if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
+        raise InvalidOption("extensions are not there for ranks that save apart")
+    raw, _ = _manifest_of(metadata, about, partly=True)
+    marker = PartMarker(apart.save_id, apart.rank, apart.world_size, part_id, len(raw), crc32(raw), saved_at)
+    marked = _marked(metadata, part_attribute(marker))
+    return {part_manifest_name(apart.rank, part_id): raw, part_metadata_name(apart.rank): marked}
+
+
+def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[bytes, bytes]:
+    """The manifest, and its last line."""
+    receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
+    manifest = _manifest(metadata, receipts, about)
+    validate(manifest, partly=partly)
+    return b"".join(politely(write_manifest(manifest, TORCH_VERSION))), metadata_line(manifest)
+
+
+def _marked(metadata: Metadata, attribute: bytes) -> bytes:
+    # Protocol 3 has no frames, whose lengths would have to be mended: the marker is one more attribute at the end.
+    pickled = pickle.dumps(as_stock(metadata), protocol=3)
+    assert pickled.endswith(_END)
+    return pickled[: -len(_END)] + attribute
+
+
+def _manifest(metadata: Metadata, receipts: _Receipts, about: Manifest) -> Manifest:
+    noted = metadata.planner_data
+    paths = noted if type(noted) is dict else {}
+    entries: dict[str, Entry] = {}
+    for fqn, described in politely(metadata.state_dict_metadata.items()):
+        path = paths[fqn] if _is_path(paths.get(fqn)) else (fqn,)
+        if isinstance(described, TensorStorageMetadata):
+            chunks = tuple(_chunk(fqn, one.offsets, one.sizes, described, receipts) for one in described.chunks)
+            dtype = dtype_name(described.properties.dtype)
+            entries[fqn] = TensorEntry(path, dtype, tuple(described.size), chunks)
+        else:
+            where = receipts.get((fqn, None))
+            if not isinstance(where, ValueReceipt):
+                raise _left_out(fqn)
+            entries[fqn] = ValueEntry(path, where.file, where.item_offset, where.item_bytes, where.node)
+    own = None if noted is None or _only_paths(metadata) else _planner_data(noted)
+    return replace(about, entries=entries, planner="dcp", planner_data=own)
+
+
+def _chunk(
+    fqn: str,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    described: TensorStorageMetadata,
+    receipts: _Receipts,
+) -> Chunk:
+    where = receipts.get((fqn, tuple(offsets)))
+    if not isinstance(where, TensorReceipt):
+        raise _left_out(fqn)
+    dtype = dtype_name(described.properties.dtype)
+    if where.dtype != dtype:
+        raise InvalidOption(f"{fqn}: the planner wrote parts of it as {dtype} and as {where.dtype}; nothing was saved")
+    place = where.file, where.item_offset, where.item_bytes, where.payload_offset, where.crcs
+    return Chunk(tuple(offsets), tuple(sizes), *place)
+
+
+def _only_paths(metadata: Metadata) -> bool:
+    """Whether the planner has noted what DCP's own does, the path of each FQN, and nothing else."""
+    noted = metadata.planner_data
+    if type(noted) is not dict or not noted.keys() <= metadata.state_dict_metadata.keys():
+        return False
+    return all(map(_is_path, politely(noted.values())))
+
+
+def _is_path(path: object) -> bool:
+    return type(path) is tuple and bool(path) and all(type(step) in (str, int) for step in path)
+
+
+def _planner_data(noted: object) -> Node:
+    try:
+        return encode_value(noted, "planner_data")
+    except UnsafeObject as error:
+        raise UnsafeObject(f"what the planner adds to the metadata has to be plain data: {error}") from error
+
+
+def _left_out(fqn: str) -> InvalidOption:
+    return InvalidOption(f"{fqn}: the planner's metadata has it, and no rank wrote all of it; nothing was saved")
+
+
+def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
+    return index.fqn, None if index.offset is None else tuple(index.offset)
+
+
+def _info(receipt: Receipt) -> object:
+    return storage_info(receipt.file, receipt.item_offset, receipt.item_bytes, receipt.transforms)

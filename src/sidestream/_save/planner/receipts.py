@@ -1,0 +1,51 @@
+"""What a rank has written of what a planner asked for, item by item."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..._format.records import Node
+
+__all__ = ["PackedReceipt", "Receipt", "TensorReceipt", "ValueReceipt"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReceipt:
+    """A tensor that lies bare in ``file``, which has ``file_bytes``."""
+
+    file: str
+    file_bytes: int
+    item_offset: int
+    item_bytes: int
+    payload_offset: int
+    crcs: bytes
+    dtype: str
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ValueReceipt:
+    """The bytes that a planner made of a value; ``node`` is what they are as data."""
+
+    file: str
+    file_bytes: int
+    item_offset: int
+    item_bytes: int
+    node: Node
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedReceipt:
+    """Something that went through ``transforms``."""
+
+    file: str
+    file_bytes: int
+    item_offset: int
+    item_bytes: int
+    transforms: tuple[str, ...]
+    dtype: str | None = None
+
+
+Receipt: TypeAlias = TensorReceipt | ValueReceipt | PackedReceipt

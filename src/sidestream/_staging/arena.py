@@ -1,0 +1,640 @@
+"""Host memory for staging: large segments that are mapped once, touched once, leased, and used again.
+
+First touch of fresh memory is what makes a naive copy slow (0.7-1.5 GB/s against 9-20 GB/s into warm memory on the
+machines measured), so segments are kept until the arena is closed. Memory comes back by reference count: a lease hands
+out one ctypes array over its extent; every tensor and memoryview made from it keeps that array alive, and a finalizer
+on the array returns the extent. What anything can still read is therefore never handed out again.
+
+Where there is an accelerator its driver registers each segment once, so that copies run by DMA: torch's own pinned
+allocator rounds sizes up to powers of two and costs several times as much per byte. A registered segment counts against
+the budget until it has been unregistered and unmapped (``registration``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import mmap
+import os
+import queue
+import sys
+import threading
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, Protocol
+
+from .._runtime.threads import Deadline, Stop
+from ..errors import ArenaExhausted, Closed, DeadlineExceeded
+from .registration import Fate, Pinner, Registration, give_back, register, settle
+
+__all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "SharedMemory", "whole_pages"]
+
+PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which no module names
+_POPULATED_BYTES = 16 << 20  # meanwhile nobody else in the process can map memory: some 6 ms
+_GROWTH_BYTES = 256 << 20  # touched in one go, before the first copy into it
+_UNREGISTERED_S = 5.0  # how long even a lease with ``at_once`` waits for memory that is being unregistered
+_numbers = itertools.count(1)
+_SEGMENT_LIMIT_BYTES = 1 << 39  # cudaHostRegister fails with an invalid value from 512 GiB on (vllm #51080)
+
+Backing = Literal["private", "shared"]
+"""``"private"``: a forked child keeps the bytes that it saw, whatever is staged later. ``"shared"``: a memfd, which
+another process can be handed; a forked child sees later stages in it."""
+
+
+class SharedMemory(Protocol):
+    """Memory behind a descriptor that another process can be handed: sealed, so that it has this size for ever."""
+
+    @property
+    def descriptor(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStatistics:
+    """Bytes: ``budget_bytes`` may be reserved at most, ``reserved_bytes`` are mapped, ``leased_bytes`` are in use now,
+    ``peak_leased_bytes`` were at some time, ``registered_bytes`` of the reserved ones are known to an accelerator.
+    ``waiters`` threads are waiting for memory. ``kept_bytes`` of the reserved ones are no longer used, and stay mapped
+    because their accelerator did not unregister them."""
+
+    budget_bytes: int
+    reserved_bytes: int
+    registered_bytes: int
+    leased_bytes: int
+    peak_leased_bytes: int
+    leases: int
+    waiters: int
+    kept_bytes: int = 0
+
+
+class _Memory(mmap.mmap):
+    """A mapping whose registration is ended before it is unmapped, once the last reference is gone.
+
+    Not a weak reference's callback: ``mmap`` unmaps first and calls those afterwards. ``__del__`` comes before, and may
+    hand the mapping on; Python calls it once.
+    """
+
+    descriptor: int | None = None
+    number = 0
+    """Of shared memory, among all that this process has ever had."""
+    _registration: Registration | None = None
+
+    def pin(self, pinner: Pinner, device: Hashable, ended: Callable[[Fate], None]) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        self._registration = register(pinner, device, address, len(self), ended)
+        # A page that is registered and shared with a forked child could be given to the child at the parent's next
+        # write, while the device goes on with the old one (older kernels): the child gets none of it.
+        with suppress(OSError, AttributeError):
+            self.madvise(mmap.MADV_DONTFORK)
+
+    @property
+    def pinned(self) -> bool:
+        return self._registration is not None
+
+    def __del__(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        registration, self._registration = self._registration, None
+        if registration is not None and not sys.is_finalizing():
+            give_back(registration, self)
+
+
+@dataclass(slots=True)
+class _Segment:
+    memory: _Memory
+    nbytes: int
+    free: list[tuple[int, int]] = field(default_factory=list)  # sorted, disjoint, never adjacent (start, end)
+
+    def idle(self) -> bool:
+        return self.free == [(0, self.nbytes)]
+
+
+class Lease:
+    """``nbytes`` of page-aligned host memory. Its holder has to ``release()`` it; what is referenced stays valid."""
+
+    __slots__ = ("__weakref__", "_arena", "_array", "_memory", "nbytes", "start")
+
+    def __init__(
+        self, arena: Arena, memory: _Memory, start: int, array: ctypes.Array[ctypes.c_char], nbytes: int
+    ) -> None:
+        self._arena = weakref.ref(arena)
+        self._memory = weakref.ref(memory)
+        self.start = start
+        self._array: ctypes.Array[ctypes.c_char] | None = array
+        self.nbytes = nbytes
+
+    @property
+    def shared(self) -> SharedMemory | None:
+        """What another process has to be handed in order to find these bytes at ``start``; None if it cannot be."""
+        memory = self._memory()
+        return None if memory is None or memory.descriptor is None else memory  # type: ignore[return-value]
+
+    def offer(self, take_back: Callable[[], None]) -> Callable[[], None]:
+        """Nobody needs it unless something goes wrong: ``take_back``, which releases it, is called at most once, when a
+        thread would otherwise wait for memory, in that thread. It must not block. Returns what withdraws the offer."""
+        arena = self._arena()
+        return _nothing if arena is None else arena.take_offer(take_back)
+
+    @property
+    def array(self) -> ctypes.Array[ctypes.c_char]:
+        """The memory; whatever is made from it (``torch.frombuffer``, ``memoryview``) keeps it from being reused."""
+        if self._array is None:
+            raise Closed("this lease was released")
+        return self._array
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.array).cast("B")
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.array)
+
+    def release(self) -> None:
+        """Drop the library's hold. The memory is reused once the last tensor or view over it is gone. Idempotent."""
+        self._array = None
+
+
+class Arena:
+    """Leases out of at most ``budget_bytes`` of mapped memory. All methods may be called from any thread."""
+
+    def __init__(self, budget_bytes: int, *, segment_bytes: int = 8 << 20, backing: Backing = "private") -> None:
+        self.budget_bytes = budget_bytes
+        self._segment_bytes = segment_bytes
+        self._backing = backing
+        self._pinner: tuple[Pinner, Hashable] | None = None
+        self._offers: dict[object, Callable[[], None]] = {}
+        self._segments: list[_Segment] = []
+        self._turn = threading.Lock()
+        # Finalizers run wherever the last reference dies, perhaps in a thread that holds a lock of ours, so they may
+        # only touch this queue, whose put() is reentrant.
+        self._returned: queue.SimpleQueue[tuple[_Segment | None, int, int] | _Ended | None] = queue.SimpleQueue()
+        self._pid = os.getpid()
+        self._reserved = self._leased = self._peak = self._leases = self._waiters = 0
+        self._leaving = self._kept = 0
+        """Reserved bytes of segments that were dropped and are registered, and of those the ones that stay so."""
+        self._closed = threading.Event()
+
+    def lease(
+        self,
+        nbytes: int,
+        *,
+        deadline: Deadline,
+        stop: Stop,
+        coming: Callable[[], Iterable[int]] = tuple,
+        at_once: bool = False,
+        spare_offers: bool = False,
+    ) -> Lease:
+        """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
+        ``coming()`` returns the sizes of the leases that follow. If memory has to be mapped, memory for some of them is
+        mapped too, and memory that they need is not used. ``at_once``: wait only for memory that is being unregistered.
+        With ``spare_offers`` nothing is taken back that was only offered (``Lease.offer``).
+
+        Raises ``ArenaExhausted`` at once if they can never fit the budget, and when ``deadline`` passes; ``Closed``
+        when ``stop`` is set or the arena is closed meanwhile.
+        """
+        size = whole_pages(nbytes)
+        if size > self.budget_bytes:
+            raise ArenaExhausted(
+                f"{size} bytes of staging memory are needed at once, the budget is {self.budget_bytes}: "
+                "raise budget_bytes= of the stager"
+            )
+        request = _Request(size, coming, deadline, stop, at_once, spare_offers)
+        with stop.waking(self.wake):
+            segment, start = self._acquire(request)
+        array = (ctypes.c_char * size).from_buffer(segment.memory, start)
+        back = (segment, start, start + size)
+        weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
+        return Lease(self, segment.memory, start, array, nbytes)
+
+    def share(self) -> None:
+        """From here on lease memory that another process can be handed; what is private is dropped as it falls free.
+        Does not wait for whoever waits for memory."""
+        self._backing = "shared"
+
+    def shared_memory(self) -> list[SharedMemory]:
+        return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]  # type: ignore[misc]
+
+    def take_offer(self, take_back: Callable[[], None]) -> Callable[[], None]:
+        """See ``Lease.offer``."""
+        key = object()
+        self._offers[key] = take_back
+        if self._waiters:
+            self.wake()
+        return lambda: self._offers.pop(key, None) and None
+
+    def pin(self, pinner: Pinner, device: Hashable) -> None:
+        """Register every segment, including future ones, with ``pinner`` through ``device``. Blocks; raises what
+        ``pinner`` raises."""
+        with self._turn:
+            for segment in self._segments:
+                if not segment.memory.pinned:
+                    self._register(segment, pinner, device)
+            self._pinner = (pinner, device)  # only after success: the next stage tries again
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` (or the whole budget, if that is less) are free now."""
+        while True:
+            self._collect()
+            if self._leased + min(nbytes, self.budget_bytes) <= self.budget_bytes - self._kept:
+                return True
+            if not self._take_back():
+                return False
+
+    def make_way(self, sizes: Sequence[int]) -> None:
+        """Prepare for leases of ``sizes``, which will be requested in this order and held together. If they fit into
+        the budget, but neither into the free extents nor into memory that can still be mapped, idle segments are
+        dropped."""
+        wanted = [whole_pages(size) for size in sizes]
+        with self._turn:
+            self._drain()
+            if self._backing == "shared":
+                self._drop_private()
+            excess = self._staying() + sum(wanted) - self.budget_bytes
+            idle = sum(segment.nbytes for segment in self._segments if segment.idle())
+            if 0 < excess <= idle and not _hold(self._free_sizes(), wanted):
+                self._drop_idle_segments(excess)
+
+    def trim(self, deadline: Deadline) -> None:
+        """Unmap the segments that are not in use. Blocks until they are unregistered. Raises ``DeadlineExceeded``."""
+        if not self._turn.acquire(timeout=deadline.remaining_s()):
+            raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
+        try:
+            self._drain()
+            self._drop_idle_segments(self._reserved)
+        finally:
+            self._turn.release()
+        self.settle(deadline)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait until all memory that is no longer in use has been unmapped, except memory that cannot be unregistered.
+        Raises ``DeadlineExceeded``."""
+        if self._leaving and not settle(deadline):
+            raise DeadlineExceeded(
+                f"registered memory was not released within timeout_s={deadline.timeout_s:g}: the device does not "
+                "respond; the memory stays mapped until it does"
+            )
+
+    def wake(self) -> None:
+        """Make waiting threads look at their stop flag."""
+        self._returned.put(None)
+
+    def statistics(self) -> ArenaStatistics:
+        self._collect()
+        registered = sum(segment.nbytes for segment in list(self._segments) if segment.memory.pinned) + self._leaving
+        return ArenaStatistics(
+            self.budget_bytes,
+            self._reserved,
+            registered,
+            self._leased,
+            self._peak,
+            self._leases,
+            self._waiters,
+            self._kept,
+        )
+
+    def close(self) -> None:
+        """Drop all segments. Each is unmapped when the last reference to its memory is gone; existing leases stay
+        valid. Registered segments that are still mapped count as reserved."""
+        self._closed.set()
+        self.wake()
+        with self._turn:
+            self._drain()
+            for segment in self._segments:
+                self._count_out(segment)
+            self._segments.clear()
+
+    def _acquire(self, request: _Request) -> tuple[_Segment, int]:
+        self._waiters += 1
+        try:
+            if not self._turn.acquire(timeout=request.deadline.remaining_s()):
+                raise self._exhausted(request)
+            try:
+                return self._wait_for(request)
+            finally:
+                self._turn.release()
+        finally:
+            self._waiters -= 1
+
+    # --- everything below runs with the turn held, except _give_back ---
+
+    def _wait_for(self, request: _Request) -> tuple[_Segment, int]:
+        size, unregistered = request.size, Deadline.after(_UNREGISTERED_S)
+        while True:
+            self._drain()
+            if self._backing == "shared":
+                self._drop_private()
+            request.stop.check()
+            if self._closed.is_set():
+                raise Closed("the stager was closed while a stage waited for memory")
+            found = self._take(size) or self._grow(size, request.coming)
+            if found is not None:
+                self._leased += size
+                self._leases += 1
+                self._peak = max(self._peak, self._leased)
+                return found
+            if size > self.budget_bytes - self._kept:
+                raise self._exhausted(request)
+            unregistering = self._leaving > self._kept and unregistered.remaining_s() > 0
+            if not unregistering and not request.spare_offers and self._take_back():
+                continue
+            patience_s = request.deadline.remaining_s()
+            if request.at_once or unregistering:
+                patience_s = min(patience_s, unregistered.remaining_s() if unregistering else 0.0)
+            try:
+                self._put_back(self._returned.get(timeout=patience_s))
+            except queue.Empty:
+                if unregistering and request.deadline.remaining_s() > 0:
+                    continue
+                raise self._exhausted(request) from None
+
+    def _take_back(self) -> bool:
+        """Take one offer, if there is any."""
+        try:
+            _, take_back = self._offers.popitem()
+        except KeyError:
+            return False
+        take_back()
+        return True
+
+    def _exhausted(self, request: _Request) -> ArenaExhausted:
+        kept = f" and {self._kept} cannot be unregistered" if self._kept else ""
+        return ArenaExhausted(
+            f"no {request.size} bytes of staging memory became free within {request.deadline.timeout_s:g} s: "
+            f"{self._leased} of {self.budget_bytes} are leased{kept}; release() staged state dicts, or raise "
+            "budget_bytes="
+        )
+
+    def _register(self, segment: _Segment, pinner: Pinner, device: Hashable) -> None:
+        arena, nbytes = weakref.ref(self), segment.nbytes
+
+        def ended(fate: Fate) -> None:
+            if (one := arena()) is not None:
+                one._returned.put(_Ended(nbytes, fate))
+
+        segment.memory.pin(pinner, device, ended)
+
+    def _staying(self) -> int:
+        """The reserved bytes without those that are about to be unmapped."""
+        return self._reserved - self._leaving + self._kept
+
+    def _free_sizes(self) -> list[int]:
+        usable = [one for one in self._segments if self._backing != "shared" or one.memory.descriptor is not None]
+        return [end - start for segment in usable for start, end in segment.free]
+
+    def _take(self, size: int) -> tuple[_Segment, int] | None:
+        """Best fit, so that large extents stay whole for large leases."""
+        best: tuple[int, _Segment, int] | None = None
+        for segment in self._segments:
+            if self._backing == "shared" and segment.memory.descriptor is None:
+                continue
+            for index, (start, end) in enumerate(segment.free):
+                if end - start >= size and (best is None or end - start < best[0]):
+                    best = (end - start, segment, index)
+        if best is None:
+            return None
+        _, segment, index = best
+        start, end = segment.free.pop(index)
+        if end - start > size:
+            insort(segment.free, (start + size, end))
+        return segment, start
+
+    def _grow(self, size: int, coming: Callable[[], Iterable[int]]) -> tuple[_Segment, int] | None:
+        sizes = [size, *map(whole_pages, coming())]
+        wanted = _segment_bytes(sizes, self.budget_bytes - self._staying(), self._segment_bytes)
+        excess = self._staying() + wanted - self.budget_bytes
+        if excess > 0 and excess <= sum(segment.nbytes for segment in self._segments if segment.idle()):
+            self._drop_idle_segments(excess)
+        if self._reserved + wanted > self.budget_bytes:
+            return None
+        if wanted >= _SEGMENT_LIMIT_BYTES:
+            raise ArenaExhausted(f"{wanted} bytes of staging memory in one piece: less than 512 GiB can be registered")
+        segment = _Segment(_map(wanted, self._backing), wanted)
+        _touch(segment.memory, wanted)
+        if self._pinner is not None:
+            self._register(segment, *self._pinner)
+        segment.free = [(size, wanted)] if wanted > size else []
+        self._segments.append(segment)
+        self._reserved += wanted
+        return segment, 0
+
+    def _drop_idle_segments(self, nbytes: int) -> None:
+        """Smallest first: many small segments that no large lease fits give way to one that it does."""
+        for segment in sorted((s for s in self._segments if s.idle()), key=lambda s: s.nbytes):
+            if nbytes <= 0:
+                return
+            self._segments.remove(segment)
+            self._count_out(segment)
+            nbytes -= segment.nbytes
+
+    def _drop_private(self) -> None:
+        for segment in [s for s in self._segments if s.memory.descriptor is None and s.idle()]:
+            self._segments.remove(segment)
+            self._count_out(segment)
+
+    def _count_out(self, segment: _Segment) -> None:
+        """Update the counts for a segment that was dropped. A registered segment counts until it has been unregistered
+        and unmapped."""
+        if segment.memory.pinned:
+            self._leaving += segment.nbytes
+        else:
+            self._reserved -= segment.nbytes
+
+    @staticmethod
+    def _give_back(
+        returned: queue.SimpleQueue[Any], closed: threading.Event, pid: int, back: tuple[_Segment, int, int]
+    ) -> None:
+        if os.getpid() == pid:  # a forked child shares the pages, so its finalizers must not hand them out
+            segment, start, end = back
+            returned.put((None if closed.is_set() else segment, start, end))  # a closed arena keeps no memory mapped
+
+    def _collect(self) -> None:
+        if self._turn.acquire(blocking=False):  # a thread that holds the turn drains the queue itself
+            try:
+                self._drain()
+            finally:
+                self._turn.release()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                returned = self._returned.get_nowait()
+            except queue.Empty:
+                return
+            self._put_back(returned)
+
+    def _put_back(self, returned: tuple[_Segment | None, int, int] | _Ended | None) -> None:
+        if returned is None:
+            return
+        if isinstance(returned, _Ended):
+            self._end(returned)
+            return
+        segment, start, end = returned
+        self._leased -= end - start
+        self._leases -= 1
+        if segment is None:
+            return
+        insort(segment.free, (start, end))
+        merged: list[tuple[int, int]] = []
+        for extent in segment.free:
+            if merged and merged[-1][1] == extent[0]:
+                merged[-1] = (merged[-1][0], extent[1])
+            else:
+                merged.append(extent)
+        segment.free = merged
+
+    def _end(self, ended: _Ended) -> None:
+        """Update the counts for a dropped segment that has been unmapped or is kept. Some kept segments are unmapped
+        later."""
+        if ended.fate == "kept":
+            self._kept += ended.nbytes
+            return
+        if ended.fate == "unmapped late":
+            self._kept -= ended.nbytes
+        self._leaving -= ended.nbytes
+        self._reserved -= ended.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A requested lease, with the arguments of ``Arena.lease``."""
+
+    size: int
+    coming: Callable[[], Iterable[int]]
+    deadline: Deadline
+    stop: Stop
+    at_once: bool
+    spare_offers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The outcome of ending the registration of a dropped segment."""
+
+    nbytes: int
+    fate: Fate
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the bytes that a lease of ``nbytes`` uses."""
+    return max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+
+
+def _segment_bytes(sizes: Sequence[int], room: int, least: int) -> int:
+    """Return the size of the segment to map for the first of ``sizes`` if ``room`` bytes of the budget are left.
+
+    The segment holds as many whole leases as are worth touching at once, so that no part of it remains unused. It is
+    rounded up to huge pages if the later leases leave room for that."""
+    expected, everything = sizes[0], sum(sizes)
+    for size in sizes[1:]:
+        if expected + size > _GROWTH_BYTES:
+            break
+        expected += size
+    wanted = max(least, -(-expected // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
+    room -= room % PAGE_BYTES
+    if everything <= room:
+        return min(wanted, room - (everything - expected))
+    return min(wanted, max(sizes[0], room))
+
+
+def _hold(free: list[int], sizes: Iterable[int]) -> bool:
+    """Whether leases of ``sizes`` fit into extents of ``free`` bytes, with each lease in the best-fitting extent."""
+    free = sorted(free)
+    for size in sizes:
+        index = bisect_left(free, size)
+        if index == len(free):
+            return False
+        rest = free.pop(index) - size
+        if rest:
+            insort(free, rest)
+    return True
+
+
+def _nothing() -> None:
+    """The arena is gone, and every offer with it."""
+
+
+def _map(nbytes: int, backing: Backing) -> _Memory:
+    try:
+        if backing == "shared":
+            memory = _map_memfd(nbytes)
+        elif hasattr(mmap, "MAP_ANONYMOUS"):
+            memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            memory = _Memory(-1, nbytes)
+    except OSError as error:
+        raise ArenaExhausted(f"the system granted no {nbytes} bytes of memory: {error}") from error
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _map_memfd(nbytes: int) -> _Memory:
+    """Sealed: neither side can shrink it under the other, which would kill that one at its next access."""
+    descriptor = os.memfd_create("sidestream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        memory = _Memory(descriptor, nbytes, flags=mmap.MAP_SHARED)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    memory.descriptor = descriptor
+    memory.number = next(_numbers)
+    return memory
+
+
+def _touch(memory: mmap.mmap, nbytes: int) -> None:
+    """Fault all pages in, in a few threads, without the GIL."""
+    anchor = ctypes.c_char.from_buffer(memory)
+    base = ctypes.addressof(anchor)
+    share = -(-nbytes // max(1, min(4, (os.cpu_count() or 1) // 2)))  # the program needs the other cores
+    share = -(-share // PAGE_BYTES) * PAGE_BYTES
+    threads = [
+        threading.Thread(target=_touch_range, args=(base + start, min(share, nbytes - start)), daemon=True)
+        for start in range(0, nbytes, share)
+    ]
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except RuntimeError:  # the system grants no more threads: whoever writes there first faults the rest in
+        pass
+    finally:
+        for thread in started:  # also when something is raised: the memory would be unmapped under them
+            thread.join()
+
+
+def _touch_range(address: int, nbytes: int) -> None:
+    """The kernel's own way takes half of the time (a fifth with huge pages), where it has one: Linux 5.14."""
+    done = 0
+    if sys.platform == "linux":
+        while done < nbytes and _madvise(address + done, min(nbytes - done, _POPULATED_BYTES), _POPULATE_WRITE) == 0:
+            done += min(nbytes - done, _POPULATED_BYTES)
+    if done < nbytes:
+        ctypes.memset(address + done, 0, nbytes - done)
+
+
+def _madvise(address: int, nbytes: int, advice: int) -> int:
+    """Unlike that of ``mmap`` it lets go of the GIL."""
+    return int(_function_madvise()(address, nbytes, advice))
+
+
+@cache
+def _function_madvise() -> Any:
+    """Return the function. It is looked up once, because each look-up makes a class that only a garbage collection
+    frees."""
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function

@@ -1,0 +1,524 @@
+"""Staging from an accelerator: what is ordered where. The calls themselves are the driver's.
+
+On the caller's thread, per device: small storages, and those that must not wait, are copied into device memory on the
+current stream, and a ready event is recorded. In the stager's thread: a side stream waits for that event and copies in
+chunks; an event marks the end. In a thread per device: wait for that event, put small tensors in their places, and say
+so. Sources are referred to until then. The reasons, and who found them out, stand in ``docs/gpu.md``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from .._runtime.rate import Pace
+from .._runtime.threads import Stop, Threads, TorchThreads, politely
+from .._runtime.torch_probes import extent_bytes, lazy_bits, neg_view, storage_key
+from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, InvalidOption, SidestreamError
+from .arena import Lease
+from .capture import named
+from .driver import Driver
+from .host import HostEngine, check_extent, move, raw_start, rows_with
+from .image import Copy
+
+__all__ = ["DeviceEngine", "DeviceStage", "StageMode", "held_back"]
+
+StageMode = Literal["lazy", "snapshot", "hybrid"]
+
+_SMALL_BYTES = 1 << 20
+_CHUNK_BYTES = (32 << 20, 512 << 20)
+_SCRATCH_BYTES = 256 << 20
+_GAP_BYTES = 24 << 20
+_EVERY = 64
+_NAMED = 3  # keys in a message
+# What torch.cat is known to take on every device; the others go as raw bytes.
+_GATHERED_AS_THEY_ARE = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32}
+)
+_CHUNKS = 350  # a stream's queue takes some 1,000 operations before a launch blocks; each chunk has a gap beside it
+
+
+def held_back(sizes: Sequence[int], mode: StageMode, lazily_bytes: float, free_bytes: float) -> set[int]:
+    """Which storages to copy on the device first, by index: in hybrid mode the last ones, those that would not be
+    copied within the ``lazily_bytes`` that pass before the next fence, as far as half of the free memory takes them."""
+    if mode == "snapshot":
+        return set(range(len(sizes)))
+    if mode == "lazy":
+        return set()
+    chosen: set[int] = set()
+    excess, room = sum(sizes) - lazily_bytes, free_bytes / 2
+    for index in reversed(range(len(sizes))):
+        if excess <= 0:
+            break
+        if sizes[index] <= room:
+            chosen.add(index)
+            excess -= sizes[index]
+            room -= sizes[index]
+    return chosen
+
+
+@dataclass(slots=True)
+class _Side:
+    """One device's part in one stage. Storages are known by their key: addresses change when storages are resized."""
+
+    device: Hashable
+    stream: Any
+    ready: Any
+    """Recorded on the caller's stream after the copies on the device."""
+    scratch: list[torch.Tensor]
+    """The bytes of small storages, one after the other (uint8)."""
+    slots: dict[int, tuple[int, int]]
+    """Where in ``scratch`` the bytes of a small storage are: start and length."""
+    clones: dict[int, torch.Tensor]
+    lazily: bool
+    """Whether sources are still read after the call."""
+    small: Lease | None = None
+    begun: bool = False
+    since_gap: int = 0
+    last: Any = None
+    """The end of everything that was issued so far."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(one.nbytes for one in self.scratch)
+
+
+class DeviceStage:
+    """The device parts of one stage, from the call until nothing reads a source any more."""
+
+    def __init__(
+        self, sides: dict[Hashable, _Side], tensors: list[torch.Tensor], root: Mapping[Any, Any] | None
+    ) -> None:
+        self.sides = sides
+        self._tensors: list[torch.Tensor] | None = tensors  # or the allocator would hand out their memory
+        self._root = root
+
+    @property
+    def scratch(self) -> list[int]:
+        """The bytes of host memory through which small tensors are copied, for each device that has such tensors."""
+        return [side.scratch_bytes for side in self.sides.values() if side.scratch]
+
+    def names(self, storages: Collection[int] | None = None) -> list[str]:
+        """Return the names of ``storages`` in the state dict; with None, of all storages on devices."""
+        root, tensors = self._root, self._tensors
+        if root is None or tensors is None:
+            return []
+        return named(root, set(map(storage_key, tensors)) if storages is None else storages)
+
+    @property
+    def lazily(self) -> bool:
+        """Whether a writer has to wait for more than the copies on the device."""
+        return any(side.lazily for side in self.sides.values())
+
+    @property
+    def held(self) -> set[int]:
+        """Keys of the storages whose bytes are copied on the device: what becomes of them does not matter."""
+        return {key for side in self.sides.values() for key in (*side.slots, *side.clones)}
+
+    def drop(self) -> None:
+        """No copy is in flight and none will be: let go of all device memory."""
+        self._tensors = self._root = None
+        for side in self.sides.values():
+            side.scratch, side.clones, side.small = [], {}, None
+        self.sides = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one device contributes to one image: done when ``end`` has passed and ``scatter`` is in place."""
+
+    stage: DeviceStage
+    side: _Side
+    end: Any
+    scatter: tuple[Copy, ...]
+    lease: Lease
+
+
+class DeviceEngine:
+    """One kind of accelerator under one stager. ``host`` does what remains to be done in host memory."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        host: HostEngine | None = None,
+        *,
+        small_bytes: int = _SMALL_BYTES,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self.driver = driver
+        self.host = host or HostEngine()
+        self._small_bytes = small_bytes
+        self._chunk_bytes = chunk_bytes
+        self._streams: dict[Hashable, Any] = {}
+        self._waiters: dict[Hashable, Threads] = {}
+        self._lock = threading.Lock()
+
+    def check_not_capturing(self, streams: Iterable[Any]) -> None:
+        """Raise ``CapturingGraph`` if a graph is being captured on one of ``streams``."""
+        for stream in streams:
+            if self.driver.capturing(stream):
+                raise CapturingGraph(
+                    f"a graph is being captured on {stream}, and staging cannot be part of a graph: "
+                    "call stage() and fence() before or after the capture"
+                )
+
+    # --- the caller's thread ---
+
+    def begin(
+        self,
+        tensors: list[torch.Tensor],
+        *,
+        mode: StageMode,
+        volatile: Collection[int],
+        lazily_bytes: float,
+        wait_streams: Sequence[Any],
+        root: Mapping[Any, Any] | None = None,
+    ) -> DeviceStage:
+        """Fix what ``tensors`` hold at this point of the caller's current streams. Launches, and does not wait.
+
+        ``volatile`` are keys of storages that forward changes: like small ones they are copied on the device now.
+        ``root`` has the names of the tensors, for messages. Raises ``ArenaExhausted`` if the device has no memory for
+        the copies, ``CapturingGraph`` before anything is enqueued, ``DeviceFailed``.
+        """
+        stage = DeviceStage({}, tensors, root)
+        try:
+            with failing("at the call", stage.names):
+                self._begin(stage, tensors, mode, volatile, lazily_bytes, wait_streams)
+        except BaseException:
+            stage.drop()
+            raise
+        return stage
+
+    def _begin(
+        self,
+        stage: DeviceStage,
+        tensors: list[torch.Tensor],
+        mode: StageMode,
+        volatile: Collection[int],
+        lazily_bytes: float,
+        wait_streams: Sequence[Any],
+    ) -> None:
+        groups: dict[Hashable, dict[int, torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.untyped_storage().nbytes():
+                group = groups.setdefault(self.driver.device_of(tensor), {})
+                key = storage_key(tensor)
+                if key not in group or not _covers(group[key]):
+                    group[key] = tensor
+        currents = {device: self.driver.current_stream(device) for device in groups}
+        try:
+            self.check_not_capturing([*currents.values(), *wait_streams])
+        except (AttributeError, TypeError) as error:
+            raise InvalidOption(f"wait_streams={wait_streams!r} must be streams of the device: {error}") from error
+        for device, views in groups.items():
+            current = currents[device]
+            for stream in wait_streams:
+                self.driver.wait(current, self.driver.record(stream))
+            stage.sides[device] = self._hold(device, current, views, mode, volatile, lazily_bytes)
+
+    def _hold(
+        self,
+        device: Hashable,
+        current: Any,
+        views: dict[int, torch.Tensor],
+        mode: StageMode,
+        volatile: Collection[int],
+        lazily_bytes: float,
+    ) -> _Side:
+        """``views`` has one tensor for each storage, one that covers it if there is such a one."""
+        sizes = {key: view.untyped_storage().nbytes() for key, view in views.items()}
+        small = self._small(sizes)
+        large = [key for key in views if key not in small]
+        free = self.driver.free_bytes(device) if mode == "hybrid" else 0
+        chosen = held_back([sizes[key] for key in large], mode, lazily_bytes, free or 0)
+        scratch, slots = self._gather({key: views[key] for key in small})
+        clones = {}
+        for index, key in enumerate(large):
+            if index in chosen or key in volatile:
+                try:
+                    clones[key] = self.driver.clone(_raw(views[key].untyped_storage()))
+                except ArenaExhausted:
+                    if mode != "hybrid" or key in volatile:
+                        raise
+                    break  # the rest is copied lazily
+        ready = self.driver.record(current)
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = self.driver.side_stream(device)
+        return _Side(device, self._streams[device], ready, scratch, slots, clones, len(clones) < len(large))
+
+    def _small(self, sizes: dict[int, int]) -> set[int]:
+        """The storages to coalesce: the smallest ones, as far as they come to no more than a large chunk together."""
+        chosen: set[int] = set()
+        total = 0
+        for key in sorted(sizes, key=sizes.__getitem__):
+            total += sizes[key]
+            if sizes[key] > self._small_bytes or total > _SCRATCH_BYTES:
+                break
+            chosen.add(key)
+        return chosen
+
+    def _gather(self, views: dict[int, torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
+        """One launch for each dtype, of tensors as they are where they cover their storage: a view of raw bytes costs
+        several times as much as the rest."""
+        groups: dict[torch.dtype | None, dict[int, torch.Tensor]] = {}
+        for key, view in views.items():
+            whole = view.dtype in _GATHERED_AS_THEY_ARE and _covers(view)
+            groups.setdefault(view.dtype if whole else None, {})[key] = view
+        scratch, slots, position = [], {}, 0
+        for dtype, group in groups.items():
+            sources = [_raw(view.untyped_storage()) for view in group.values()] if dtype is None else [*group.values()]
+            scratch.append(self.driver.gather(sources))
+            for key, source in zip(group, sources, strict=True):
+                slots[key] = (position, source.nbytes)
+                position += source.nbytes
+        return scratch, slots
+
+    def fence(self, stage: DeviceStage) -> None:
+        """The caller's current streams do nothing more before the sources of ``stage`` have been read.
+
+        What is read lazily must have been issued: an event that was never recorded holds nobody back.
+        """
+        with failing("at the fence", stage.names):
+            for device, side in list(stage.sides.items()):
+                event = side.last if side.lazily else side.ready
+                if event is not None:
+                    self.driver.wait(self.driver.current_stream(device), event)
+
+    def check_fence(self, stage: DeviceStage) -> None:
+        """Raise ``CapturingGraph`` if a graph is being captured on a stream that ``fence`` would make wait."""
+        with failing("at the fence", stage.names):
+            self.check_not_capturing([self.driver.current_stream(device) for device in list(stage.sides)])
+
+    # --- the stager's thread ---
+
+    def enter(self, stage: DeviceStage) -> Hashable | None:
+        """Enter a device before the first call that may reach the driver: a new thread has device 0 as its current
+        device, and its calls would break captures. Returns the device that is then current; None if the stage has no
+        bytes on a device."""
+        device = next(iter(stage.sides), None)
+        if device is None:
+            return None
+        with failing(f"before copies from {device}", stage.names):
+            self.driver.enter(device)
+        return device
+
+    def enter_that_of(self, tensor: torch.Tensor) -> Hashable:
+        """Enter the device of ``tensor``, as ``enter`` does."""
+        device = self.driver.device_of(tensor)
+        with failing(f"before copies from {device}"):
+            self.driver.enter(device)
+        return device
+
+    def lease_scratch(self, stage: DeviceStage, lease: Callable[[int], Lease]) -> None:
+        """Take host memory for the small tensors, before any other memory of this stage is taken."""
+        for side in stage.sides.values():
+            if side.scratch:
+                side.small = lease(side.scratch_bytes)
+
+    def issue(self, stage: DeviceStage, copies: Iterable[Copy], lease: Lease, *, pace: Pace, stop: Stop) -> list[Part]:
+        """Enqueue ``copies`` into ``lease``. Every part that is returned has to be given to ``watch`` or ``land``.
+
+        When this raises, nothing writes into ``lease``.
+        """
+        by_device: dict[Hashable, list[Copy]] = {}
+        for copy in copies:
+            by_device.setdefault(self.driver.device_of(copy.source), []).append(copy)
+        parts: list[Part] = []
+        try:
+            for device, mine in by_device.items():
+                with failing(f"while enqueueing copies from {device}", stage.names):
+                    self.driver.enter(device)
+                    parts.append(self._issue_side(stage, device, mine, lease, pace, stop))
+        except BaseException:
+            for side in stage.sides.values():
+                with suppress(Exception):  # the error that is on its way says more
+                    self.driver.synchronize(self.driver.record(side.stream))
+            raise
+        return parts
+
+    def _issue_side(
+        self, stage: DeviceStage, device: Hashable, copies: list[Copy], lease: Lease, pace: Pace, stop: Stop
+    ) -> Part:
+        side = stage.sides[device]
+        chunk_bytes = self._chunk_bytes or _chunk_bytes(sum(copy.nbytes for copy in copies))
+        scatter = []
+        with self.driver.using(side.stream):
+            if not side.begun:
+                side.begun = True
+                self.driver.wait(side.stream, side.ready)
+                position = 0
+                for scratch in side.scratch:
+                    assert side.small is not None
+                    self._copy(side, scratch, side.small, position, chunk_bytes, pace, stop)
+                    position += scratch.nbytes
+            for copy in copies:
+                if storage_key(copy.source) in side.slots:
+                    scatter.append(copy)
+                else:
+                    with failing(f"while enqueueing a copy from {device}", partial(_names_of, stage, copy)):
+                        self._copy(side, self._source(side, copy), lease, copy.offset, chunk_bytes, pace, stop)
+        side.last = self.driver.record(side.stream)
+        return Part(stage, side, side.last, tuple(scatter), lease)
+
+    def _copy(
+        self, side: _Side, raw: torch.Tensor, lease: Lease, offset: int, chunk_bytes: int, pace: Pace, stop: Stop
+    ) -> None:
+        for start in range(0, raw.nbytes, chunk_bytes):
+            size = min(chunk_bytes, raw.nbytes - start)
+            pace.spend(size, stop)
+            stop.check()
+            self.driver.copy(_host(lease, offset + start, size), raw[start : start + size])
+            side.since_gap += size
+            if side.since_gap >= _GAP_BYTES or size == chunk_bytes:
+                self.driver.gap(side.device)
+                side.since_gap = 0
+
+    def _source(self, side: _Side, copy: Copy) -> torch.Tensor:
+        """The bytes to copy: of the clone where there is one, else of the source."""
+        tensor, start = copy.source, raw_start(copy)
+        clone = side.clones.get(storage_key(tensor))
+        if clone is not None:
+            tensor = _replica(tensor, clone.untyped_storage())
+        if start is None:
+            tensor, start = rows_with(tensor, copy.skip, copy.nbytes)
+            check_extent(tensor.untyped_storage(), extent_bytes(tensor))
+            tensor = self.driver.contiguous(tensor)
+        check_extent(tensor.untyped_storage(), start + copy.nbytes)
+        return _raw(tensor.untyped_storage(), start, copy.nbytes)
+
+    # --- one thread per device ---
+
+    def watch(self, part: Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
+        """Call ``done``, in the device's thread, when everything of ``part`` is in host memory, or with the error."""
+        try:
+            self._waiter(part.side.device).submit(self.land, part, stop, done)
+        except Closed:  # the stager was closed meanwhile, but copies are in flight
+            self.land(part, stop, done)
+
+    def watch_ready(self, stage: DeviceStage, done: Callable[[BaseException | None], None]) -> None:
+        """Call ``done`` when the copies on the devices have ended, so that the sources of a snapshot may change."""
+        events = [(side.device, side.ready) for side in stage.sides.values()]
+        if events:
+            # A thread of its own: the other one may be waiting for the copies to the host of an earlier stage.
+            self._waiter(("snapshots", events[0][0])).submit(self._readied, stage, events, done)
+
+    def _waiter(self, name: Hashable) -> Threads:
+        with self._lock:
+            if name not in self._waiters:
+                self._waiters[name] = TorchThreads(f"sidestream-{name}", 1)
+            return self._waiters[name]
+
+    def _readied(
+        self, stage: DeviceStage, events: list[tuple[Hashable, Any]], done: Callable[[BaseException | None], None]
+    ) -> None:
+        error: BaseException | None = None
+        try:
+            for device, event in events:
+                self.driver.enter(device)
+                self.driver.synchronize(event)
+        except BaseException as failure:
+            error = translated(failure, "while waiting for the copies on it", stage.names)
+        done(error)
+
+    def land(self, part: Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
+        """What ``watch`` does, in the calling thread."""
+        error: BaseException | None = None
+        try:
+            self.driver.enter(part.side.device)
+            self.driver.synchronize(part.end)
+            for copy in politely(part.scatter, _EVERY):
+                self._scatter(part, copy, stop)
+        except BaseException as failure:
+            error = translated(failure, f"while waiting for copies from {part.side.device}", part.stage.names)
+        done(error)
+
+    def _scatter(self, part: Part, copy: Copy, stop: Stop) -> None:
+        small = part.side.small
+        assert small is not None
+        at, nbytes = part.side.slots[storage_key(copy.source)]
+        target = part.lease.address + copy.offset
+        start = raw_start(copy)
+        if start is not None:
+            assert start + copy.nbytes <= nbytes
+            move(small.address + at + start, target, copy.nbytes)
+            return
+        storage = _host(small, at, nbytes).clone().untyped_storage()  # its elements need not be aligned in the scratch
+        replica = _replica(copy.source, storage)
+        self.host.copy(copy._replace(source=replica), target, stop=stop)
+
+    def close(self) -> None:
+        """Threads end when what they wait for has ended."""
+        with self._lock:
+            for threads in self._waiters.values():
+                threads.close()
+
+
+@contextmanager
+def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
+    """Convert errors of the device in the ``with`` block to ``DeviceFailed``, which names the ``phase`` and the
+    keys."""
+    try:
+        yield
+    except Exception as error:
+        found = translated(error, phase, names)
+        if found is error:
+            raise
+        raise found from error
+
+
+def translated(error: BaseException, phase: str, names: Callable[[], Sequence[str]]) -> BaseException:
+    """Return ``error`` as the library raises it: a ``DeviceFailed``, unless it is an error of sidestream or not one of
+    a device."""
+    ours = isinstance(error, SidestreamError) and not (isinstance(error, DeviceFailed) and error.phase is None)
+    if ours or not isinstance(error, Exception):
+        return error
+    found = names()
+    keys = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
+    text = str(error).partition("\n")[0]  # torch appends advice for debugging
+    kind = "" if isinstance(error, DeviceFailed) else f"{type(error).__name__}: "
+    return DeviceFailed(
+        f"{keys + ': ' if keys else ''}the device failed {phase}: {kind}{text}; the cause may be earlier work of the "
+        "device; if every call fails from now on, restart the process",
+        phase=phase,
+    )
+
+
+def _names_of(stage: DeviceStage, copy: Copy) -> list[str]:
+    return stage.names({storage_key(copy.source)})
+
+
+def _chunk_bytes(total: int) -> int:
+    low, high = _CHUNK_BYTES
+    return min(max(total // _CHUNKS, low), high)
+
+
+def _covers(tensor: torch.Tensor) -> bool:
+    """Whether its elements, in order, are all the bytes of its storage."""
+    plain = tensor.is_contiguous() and not lazy_bits(tensor)
+    return plain and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _raw(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
+    """A run of bytes; it must lie within ``storage``, which ``set_`` would otherwise let grow."""
+    count = storage.nbytes() - start if nbytes is None else nbytes
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (count,), (1,))
+
+
+def _replica(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """The same view of another storage with the same bytes."""
+    view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    view.set_(storage, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        view = view.conj()
+    return neg_view(view) if tensor.is_neg() else view
+
+
+def _host(lease: Lease, start: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(lease.array, dtype=torch.uint8, count=nbytes, offset=start)

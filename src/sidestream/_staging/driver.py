@@ -1,0 +1,254 @@
+"""The calls that staging makes on an accelerator: streams, events, copies. All decisions are in ``device``.
+
+``CudaDriver`` is the one that has everything; ``TorchDriver`` does with what ``torch.accelerator`` offers for any
+device. Tests bring a third, whose copies and events happen when the test says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from .._runtime.torch_probes import empty_kernel
+from ..errors import ArenaExhausted, UnsupportedTensor
+from .runtime import CudaRuntime
+
+__all__ = ["CudaDriver", "Driver", "TorchDriver", "driver_for"]
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+class Driver(Protocol):
+    """One kind of accelerator. A device is any hashable; streams and events are the driver's own objects."""
+
+    def device_of(self, tensor: torch.Tensor) -> Hashable | None:
+        """Where ``tensor`` lives; None for host memory."""
+
+    def capturing(self, stream: Any) -> bool:
+        """Whether a graph is being captured on ``stream``."""
+
+    def enter(self, device: Hashable) -> None:
+        """Called by a thread of ours before its first call on ``device``. Idempotent and cheap."""
+
+    def current_stream(self, device: Hashable) -> Any: ...
+
+    def side_stream(self, device: Hashable) -> Any:
+        """A new stream that is not ordered with any other."""
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """Within, ``copy``, ``contiguous`` and ``gap`` go to ``stream`` instead of the current one."""
+
+    def record(self, stream: Any) -> Any:
+        """A new event that marks the end of what ``stream`` has been given so far."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """``stream`` does nothing more before ``event``; the host goes on."""
+
+    def synchronize(self, event: Any) -> None:
+        """Block this thread until ``event``, without the GIL and without spinning. Raises what the device raised."""
+
+    def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bytes of ``sources`` (row-major, of one dtype and device) joined in new device memory, as uint8. Raises
+        ``ArenaExhausted`` if there is not enough."""
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy of ``source`` in new device memory. Raises ``ArenaExhausted`` if there is not enough."""
+
+    def contiguous(self, source: torch.Tensor) -> torch.Tensor:
+        """The elements of ``source`` row by row, in device memory, without lazy conjugation or negation."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Put ``source`` (uint8) into ``target`` (uint8, host memory) without waiting for it."""
+
+    def gap(self, device: Hashable) -> None:
+        """A moment in which the copy engine serves other streams."""
+
+    def free_bytes(self, device: Hashable) -> int | None:
+        """Device memory that is free now; None if unknown."""
+
+    def register(self, device: Hashable, address: int, nbytes: int) -> None:
+        """Register memory, as ``Pinner.register``."""
+
+    def unregister(self, device: Hashable, address: int) -> None:
+        """Unregister memory, as ``Pinner.unregister``."""
+
+
+class TorchDriver:
+    """Any accelerator, by way of ``torch.accelerator``. Host memory is not registered: copies may block their thread,
+    which is ours, and are right."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device | None:
+        return None if tensor.is_cpu else tensor.device
+
+    def capturing(self, stream: Any) -> bool:
+        return False
+
+    def enter(self, device: Any) -> None:
+        torch.accelerator.set_device_index(device)
+
+    def current_stream(self, device: Any) -> Any:
+        return torch.accelerator.current_stream(device)
+
+    def side_stream(self, device: Any) -> Any:
+        return torch.Stream(device)
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = stream
+        return context
+
+    def record(self, stream: Any) -> Any:
+        event = torch.Event(self._kind)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+    def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        with _device_memory(sources[0].device, sum(source.nbytes for source in sources)):
+            return torch.cat([source.view(-1) for source in sources]).view(torch.uint8)
+
+    def clone(self, source: torch.Tensor) -> torch.Tensor:
+        with _device_memory(source.device, source.nbytes):
+            return source.clone()
+
+    def contiguous(self, source: torch.Tensor) -> torch.Tensor:
+        with _device_memory(source.device, source.nbytes):
+            return source.resolve_conj().resolve_neg().contiguous()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def gap(self, device: Any) -> None:
+        """Without knowing the device's copy engine there is nothing to yield."""
+
+    def free_bytes(self, device: Any) -> int | None:
+        return None
+
+    def register(self, device: Hashable, address: int, nbytes: int) -> None:
+        """Not known for this accelerator."""
+
+    def unregister(self, device: Hashable, address: int) -> None:
+        """See ``register``."""
+
+
+class CudaDriver(TorchDriver):
+    """CUDA, with blocking events, registered host memory, and an empty kernel as gap: the copy engine keeps serving the
+    stream that has a copy ready, so back-to-back chunks would hold up every ``loss.item()`` (torchrec #4303, #4689).
+
+    Calls that may block for long are made without torch (``runtime``).
+    """
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+        self._entered = threading.local()
+        self._runtime = CudaRuntime()
+
+    def capturing(self, stream: Any) -> bool:
+        # Set the current device first: a query of a stream may create a context on the current device.
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            return torch.cuda.is_current_stream_capturing()
+
+    def enter(self, device: Any) -> None:
+        torch.cuda.set_device(device)
+        if not hasattr(self._entered, "mode"):
+            self._entered.mode = _leave_captures_alone()
+
+    def current_stream(self, device: Any) -> Any:
+        return torch.cuda.current_stream(device)
+
+    def side_stream(self, device: Any) -> Any:
+        # Of high priority: the gap's kernel is not to wait behind those that fill the device (torchrec #1076).
+        return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def record(self, stream: Any) -> Any:
+        # Not torch.Event(blocking=True): it ignores the flag on CUDA and spins (vllm #47081).
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def synchronize(self, event: Any) -> None:
+        self._runtime.synchronize(event)
+
+    def gap(self, device: Any) -> None:
+        # A kernel on a tensor would allocate memory for the side stream, which fails on a full device.
+        empty_kernel()
+
+    def free_bytes(self, device: Any) -> int | None:
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + cached
+
+    def register(self, device: Any, address: int, nbytes: int) -> None:
+        # In a thread of its own: a failure stays behind as the thread's last error, for its next kernel to trip over.
+        failed: list[Exception] = []
+        thread = threading.Thread(
+            target=self._register, args=(device, address, nbytes, failed), name="sidestream-register", daemon=True
+        )
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+
+    def _register(self, device: Any, address: int, nbytes: int, failed: list[Exception]) -> None:
+        try:
+            self.enter(device)
+            self._runtime.register(address, nbytes)
+        except Exception as error:  # the edge of the thread
+            failed.append(error)
+
+    def unregister(self, device: Any, address: int) -> None:
+        self.enter(device)
+        self._runtime.unregister(address)
+
+
+@contextmanager
+def _device_memory(device: torch.device, nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ArenaExhausted(
+            f'{device} has no {nbytes} bytes left for copies of what must not wait: stage with mode="lazy", or with '
+            '"hybrid", which takes what is free; or free device memory'
+        ) from error
+
+
+def _leave_captures_alone() -> int | None:
+    """Another thread that captures a graph in global mode is broken by a wait of this thread (pytorch #104487); in
+    thread-local mode it is not. Returns the mode before, None where the driver library cannot be reached."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        mode = ctypes.c_int(_THREAD_LOCAL)
+        library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    except (OSError, AttributeError):
+        return None
+    return mode.value
+
+
+def driver_for(device: torch.device) -> Driver:
+    """The driver for tensors on ``device``. Raises ``UnsupportedTensor`` where torch has no streams for it."""
+    if device.type == "cuda":
+        return CudaDriver()
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if current is None or current.type != device.type:
+        raise UnsupportedTensor(f"torch.accelerator does not know {device}: save tensor.cpu()")
+    try:
+        torch.Stream(device)
+        torch.Event(device.type)
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnsupportedTensor(f"torch has no streams and events for {device}: save tensor.cpu()") from error
+    return TorchDriver(device.type)

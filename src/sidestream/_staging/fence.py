@@ -1,0 +1,74 @@
+"""Where writers wait for the copies: before each optimizer step, or wherever they are told to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .._runtime.threads import Deadline
+from .._runtime.torch_probes import outside_compile
+from ..errors import ArenaExhausted, DeadlineExceeded
+from .device import DeviceEngine
+from .stage import Staging
+
+__all__ = ["Forecast", "guard", "hold_back"]
+
+
+class Forecast:
+    """How much is copied before the next fence, as far as earlier stages tell."""
+
+    def __init__(self) -> None:
+        self._window_s: float | None = None
+        self._bytes_per_second: float | None = None
+
+    def lazily_bytes(self) -> float:
+        """Infinite until there has been a stage and a fence after it."""
+        if self._window_s is None or self._bytes_per_second is None:
+            return float("inf")
+        return self._window_s * self._bytes_per_second
+
+    def fenced(self, staging: Staging[Any]) -> None:
+        if staging.first_fence():
+            self._window_s = time.monotonic() - staging.started
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        if seconds > 0:
+            self._bytes_per_second = nbytes / seconds
+
+
+def hold_back(stagings: Sequence[Staging[Any]], engine: DeviceEngine | None, deadline: Deadline) -> None:
+    """The caller writes nothing, on the host or on its current streams, before ``stagings`` have read their sources.
+
+    Device copies are waited for on the device: this blocks only until they are enqueued. Raises ``ArenaExhausted`` if
+    a stage still waits for memory when ``deadline`` passes, ``DeadlineExceeded`` if it is late for another reason.
+    """
+    for staging in stagings:
+        if staging.device is not None and engine is not None:
+            engine.check_fence(staging.device)
+    for staging in stagings:
+        staging.pace.hurry()
+    for staging in stagings:
+        if staging.reads_later:
+            wait([staging.issued], deadline.remaining_s())
+            if not staging.issued.done() and staging.waiting:
+                raise ArenaExhausted(
+                    f"a stage found no memory within timeout_s={deadline.timeout_s:g}, and its sources must not change "
+                    "before it has: release() staged state dicts, raise budget_bytes=, or choose when_full="
+                )
+            if not staging.issued.done():
+                raise DeadlineExceeded(f"a stage was not copied within timeout_s={deadline.timeout_s:g}")
+        if staging.device is not None and engine is not None:
+            engine.fence(staging.device)
+
+
+def guard(fence: Callable[[], None], optimizer: torch.optim.Optimizer | None) -> Any:
+    """Call ``fence`` before each step of ``optimizer``, or of every optimizer; returns torch's handle."""
+    hook = outside_compile(fence)
+    if optimizer is None:
+        return register_optimizer_step_pre_hook(hook)
+    return optimizer.register_step_pre_hook(hook)

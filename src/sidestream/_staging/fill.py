@@ -1,0 +1,68 @@
+"""Copies that another process makes: what it is told, and what is worth telling it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from .._runtime.threads import Deadline, Stop, politely
+from ..errors import UnsupportedTensor
+from .arena import Lease, SharedMemory
+from .host import check_extent, raw_start
+from .image import Copy, ImageLayout
+
+__all__ = ["BATCH_BYTES", "FIRST_BATCH_BYTES", "Filler", "Piece", "check_sources", "pieces_of"]
+
+FIRST_BATCH_BYTES = 64 << 20  # so that writing begins soon
+BATCH_BYTES = 256 << 20
+_WORTH_BYTES = 64 << 10  # on average: of smaller pieces, to say where they are takes as long as to copy them
+
+
+class Piece(NamedTuple):
+    """``nbytes`` at ``address`` of this process belong at ``offset`` of ``memory``."""
+
+    memory: SharedMemory
+    address: int
+    offset: int
+    nbytes: int
+
+
+class Filler(Protocol):
+    """Somebody who reads the memory of this process, and takes none of its time."""
+
+    def fill(self, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
+        """Block until all ``pieces`` are where they belong; False if they may not be. Nothing reads or writes any of it
+        when this returns or raises. Raises ``Closed`` when ``stop`` is set, ``DeadlineExceeded``."""
+
+
+def pieces_of(layout: ImageLayout, lease: Lease) -> list[Piece] | None:
+    """What a filler of this image is told; None if it has to be, or had better be, copied here.
+
+    Raises ``UnsupportedTensor`` if the memory of a source is gone.
+    """
+    memory = lease.shared
+    if memory is None or layout.nbytes < _WORTH_BYTES * len(layout.copies):
+        return None
+    found: list[Piece] = []
+    for copy in politely(layout.copies):
+        address = _address(copy)
+        if address is None:
+            return None
+        found.append(Piece(memory, address, lease.start + copy.offset, copy.nbytes))
+    return found or None
+
+
+def check_sources(layout: ImageLayout, pieces: Sequence[Piece]) -> None:
+    """Raise ``UnsupportedTensor`` unless the sources are still where ``pieces`` says."""
+    for copy, piece in politely(zip(layout.copies, pieces, strict=True)):
+        if _address(copy) != piece.address:
+            raise UnsupportedTensor("the storage of a tensor was resized while it was staged: fence() first")
+
+
+def _address(copy: Copy) -> int | None:
+    start = raw_start(copy)
+    if start is None or not copy.source.is_cpu:
+        return None
+    storage = copy.source.untyped_storage()
+    check_extent(storage, start + copy.nbytes)
+    return storage.data_ptr() + start

@@ -1,0 +1,116 @@
+"""Futures of copies: for DCP, for threads, and for any number of tasks on any loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from .._runtime.public import public
+from .._runtime.tasks import running_loop
+from ..errors import Skipped
+
+__all__ = ["Copied", "StagingFuture", "ended", "raise_first"]
+
+T = TypeVar("T")
+
+
+@public
+class StagingFuture(Future[T], Generic[T]):
+    """A ``concurrent.futures.Future`` that can be awaited too, from any task of any loop, and any number of times.
+
+    It counts as running from the beginning: cancelling one awaiter cancels neither the copy nor the other awaiters.
+    """
+
+    def __init__(self, like: StagingFuture[Any] | None = None) -> None:
+        """``like``: another future of the same stage; an error that was heard from one was heard from both."""
+        super().__init__()
+        self._hearing: _Hearing = _Hearing() if like is None else like._hearing
+        self.set_running_or_notify_cancel()
+
+    @property
+    def heard(self) -> bool:
+        """Whether somebody has been given the error, or does not want it."""
+        return self._hearing.heard
+
+    def hear(self) -> None:
+        """Nobody needs to be told any more how this ended."""
+        self._hearing.hear()
+
+    def when_heard(self, callback: Callable[[], None]) -> None:
+        self._hearing.callback = callback
+
+    def failure(self) -> BaseException | None:
+        """The error it ended with, if it has, without taking it for heard."""
+        return Future.exception(self) if self.done() else None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        yield from ended(self).__await__()
+        return self.result(0)
+
+    def result(self, timeout: float | None = None) -> T:
+        try:
+            return super().result(timeout)
+        except BaseException as error:
+            if error is self.failure():
+                self.hear()
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        if error is not None:
+            self.hear()
+        return error
+
+
+class _Hearing:
+    """Whether an error was heard, for all futures of one stage."""
+
+    def __init__(self) -> None:
+        self.heard = False
+        self.callback: Callable[[], None] | None = None
+
+    def hear(self) -> None:
+        self.heard = True
+        callback, self.callback = self.callback, None
+        if callback is not None:
+            callback()
+
+
+class Copied:
+    """Awaitable (and harmless when it is not awaited, as DCP does): all of ``stages`` have ended, and one that was
+    skipped as its policy says has not failed."""
+
+    def __init__(self, stages: Sequence[StagingFuture[Any]]) -> None:
+        self._stages = stages
+
+    def __await__(self) -> Generator[Any, None, None]:
+        for stage in self._stages:
+            yield from ended(stage).__await__()
+        raise_first(self._stages)
+
+
+async def ended(stage: StagingFuture[Any]) -> None:
+    """Wait for ``stage`` without hearing of its error."""
+    loop = running_loop("awaiting a stage")
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def resolved(_: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop was closed, and whoever waited on it is gone
+            loop.call_soon_threadsafe(wake)
+
+    stage.add_done_callback(resolved)
+    await waiter
+
+
+def raise_first(stages: Sequence[StagingFuture[Any]]) -> None:
+    """Raise the first error of ``stages`` that have ended; the others remain to be heard of. Skipped is not failed."""
+    for stage in stages:
+        if stage.failure() is not None and not isinstance(stage.failure(), Skipped):
+            stage.result(0)

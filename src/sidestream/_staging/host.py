@@ -1,0 +1,242 @@
+"""Copies within host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+
+import torch
+
+from .._runtime.rate import Pace
+from .._runtime.threads import Stop, TorchThreads, politely
+from .._runtime.torch_probes import extent_bytes, lazy_bits
+from ..errors import UnsupportedTensor
+from .image import Copy
+
+__all__ = ["HostEngine", "check_extent", "move", "raw_start", "rows_with"]
+
+_CHUNK_BYTES = 16 << 20
+_HOLD_GIL_BYTES = 256 << 10
+_STRIDED_ELEMENTS = 1 << 15
+_UNIT_COPIES = 64
+
+# Below 256 KiB (some 25 us) the copy is made while the GIL is held: releasing it costs up to a switch interval (5 ms)
+# to get it back from a busy thread, which 10,000 small tensors cannot afford. Above, ctypes releases it.
+_memmove_holding_gil = ctypes.PyDLL(None).memmove
+_memmove_holding_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove_holding_gil.restype = ctypes.c_void_p
+
+
+class HostEngine:
+    """Copies chunk by chunk in ``threads`` threads, the caller's included (None: one for every two cores, 4 at most).
+
+    Without OpenMP teams: they would start threads of their own for every stage, and hold all cores (a loop was seen to
+    lag 147 ms).
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        count = threads or max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._helpers = TorchThreads("sidestream-copy", count - 1) if count > 1 else None
+        self._helper_count = count - 1
+
+    def fill(
+        self, copies: Sequence[Copy], base: int, *, advance: Callable[[int], None], pace: Pace, stop: Stop
+    ) -> None:
+        """Make all ``copies`` into the memory at address ``base``; ``advance`` is told up to which offset it is filled.
+
+        No thread writes into it any more when this returns or raises. Raises ``Closed`` when ``stop`` is set.
+        """
+        crew = _Crew(_units(copies), advance)
+        others: list[Future[None]] = []
+        try:
+            if self._helpers is not None:
+                for _ in range(min(self._helper_count, len(crew.units) - 1)):
+                    others.append(self._helpers.submit(self._work, crew, base, pace, stop))
+            self._work(crew, base, pace, stop)
+        except BaseException as error:
+            crew.fail(error)  # the others stop after the unit that they are at
+            raise
+        finally:
+            wait([other for other in others if not other.cancel()])
+        crew.check()
+
+    def close(self) -> None:
+        """Threads end when their work has."""
+        if self._helpers is not None:
+            self._helpers.close()
+
+    def _work(self, crew: _Crew, base: int, pace: Pace, stop: Stop) -> None:
+        breath = politely(itertools.repeat(None), every=1)
+        while (index := crew.take()) is not None:
+            try:
+                stop.check()
+                for copy in crew.units[index]:
+                    pace.spend(copy.nbytes, stop)
+                    self.copy(copy, base + copy.offset, stop=stop)
+                if len(crew.units[index]) > 1:  # a large copy has let go of the GIL itself
+                    next(breath)
+            except BaseException as error:
+                crew.fail(error)
+                return
+            crew.finish(index)
+
+    def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
+        """Put ``copy`` at host ``address``.
+
+        Raises ``UnsupportedTensor`` if the memory of the source is gone, ``Closed`` when ``stop`` is set.
+        """
+        start = raw_start(copy)
+        if start is not None and copy.nbytes <= _HOLD_GIL_BYTES:  # as below, for tensors that come in thousands
+            storage = copy.source.untyped_storage()
+            check_extent(storage, start + copy.nbytes)
+            _memmove_holding_gil(address, storage.data_ptr() + start, copy.nbytes)
+        elif start is not None:
+            storage = copy.source.untyped_storage()
+            for done, size in _chunks(copy.nbytes):
+                stop.check()
+                check_extent(storage, start + done + size)
+                # The address of now: a storage that is resized moves, and what it was is nobody's memory.
+                _memmove(address + done, storage.data_ptr() + start + done, size)
+        elif copy.nbytes == copy.source.nbytes:
+            self._gather(copy.source, address, copy.nbytes, stop)
+        else:
+            rows, skip = rows_with(copy.source, copy.skip, copy.nbytes)
+            whole = torch.empty(rows.shape, dtype=rows.dtype)
+            self._gather(rows, whole.data_ptr(), whole.nbytes, stop)
+            move(whole.data_ptr() + skip, address, copy.nbytes)
+
+    @staticmethod
+    def _gather(source: torch.Tensor, address: int, nbytes: int, stop: Stop) -> None:
+        """Row-major elements of a strided tensor, in pieces small enough that torch copies them in this thread."""
+        raw = (ctypes.c_char * nbytes).from_address(address)
+        target = torch.frombuffer(raw, dtype=source.dtype).view(source.shape)
+        with torch.no_grad():
+            for destination, piece in _pieces(target, source):
+                stop.check()
+                check_extent(piece.untyped_storage(), extent_bytes(piece))
+                destination.copy_(piece)
+
+
+def move(source: int, target: int, nbytes: int) -> None:
+    """Copy memory that stays where it is."""
+    for done, size in _chunks(nbytes):
+        _memmove(target + done, source + done, size)
+
+
+def check_extent(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Raise ``UnsupportedTensor`` if ``storage`` has fewer bytes by now."""
+    if storage.nbytes() < nbytes:
+        raise UnsupportedTensor("the storage of a tensor was freed or shrunk while it was staged: fence() first")
+
+
+def _memmove(target: int, source: int, nbytes: int) -> None:
+    if nbytes <= _HOLD_GIL_BYTES:
+        _memmove_holding_gil(target, source, nbytes)
+    else:
+        ctypes.memmove(target, source, nbytes)
+
+
+def _chunks(nbytes: int) -> Iterator[tuple[int, int]]:
+    for done in range(0, nbytes, _CHUNK_BYTES):
+        yield done, min(_CHUNK_BYTES, nbytes - done)
+
+
+def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if source.numel() < _STRIDED_ELEMENTS or source.dim() == 0:
+        return [(target, source)]
+    rows = source.shape[0]
+    per_piece = max(1, _STRIDED_ELEMENTS * rows // source.numel())
+    if per_piece > 1 or source.dim() == 1:
+        return list(zip(torch.split(target, per_piece), torch.split(source, per_piece), strict=True))
+    return [pair for row in range(rows) for pair in _pieces(target[row], source[row])]
+
+
+class _Crew:
+    """Units of work that several threads take in turn, and how far they have got without a hole."""
+
+    def __init__(self, units: Sequence[tuple[Copy, ...]], advance: Callable[[int], None]) -> None:
+        self.units = units
+        self._advance = advance
+        self._lock = threading.Lock()
+        self._next = self._complete = 0
+        self._done = [False] * len(units)
+        self._error: BaseException | None = None
+
+    def take(self) -> int | None:
+        """The next unit, until all are taken or one has failed."""
+        with self._lock:
+            if self._error is not None or self._next == len(self.units):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def finish(self, index: int) -> None:
+        with self._lock:
+            self._done[index] = True
+            before = self._complete
+            while self._complete < len(self.units) and self._done[self._complete]:
+                self._complete += 1
+            if self._complete > before:
+                last = self.units[self._complete - 1][-1]
+                self._advance(last.offset + last.nbytes)
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+
+    def check(self) -> None:
+        """Raise what made a thread fail."""
+        if self._error is not None:
+            raise self._error
+
+
+def _units(copies: Iterable[Copy]) -> list[tuple[Copy, ...]]:
+    """Some 16 MiB each: large copies cut into pieces, small ones taken together."""
+    units: list[tuple[Copy, ...]] = []
+    group: list[Copy] = []
+    held = 0
+    for copy in copies:
+        if held + copy.nbytes > _CHUNK_BYTES or len(group) == _UNIT_COPIES:
+            units.append(tuple(group))
+            group, held = [], 0
+        start = raw_start(copy)
+        if copy.nbytes > _CHUNK_BYTES and start is not None:
+            for done in range(0, copy.nbytes, _CHUNK_BYTES):
+                size = min(_CHUNK_BYTES, copy.nbytes - done)
+                units.append((Copy(copy.source, copy.offset + done, size, start + done),))
+        else:
+            group.append(copy)
+            held += copy.nbytes
+    units.append(tuple(group))
+    return [unit for unit in units if unit]
+
+
+def raw_start(copy: Copy) -> int | None:
+    """Where in the storage of its source the bytes begin; None if they have to be gathered element by element."""
+    if copy.storage_start is not None:
+        return copy.storage_start
+    source = copy.source
+    if source.is_contiguous() and not lazy_bits(source):
+        return _start(source) + copy.skip
+    return None
+
+
+def rows_with(tensor: torch.Tensor, skip: int, nbytes: int) -> tuple[torch.Tensor, int]:
+    """The part of ``tensor`` that holds ``nbytes`` after the first ``skip`` of its row-major bytes, and how many of its
+    own bytes come before them."""
+    while tensor.dim():
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        first, last = skip // row_bytes, -(-(skip + nbytes) // row_bytes)
+        skip -= first * row_bytes
+        if last - first > 1 or tensor.dim() == 1:
+            return tensor[first:last], skip
+        tensor = tensor[first]
+    return tensor, skip
+
+
+def _start(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.itemsize

@@ -1,0 +1,148 @@
+"""Bytes on their way into leased memory: what a stage hands to the one who writes it out."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .._runtime.threads import Deadline, Stop
+from ..errors import ArenaExhausted, Closed, SidestreamError
+from .arena import Lease
+
+__all__ = ["Copy", "ImageLayout", "StagedImage"]
+
+
+class Copy(NamedTuple):
+    """Put ``nbytes`` of ``source`` at ``offset`` of the image.
+
+    ``storage_start`` is None for the elements of ``source`` in row-major order, whatever its strides, of which the
+    first ``skip`` bytes are left out; otherwise it is where in the storage of ``source`` a raw run of bytes begins.
+    """
+
+    source: torch.Tensor
+    offset: int
+    nbytes: int
+    storage_start: int | None = None
+    skip: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """An image of ``nbytes`` and the copies that fill it, sorted by offset. What no copy covers is left undefined."""
+
+    nbytes: int
+    copies: tuple[Copy, ...]
+
+
+class StagedImage:
+    """One image being filled from its beginning. The stager fills; one reader waits, reads, and releases.
+
+    The reader may write where no copy goes (framing), at any time after ``wait`` has returned once.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._changed = threading.Condition()
+        self._lease: Lease | None = None
+        self._filled = -1
+        self._wanted = 0  # the reader waits for so many bytes
+        self._error: BaseException | None = None
+        self._writers = 0
+        self._released = False
+
+    # --- the stager's side ---
+
+    def begin(self, lease: Lease) -> None:
+        """Take over ``lease``, into which one writer writes from now on until its ``finish()``."""
+        with self._changed:
+            self._lease = lease
+            self._writers += 1
+            self._filled = 0
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """One more writer, until its ``finish()``. Only while there is one."""
+        with self._changed:
+            self._writers += 1
+
+    def finish(self) -> None:
+        """A writer writes no more: after the last one, memory that the reader has given up meanwhile goes back."""
+        with self._changed:
+            self._writers -= 1
+            if self._writers:
+                return
+            if self._error is None:
+                self._filled = self.nbytes
+                self._changed.notify_all()
+            if self._released and self._lease is not None:
+                self._lease.release()
+
+    def advance(self, filled: int) -> None:
+        """All copies that lie below offset ``filled`` have ended."""
+        with self._changed:
+            self._filled = filled
+            if filled >= self._wanted:  # a thread that is woken up in vain makes the loop slower
+                self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    # --- the reader's side ---
+
+    def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
+        """Block until the first ``end`` bytes have been staged and return a view of the whole image.
+
+        Raises what made the stage fail, ``DeadlineExceeded``, ``ArenaExhausted`` if it has no memory by then, or
+        ``Closed`` once ``stop`` is set.
+        """
+        with stop.waking(self._wake), self._changed:
+            self._wanted = end
+            while self._filled < end:
+                stop.check()
+                if self._error is not None:
+                    raise self._error.with_traceback(None)
+                if not self._changed.wait(deadline.remaining_s()):
+                    raise self._late(deadline)
+            if self._lease is None or self._released:
+                raise Closed("this image was released")
+            return self._lease.view
+
+    def _late(self, deadline: Deadline) -> SidestreamError:
+        if self._lease is not None:
+            return deadline.exceeded(f"staging of {self.nbytes} bytes")
+        return ArenaExhausted(
+            f"no {self.nbytes} bytes of staging memory became free within {deadline.timeout_s:g} s: "
+            "release() staged state dicts, or raise budget_bytes="
+        )
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can be had without waiting."""
+        return self._filled >= self.nbytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """How much of it is in memory, as far as is known."""
+        return max(self._filled, 0)
+
+    def lease(self) -> Lease:
+        """The memory itself, for whoever takes it over when the stage has ended."""
+        if self._lease is None:
+            raise Closed("this image has no memory")
+        return self._lease
+
+    def release(self) -> None:
+        """Give the memory back, or as soon as the stager no longer writes into it. Idempotent."""
+        with self._changed:
+            self._released = True
+            if self._lease is not None and not self._writers:
+                self._lease.release()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

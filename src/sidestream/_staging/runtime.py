@@ -1,0 +1,60 @@
+"""The calls of the CUDA runtime that may block for long, without C++ frames of torch around them.
+
+A daemon thread that is in such a frame when the interpreter ends aborts the process (``TorchThreads``). If the runtime
+does not export these names (ROCm), torch makes the calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._runtime.torch_probes import cuda_library
+from ..errors import ArenaExhausted, DeviceFailed
+
+__all__ = ["CudaRuntime"]
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+class CudaRuntime:
+    """The CUDA runtime, for threads of sidestream that have entered the device. Errors are raised, and not left as the
+    last error of the thread."""
+
+    def __init__(self) -> None:
+        self._library = cuda_library()
+
+    def synchronize(self, event: Any) -> None:
+        """Block until ``event``, which has been recorded, has completed. Raises ``DeviceFailed``."""
+        if self._library is None:
+            event.synchronize()
+        else:
+            self._check(self._library.cudaEventSynchronize(event.cuda_event), "cudaEventSynchronize")
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Register memory. Raises ``ArenaExhausted`` if there is too little, ``DeviceFailed``."""
+        library: Any = self._library or torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(library.cudaHostRegister(address, nbytes, _PORTABLE))
+        try:
+            self._check(code, f"cudaHostRegister of {nbytes} bytes")
+        except DeviceFailed as error:
+            if code != _OUT_OF_MEMORY:
+                raise
+            raise ArenaExhausted(f"{error}: lower budget_bytes=, or raise the memory limit of the container") from None
+
+    def unregister(self, address: int) -> None:
+        """End a registration. Raises ``DeviceFailed``."""
+        library: Any = self._library or torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._check(int(library.cudaHostUnregister(address)), "cudaHostUnregister")
+
+    def _check(self, code: int, call: str) -> None:
+        if code == 0:
+            return
+        if self._library is None:
+            text = torch.cuda.cudart().cudaGetErrorString(code)  # type: ignore[no-untyped-call]
+        else:
+            self._library.cudaGetLastError()  # or the next kernel of this thread raises it
+            text = self._library.cudaGetErrorString(code).decode()
+        raise DeviceFailed(f"{call}: CUDA error: {text} (cudaError {code})")

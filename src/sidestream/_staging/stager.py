@@ -1,0 +1,664 @@
+"""``AsyncStager``: copy a live state dict to host memory while the program goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import nullcontext, suppress
+from functools import partial
+from itertools import chain, islice
+from operator import attrgetter
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+import torch
+
+from .._runtime.gil import give_turns
+from .._runtime.public import public
+from .._runtime.rate import Pace
+from .._runtime.tasks import finish, running_loop
+from .._runtime.threads import Deadline, Stop, Threads, TorchThreads
+from ..errors import (
+    ArenaExhausted,
+    AsyncOnly,
+    Closed,
+    DeadlineExceeded,
+    ForkedProcess,
+    InvalidOption,
+    SidestreamError,
+    Skipped,
+)
+from ..options import WhenFull, check_choice, check_count, check_timeout
+from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease, SharedMemory, whole_pages
+from .capture import Captured, capture
+from .device import DeviceEngine, StageMode, failing
+from .driver import driver_for
+from .fence import Forecast, guard, hold_back
+from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, Piece, check_sources, pieces_of
+from .future import Copied, StagingFuture, raise_first
+from .host import HostEngine
+from .image import Copy, ImageLayout, StagedImage
+from .ledger import Ledger, raise_all
+from .plans import PlanCache
+from .stage import Laid, Staging, clean, given_up
+from .tree import StagedState, StagePlan, plan_stage
+
+__all__ = ["AsyncStager"]
+
+_GRACE_S = 5.0
+_STOPPED_S = 1.0
+P = TypeVar("P", bound=Laid)
+_Image: TypeAlias = tuple[ImageLayout, StagedImage]
+_IS_CPU = attrgetter("is_cpu")
+
+
+@public
+class AsyncStager:
+    """Copies state dicts into leased host memory, in threads of its own, while the program goes on.
+
+    ``budget_bytes`` bounds the host memory that is mapped at any time (None: half of the machine's memory).
+    ``when_full`` says what becomes of a stage that finds none free: ``"wait"`` up to ``timeout_s``, ``"fail"`` with
+    ``ArenaExhausted``, ``"skip"`` with ``Skipped``, or ``"latest"``: wait, but give way to the next stage.
+
+    ``mode="lazy"``: copies go on after ``stage()`` has returned, and the sources must not change before
+    ``synchronize_staging()``, ``fence()`` or a ``guard()`` says so; a source that does change has undefined contents in
+    the copy (that tensor alone). ``mode="snapshot"``: the sources may change when ``stage()`` returns; tensors on a
+    device are copied there first, in stream order (as much device memory again), those in host memory before it
+    returns. ``mode="hybrid"``: as lazy, but what would not be copied before the next fence, as far as earlier stages
+    tell, is copied on the device first, within half of its free memory.
+
+    ``backing="shared"`` stages into memory that a saver process can be handed, from the first byte; a save with
+    ``saver="process"`` asks for it too, and what was private until then is mapped anew. A forked child sees later
+    stages in it.
+
+    ``max_bytes_per_second`` slows the copies down until a writer waits at the fence. A stager belongs to no loop and
+    may be used from any thread. Use it as ``async with`` or call ``aclose()``. DCP takes it as
+    ``dcp.async_save(..., async_stager=stager)``. ``engine`` is for tests.
+    """
+
+    _synchronize_after_execute = False  # DCP: the future that stage() returns says when the sources are free
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int | None = None,
+        mode: StageMode = "lazy",
+        when_full: WhenFull = "wait",
+        max_bytes_per_second: float | None = None,
+        timeout_s: float = 600.0,
+        backing: Backing = "private",
+        engine: DeviceEngine | HostEngine | None = None,
+    ) -> None:
+        check_choice("mode", mode, StageMode)
+        check_choice("backing", backing, Backing)
+        check_choice("when_full", when_full, WhenFull)
+        check_timeout(timeout_s)
+        if budget_bytes is not None:
+            check_count("budget_bytes", budget_bytes)
+        if max_bytes_per_second is not None and not max_bytes_per_second > 0:
+            raise InvalidOption(f"max_bytes_per_second={max_bytes_per_second!r} has to be positive")
+        self._mode: StageMode = mode
+        self._when_full: WhenFull = when_full
+        self._bytes_per_second = max_bytes_per_second
+        self._timeout_s = timeout_s
+        self._host = engine if isinstance(engine, HostEngine) else engine.host if engine else HostEngine()
+        self._device = engine if isinstance(engine, DeviceEngine) else None
+        self._arena = Arena(_half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
+        self._plans = PlanCache()
+        self._forecast = Forecast()
+        self._threads = TorchThreads("sidestream-stage", 1)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._ledger = Ledger()
+        self._stagings: list[Staging[Any]] = []
+        self._closed = False
+
+    # --- what users call ---
+
+    def stage(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        wait_streams: Sequence[Any] = (),
+        convert: Callable[[Any], Any] = copy.deepcopy,
+    ) -> StagingFuture[StagedState]:
+        """Launch the copies of every tensor in ``state_dict`` and return at once; other values are copied here.
+
+        What is staged is what the tensors hold after everything that the current streams, and ``wait_streams``, have
+        been given so far; values that are not tensors, numbers, strings or containers are copied by ``convert``. The
+        result is a ``StagedState`` in host memory with the same structure, strides and shared storages. Raises
+        ``Closed``, ``CapturingGraph``, ``InvalidOption`` and ``UnsafeObject`` at once; the future raises
+        ``UnsupportedTensor`` for what has no bytes, ``ArenaExhausted`` when the budget does not suffice, and
+        ``Skipped``. Cancelling an awaiter leaves the copy going.
+        """
+        return self.launch_state(state_dict, Deadline.after(self._timeout_s), wait_streams, convert)[1]
+
+    def synchronize_staging(self) -> Awaitable[None]:
+        """Await it: the sources of every stage launched so far may change. Raises what one of them raised."""
+        self._check_process()
+        stagings = self._in_flight()
+        for staging in stagings:
+            staging.pace.hurry()
+        return Copied([one for one in self._ledger.unheard() if one.done()] + [staging.free for staging in stagings])
+
+    def fence(self, timeout_s: float | None = None) -> None:
+        """What the caller does next, on the host or on its current streams, comes after the reading of the sources.
+
+        Copies from a device are waited for on the device; copies from host memory, and copies that could not be
+        enqueued for want of memory, block the calling thread. Raises what a stage raised, ``ArenaExhausted``,
+        ``DeadlineExceeded``, ``CapturingGraph``. On the loop, await ``synchronize_staging()`` instead.
+        """
+        self._check_process()
+        deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+        stagings = self._in_flight()
+        for staging in stagings:
+            self._forecast.fenced(staging)
+        hold_back(stagings, self._device, deadline)
+        raise_first(self._ledger.unheard())
+
+    def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Call ``fence()`` before each ``optimizer.step()``; None: before each step of any optimizer, which is what
+        optimizers that step during backward need. Not seen by a replayed CUDA graph: call ``fence()`` before it.
+
+        Returns torch's handle; its ``remove()`` ends that.
+        """
+        return guard(self.fence, optimizer)
+
+    def statistics(self) -> ArenaStatistics:
+        """Bytes reserved, registered and leased right now."""
+        return self._arena.statistics()
+
+    def prewarm(self, state_dict: Mapping[str, Any] | int) -> StagingFuture[None]:
+        """Map and touch memory for ``state_dict`` (or so many bytes) in the stager's thread, so that the first stage is
+        as fast as the later ones. Nothing is copied."""
+        if not isinstance(state_dict, int):
+            return self.prewarm_for(capture(state_dict, lambda value: value))
+        check_count("prewarm()", state_dict)
+        return self._prewarm(state_dict, [])
+
+    def _prewarm(self, nbytes: int, tensors: list[torch.Tensor]) -> StagingFuture[None]:
+        self._check_usable()
+        on_device = self._split(tensors)  # finds the engine, which registers what is mapped
+        warmed: StagingFuture[None] = StagingFuture()
+        nbytes = min(nbytes, self.budget_bytes)
+        self._threads.submit(self._warm, warmed, nbytes, on_device[:1], Deadline.after(self._timeout_s))
+        self._ledger.track(warmed)
+        return warmed
+
+    def trim(self) -> None:
+        """Unmap the memory that is not in use; the next stage maps memory again. Blocks: memory that is registered with
+        a device is unregistered first, in a thread of the library. Raises ``DeadlineExceeded`` if that takes
+        ``timeout_s``."""
+        self._arena.trim(Deadline.after(self._timeout_s))
+
+    # --- what sidestream.save calls ---
+
+    @property
+    def plans(self) -> PlanCache:
+        return self._plans
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._arena.budget_bytes
+
+    def prewarm_for(self, captured: Captured) -> StagingFuture[None]:
+        """``prewarm()`` of a state dict that was captured."""
+        tensors = captured.tensors
+        # As a save lays them out, at most: whole pages and a frame each.
+        nbytes = sum(tensor.nbytes + 4096 + (PAGE_BYTES if tensor.nbytes >= 1 << 16 else 0) for tensor in tensors)
+        return self._prewarm(nbytes, tensors)
+
+    def shared_memory(self) -> list[SharedMemory]:
+        """All of it that there is now and that another process can be handed."""
+        return self._arena.shared_memory()
+
+    def share(self) -> None:
+        """From here on memory is such that a saver process can be handed it."""
+        self._arena.share()
+
+    def launch(
+        self,
+        captured: Captured,
+        lay_out: Callable[[Captured], P],
+        deadline: Deadline,
+        wait_streams: Sequence[Any] = (),
+        *,
+        filler: Filler | None = None,
+    ) -> Staging[P]:
+        """Launch the filling of the images that ``lay_out`` plans, in order; it is called in the stager's thread.
+
+        Memory is leased image by image, so that a state larger than the budget passes through if earlier images are
+        released as they are read. Whoever reads them calls ``settle()`` when it is ready to. Where this process would
+        copy host memory without being waited for, and at its full speed, ``filler`` does it.
+        """
+        staging = self._launch(captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler)
+        self._ledger.track(staging.copied)
+        return staging
+
+    def launch_state(
+        self,
+        state_dict: Mapping[str, Any],
+        deadline: Deadline,
+        wait_streams: Sequence[Any] = (),
+        convert: Callable[[Any], Any] = copy.deepcopy,
+    ) -> tuple[Staging[StagePlan], StagingFuture[StagedState]]:
+        """``stage()``, and beside its future what makes it give way: ``release()`` stops it, and leaves alone what has
+        been delivered."""
+        self._check_usable()
+        future: StagingFuture[StagedState] = StagingFuture()
+        staging = self._launch(
+            capture(state_dict, convert),
+            partial(plan_stage, self._plans),
+            deadline,
+            wait_streams,
+            lambda staging: _deliver(staging, future),
+            outcome=future,
+        )
+        self._ledger.track(future)
+        self.settle(staging)
+        return staging, future
+
+    def settle(self, staging: Staging[Any]) -> None:
+        """Keep the promise of ``mode="snapshot"`` for sources in host memory, which are copied before this returns: it
+        blocks for that, for memory if there is none, and no longer than the stage's deadline."""
+        if self._mode == "snapshot" and staging.host:
+            for earlier in self._in_flight():
+                earlier.pace.hurry()
+            wait([staging.issued], staging.deadline.remaining_s())
+
+    # --- DCP's AsyncStager protocol ---
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def close(self) -> None:
+        """Take no more stages, let those in flight end, and give the memory back when the last reference is gone.
+
+        Blocks. A stage that has not ended within ``timeout_s`` is stopped: its future raises ``Closed``, and this
+        raises ``DeadlineExceeded``. Memory that a device may still write to stays mapped until the device responds.
+        Raises the first error of a stage that has not been retrieved. Does nothing in a forked child."""
+        self.close_by(Deadline.after(self._timeout_s))
+
+    def close_by(self, deadline: Deadline) -> None:
+        """Close like ``close()``, with a deadline other than that of the stager."""
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
+        ended = self._ledger.wait(deadline.remaining_s())
+        stages = self._ledger.unheard()
+        self._shut_down(deadline)
+        if not ended:
+            raise self._not_ended()
+        raise_all(stages)
+
+    # --- closing ---
+
+    async def aclose(self) -> None:
+        """As ``close()``, without blocking the loop. Cancelling it stops the stages in flight: their futures raise
+        ``Closed``."""
+        await self.aclose_by(Deadline.after(self._timeout_s))
+
+    async def aclose_by(self, deadline: Deadline) -> None:
+        """Close like ``aclose()``, with a deadline other than that of the stager."""
+        if os.getpid() != self._pid:
+            return
+        running_loop("AsyncStager.aclose")
+        self._closed = True
+        grace = Deadline.after(_GRACE_S)
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                await self._ledger.settled()
+            grace = deadline
+        except TimeoutError as error:
+            raise self._not_ended() from error
+        finally:
+            stages = self._ledger.unheard()
+            await finish(partial(self._shut_down_off_loop, grace))
+        raise_all(stages)
+
+    def _not_ended(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"stages in flight did not end within timeout_s={self._timeout_s:g} and were abandoned: their futures "
+            "raise Closed; memory that a device may still write to stays mapped until the device responds"
+        )
+
+    async def _shut_down_off_loop(self, deadline: Deadline) -> None:
+        """Unmapping gigabytes takes its time; the pool for storage may be full of threads that hang."""
+        threads = Threads("sidestream-close", 1)
+        done = threads.submit(self._shut_down, deadline)
+        threads.close()  # here, because an interrupt may end this function
+        await threads.wait(done, "shut_down")
+
+    def _shut_down(self, deadline: Deadline) -> None:
+        self._stop_stages()
+        if self._device is not None:
+            with suppress(Closed):  # the engine's threads are needed until the last stage has been issued
+                self._threads.submit(self._device.close)
+        self._threads.close()
+        self._host.close()
+        self._arena.close()
+        self._arena.settle(Deadline(max(deadline.at, Deadline.after(_GRACE_S).at), deadline.timeout_s))
+
+    def _stop_stages(self) -> None:
+        """Stop the stages. Stages that wait for memory or are copied by threads end when they are signalled; copies of
+        a device may not."""
+        stagings = self._in_flight()
+        for staging in stagings:
+            staging.stop.set()
+        if stagings:
+            self._ledger.wait(_STOPPED_S)
+        for staging in self._in_flight():
+            if staging.device is not None:
+                staging.forsake(Closed("the stager was closed before the device completed the copies of this stage"))
+
+    def __enter__(self) -> NoReturn:
+        raise AsyncOnly(
+            "enter an AsyncStager with: async with sidestream.AsyncStager() as stager; in code without an event loop "
+            "call close() at the end"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Never called, because ``__enter__`` raises. Without this method Python would raise its own error first."""
+
+    async def __aenter__(self) -> AsyncStager:
+        running_loop("AsyncStager")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # --- inside: the caller's thread ---
+
+    def _launch(
+        self,
+        captured: Captured,
+        lay_out: Callable[[Captured], P],
+        deadline: Deadline,
+        wait_streams: Sequence[Any],
+        then: Callable[[Staging[P]], None],
+        outcome: StagingFuture[Any] | None = None,
+        filler: Filler | None = None,
+    ) -> Staging[P]:
+        self._check_usable()
+        on_device = self._split(captured.tensors)
+        stage = None
+        if on_device and self._device is not None:
+            stage = self._device.begin(
+                on_device,
+                mode=self._mode,
+                volatile=captured.volatile,
+                lazily_bytes=self._forecast.lazily_bytes(),
+                wait_streams=wait_streams,
+                root=captured.root,
+            )
+            captured.held.update(stage.held)
+        host = len(on_device) < len(captured.tensors)
+        pace = Pace(self._bytes_per_second)
+        staging: Staging[P] = Staging(captured, deadline, pace, device=stage, host=host, outcome=outcome)
+        staging.then = partial(self._ended, staging, then)
+        if stage is None and self._mode != "snapshot" and self._bytes_per_second is None:
+            staging.filler = filler
+        if stage is not None and self._device is not None and not staging.reads_later:
+            self._device.watch_ready(stage, staging.freed)
+        try:
+            with self._lock:  # so that the order of the list is that of the thread
+                older = list(self._stagings) if self._when_full == "latest" else []
+                staging.work = self._threads.submit(self._conduct, staging, lay_out)
+                self._stagings.append(staging)
+        except BaseException:
+            staging.abandon()
+            raise
+        for earlier in older:
+            earlier.supersede()
+        give_turns(staging.copied)
+        return staging
+
+    def _split(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those on a device; its engine is there afterwards."""
+        with self._lock:
+            return self._split_locked(tensors)
+
+    def _split_locked(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._device is not None:
+            where = self._device.driver.device_of
+            return [tensor for tensor in tensors if where(tensor) is not None and not tensor.is_meta]
+        if all(map(_IS_CPU, tensors)):
+            return []
+        found = [tensor for tensor in tensors if not tensor.is_cpu and not tensor.is_meta]
+        if found:
+            self._device = DeviceEngine(driver_for(found[0].device), self._host)
+        return found
+
+    # --- inside: the stager's thread ---
+
+    def _conduct(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
+        """Plan, lease, copy what is in host memory and enqueue what is not; the edge of the stager's thread."""
+        error: BaseException | None = None
+        try:
+            staging.stop.check()
+            self._fill(staging, lay_out)
+        except BaseException as failure:
+            stopped = isinstance(failure, Closed) and staging.stop.is_set()
+            error = clean(given_up(staging) if stopped else failure, "the stager's thread")
+            staging.fail(error)
+        staging.issued.set_result(None)
+        staging.part_done(error)
+
+    def _fill(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
+        plan = lay_out(staging.take())
+        staging.lay(plan)
+        if staging.device is not None and self._device is not None:
+            device = self._device.enter(staging.device)
+            if device is not None:
+                with failing("while registering host memory", staging.device.names):
+                    self._arena.pin(self._device.driver, device)
+        self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
+        left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
+        while left:
+            batch: list[_Image] = []
+            try:
+                pieces = self._begin(staging, left, batch)
+                if pieces:
+                    self._fill_elsewhere(staging, batch, pieces)
+                for layout, image in list(batch):
+                    self._fill_image(staging, layout, image)
+                    del batch[0]
+                    image.finish()
+            except BaseException as error:
+                for _, image in batch:
+                    image.fail(error)  # before finish(), which takes an image without an error for a filled one
+                    image.finish()
+                raise
+
+    def _lease_scratch(self, staging: Staging[Any], images: Sequence[int]) -> None:
+        """Lease the scratch before any image, so that it fits: it is needed until the end of the stage."""
+        scratch = [] if staging.device is None else staging.device.scratch
+        self._check_room(images, scratch)
+        together = sum(map(whole_pages, (*scratch, *images))) <= self.budget_bytes
+        # A state that does not fit as a whole is copied image by image, in addition to the scratch.
+        behind = images if together else [max(images, default=0)]
+        self._arena.make_way([*scratch, *behind])
+        if staging.device is None or self._device is None:
+            return
+        sizes = deque([*scratch, *behind])
+
+        def lease(nbytes: int) -> Lease:
+            sizes.popleft()
+            return self._lease(staging, nbytes, lambda: sizes)
+
+        self._device.lease_scratch(staging.device, lease)
+
+    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[Piece]]:
+        """Move what is filled next from ``left`` to ``batch``, with memory: one image, or where somebody else fills
+        them, as many as make it worth the asking and find memory without waiting. Returns with what, for each of those.
+        """
+        pieces: list[list[Piece]] = []
+        room = BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
+        while left and (not batch or (pieces and room >= left[0][0].nbytes)):
+            layout, image = left[0]
+            try:
+                lease = self._lease(staging, layout.nbytes, partial(_behind, left), at_once=bool(batch))
+            except ArenaExhausted:
+                if not batch:
+                    raise
+                break
+            image.begin(lease)
+            batch.append(left.popleft())
+            room -= layout.nbytes
+            found = None if staging.filler is None else pieces_of(layout, lease)
+            if found is None:  # copied here, after the others
+                break
+            pieces.append(found)
+        return pieces
+
+    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[Piece]]) -> None:
+        """Without the time of this process; what is left in ``batch`` then is not filled."""
+        assert staging.filler is not None
+        if not staging.filler.fill(list(chain.from_iterable(pieces)), deadline=staging.deadline, stop=staging.stop):
+            staging.filler = None
+            return
+        for found in pieces:
+            layout, image = batch[0]
+            check_sources(layout, found)
+            del batch[0]
+            image.finish()
+
+    def _check_room(self, images: Sequence[int], scratch: Sequence[int]) -> None:
+        """Refuse what never fits, and what ``when_full`` says."""
+        through = sum(map(whole_pages, scratch))
+        largest = through + (whole_pages(max(images)) if images else 0)
+        if largest > self.budget_bytes:
+            raise ArenaExhausted(
+                f"{largest} bytes of staging memory are needed at once, the budget is {self.budget_bytes}: "
+                "raise budget_bytes= of the stager"
+            )
+        everything = through + sum(map(whole_pages, images))
+        if self._when_full in ("skip", "fail") and not self._arena.has_room(everything):
+            raise self._full(everything)
+
+    def _full(self, nbytes: int) -> SidestreamError:
+        if self._when_full == "skip":
+            return Skipped(f"no {nbytes} bytes of staging memory are free, and when_full is 'skip'")
+        return ArenaExhausted(
+            f"no {nbytes} bytes of staging memory are free: release() staged state dicts, raise budget_bytes=, or "
+            "choose another when_full="
+        )
+
+    def _lease(
+        self, staging: Staging[Any], nbytes: int, coming: Callable[[], Iterable[int]], *, at_once: bool = False
+    ) -> Lease:
+        # What is free may be in pieces: policies that do not wait do not wait for the first image either.
+        refuse = self._when_full in ("skip", "fail") and not staging.committed
+        device = staging.device
+        staging.waiting = True
+        try:
+            with nullcontext() if device is None else failing("while registering host memory", device.names):
+                lease = self._arena.lease(
+                    nbytes,
+                    deadline=staging.deadline,
+                    stop=staging.stop,
+                    coming=coming,
+                    at_once=at_once or refuse,
+                    spare_offers=at_once and not refuse,
+                )
+        except ArenaExhausted as error:
+            if refuse:
+                raise self._full(nbytes) from error
+            raise
+        finally:
+            staging.waiting = False
+        staging.commit()
+        return lease
+
+    def _fill_image(self, staging: Staging[Any], layout: ImageLayout, image: StagedImage) -> None:
+        engine, lease = self._device, image.lease()
+        host: Sequence[Copy] = layout.copies
+        if staging.device is not None and engine is not None:
+            where = engine.driver.device_of
+            host = [copy for copy in layout.copies if where(copy.source) is None]
+            mine = [copy for copy in layout.copies if where(copy.source) is not None]
+            for part in engine.issue(staging.device, mine, lease, pace=staging.pace, stop=staging.stop):
+                engine.watch(part, staging.stop, staging.part(image))
+        advance = image.advance if len(host) == len(layout.copies) else _ignore
+        self._host.fill(host, lease.address, advance=advance, pace=staging.pace, stop=staging.stop)
+
+    # --- inside: whichever thread comes last ---
+
+    def _ended(self, staging: Staging[P], then: Callable[[Staging[P]], None]) -> None:
+        if staging.device is not None and Future.exception(staging.copied) is None:
+            seconds = time.monotonic() - staging.started
+            self._forecast.copied(sum(image.nbytes for image in staging.images), seconds)
+        with self._lock:
+            self._stagings = [one for one in self._stagings if one is not staging]
+        then(staging)
+
+    def _warm(
+        self, warmed: StagingFuture[None], nbytes: int, on_device: list[torch.Tensor], deadline: Deadline
+    ) -> None:
+        try:
+            for tensor in on_device:
+                assert self._device is not None
+                device = self._device.enter_that_of(tensor)
+                with failing("while registering host memory"):
+                    self._arena.pin(self._device.driver, device)
+            if nbytes:
+                self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
+        except BaseException as error:
+            warmed.set_exception(clean(error, "the stager's thread"))
+        else:
+            warmed.set_result(None)
+
+    def _in_flight(self) -> list[Staging[Any]]:
+        with self._lock:
+            return list(self._stagings)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcess("this stager was made before os.fork(); make a new one in the child")
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise Closed("this stager is closed; make a new one")
+
+
+def _behind(left: deque[_Image]) -> Iterable[int]:
+    """Return the sizes of the images that are leased after the first one of ``left``."""
+    return (layout.nbytes for layout, _ in islice(left, 1, None))
+
+
+def _ignore(_: int) -> None:
+    """Parts from elsewhere lie between: the image is there as a whole when all writers have finished."""
+
+
+def _deliver(staging: Staging[StagePlan], future: StagingFuture[StagedState]) -> None:
+    """The state dict over the images, or what went wrong."""
+    error = Future.exception(staging.copied)
+    if error is not None:
+        future.set_exception(error)
+    else:
+        try:
+            future.set_result(staging.laid.result().build([image.lease() for image in staging.images]))
+        except BaseException as failure:
+            future.set_exception(clean(failure, "putting a state dict together"))
+    for image in staging.images:
+        image.release()
+
+
+def _half_of_memory() -> int:
+    """Of the machine's, or of what a control group allows this process."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    return min(limits) // 2

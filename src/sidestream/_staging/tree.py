@@ -1,0 +1,260 @@
+"""What ``AsyncStager.stage`` copies of a captured state dict, and how the copy is put together again."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .._runtime.public import public
+from .._runtime.threads import politely
+from .._runtime.torch_probes import attributes_of, check_tensor, lazy_bits, storage_key, with_attributes
+from .arena import Lease
+from .capture import Captured
+from .composite import Composite
+from .image import Copy, ImageLayout
+from .plans import PlanCache, fingerprint
+
+__all__ = ["StagePlan", "StagedState", "plan_stage"]
+
+_ALIGN_BYTES = 64
+_ELEMENT_BYTES = 16
+_EVERY = 64  # tensors between two moments without the GIL
+_IMAGE_BYTES = 8 << 30
+"""An image is closed before it grows beyond this; a larger storage has one of its own."""
+
+
+@public
+class StagedState(dict[str, Any]):
+    """A state dict in host memory: the same structure, its tensors over leased memory, shared storages shared.
+
+    ``release()`` when it has been used: the memory serves the next stage as soon as no tensor taken from here is left.
+    """
+
+    def release(self) -> None:
+        """Let go of every tensor. Tensors that the caller still holds stay valid, and keep their memory."""
+        self.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor within a slot: ``start`` and ``nbytes`` delimit the slot in the image, ``offset`` elements into it."""
+
+    dtype: torch.dtype
+    image: int
+    start: int
+    nbytes: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """A state dict with a view of ``images`` for each of its tensors; everything else has been copied already."""
+
+    root: Any
+    """The structure, with the index of its view where a tensor stands."""
+    views: tuple[_View, ...]
+    images: tuple[ImageLayout, ...]
+
+    def without_sources(self) -> StagePlan:
+        """The plan without the copies, which refer to the tensors that it was made from."""
+        return replace(self, images=())
+
+    def build(self, leases: Sequence[Lease]) -> StagedState:
+        """The state dict over ``leases``, each of which has been filled according to its image."""
+        slots: dict[tuple[int, int], torch.Tensor] = {}
+        tensors = [_tensor(view, leases, slots) for view in politely(self.views, _EVERY)]
+        return StagedState(_filled(self.root, tensors))
+
+
+def _filled(node: Any, tensors: list[torch.Tensor]) -> Any:
+    kind = type(node)
+    if kind is _Leaf:
+        return tensors[node]
+    if kind is _Attributed:
+        return with_attributes(tensors[node.leaf], node.attributes)
+    if kind is _Parts:
+        return node.rebuild([_filled(part, tensors) for part in node.parts])
+    if kind is dict or kind is OrderedDict:
+        return kind((key, _filled(item, tensors)) for key, item in node.items())
+    if kind is list or isinstance(node, tuple):
+        return _like(node, [_filled(item, tensors) for item in node])
+    return node
+
+
+class _Leaf(int):
+    """The index of a tensor's view, standing where the tensor stood."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Attributed:
+    """A tensor with attributes, at its place in the tree."""
+
+    leaf: _Leaf
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """A composite tensor, standing where it stood."""
+
+    parts: tuple[Any, ...]
+    rebuild: Any
+
+
+def plan_stage(plans: PlanCache, captured: Captured) -> StagePlan:
+    """Lay out images for everything in ``captured``, as before if ``plans`` knows a state dict like this one.
+
+    Tensors that share a storage share it in the copy too, and bytes that no tensor refers to are not copied. Raises
+    ``UnsupportedTensor`` for what cannot be staged. Nothing but the copies refers to a source.
+    """
+    root = _template(captured.root, "", politely(itertools.count(), _EVERY), captured.held)
+    tensors = captured.tensors
+    views, images = plans.get(("stage", fingerprint(politely(tensors, _EVERY))), lambda: _place(tensors))
+    return StagePlan(root, views, tuple(image.over(tensors) for image in images))
+
+
+def _template(node: Any, path: str, numbers: Iterator[int], held: set[int]) -> Any:
+    """``node`` with numbers for its tensors, which stand in it in the order in which they were captured."""
+    kind = type(node)
+    if isinstance(node, torch.Tensor):
+        check_tensor(node, path, held=bool(held) and node.layout is torch.strided and storage_key(node) in held)
+        leaf, attributes = _Leaf(next(numbers)), attributes_of(node)
+        return _Attributed(leaf, attributes) if isinstance(attributes, dict) and attributes else leaf
+    if kind is Composite:
+        return _Parts(tuple(_template(part, path, numbers, held) for part in node.parts), node.rebuild)
+    if kind is dict or kind is OrderedDict:
+        return kind(
+            (key, _template(item, f"{path}.{key}" if path else str(key), numbers, held)) for key, item in node.items()
+        )
+    if kind is list or isinstance(node, tuple):
+        return _like(node, [_template(item, f"{path}.{index}", numbers, held) for index, item in enumerate(node)])
+    return node
+
+
+def _like(node: Any, items: list[Any]) -> Any:
+    """``items`` in a list, tuple or named tuple as ``node`` is one."""
+    kind = type(node)
+    if kind is list or kind is tuple:
+        return kind(items)
+    return kind._make(items) if hasattr(kind, "_make") else node
+
+
+class _Place(NamedTuple):
+    """A copy, with the index of its source."""
+
+    source: int
+    offset: int
+    nbytes: int
+    storage_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """The layout of an image, without the tensors."""
+
+    nbytes: int
+    places: tuple[_Place, ...]
+
+    def over(self, tensors: Sequence[torch.Tensor]) -> ImageLayout:
+        return ImageLayout(
+            self.nbytes, tuple([Copy(tensors[place[0]], *place[1:]) for place in politely(self.places, _EVERY)])
+        )
+
+
+class _Images:
+    """Images being filled from their beginning."""
+
+    def __init__(self) -> None:
+        self.closed: list[_Image] = []
+        self._places: list[_Place] = []
+        self._position = 0
+
+    def place(self, source: int, nbytes: int, storage_start: int | None = None) -> tuple[int, int]:
+        """Number of the image and offset in it for so many bytes."""
+        start = -(-self._position // _ALIGN_BYTES) * _ALIGN_BYTES
+        if self._places and start + nbytes > _IMAGE_BYTES:
+            self.close()
+            start = 0
+        if nbytes:
+            self._places.append(_Place(source, start, nbytes, storage_start))
+        self._position = start + nbytes
+        return len(self.closed), start
+
+    def close(self) -> None:
+        if self._places:
+            self.closed.append(_Image(self._position, tuple(self._places)))
+        self._places, self._position = [], 0
+
+
+def _place(tensors: list[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[_Image, ...]]:
+    views: dict[int, _View] = {}
+    images = _Images()
+    for run in politely(sorted(_runs(tensors), key=lambda run: run.members[0]), _EVERY):
+        nbytes = run.end - run.start
+        image, start = images.place(run.members[0], nbytes, run.start)
+        for index in run.members:
+            tensor = tensors[index]
+            offset = (int(tensor.storage_offset()) * tensor.itemsize - run.start) // tensor.itemsize
+            views[index] = _View(tensor.dtype, image, start, nbytes, offset, tensor.shape, tensor.stride())
+    for index, tensor in enumerate(tensors):
+        if index not in views:
+            image, start = images.place(index, tensor.nbytes)
+            stride = torch.empty(tensor.shape, device="meta").stride()
+            views[index] = _View(tensor.dtype, image, start, tensor.nbytes, 0, tensor.shape, stride)
+    images.close()
+    return tuple(views[index] for index in range(len(tensors))), tuple(images.closed)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Bytes ``start`` to ``end`` of one storage, with the tensors (by index) that lie in it."""
+
+    start: int
+    end: int
+    members: list[int]
+
+
+def _runs(tensors: list[torch.Tensor]) -> Iterator[_Run]:
+    """Group tensors by storage and join those whose bytes overlap. Lazily conjugated, negated and empty ones are left
+    out: their values are not the bytes of their storage."""
+    storages: dict[int, list[tuple[int, int, int]]] = {}
+    for index, tensor in enumerate(politely(tensors, _EVERY)):
+        if tensor.numel() == 0 or lazy_bits(tensor):
+            continue
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extents = storages.setdefault(storage_key(tensor), [])
+        # From a multiple of the largest element on, so that each dtype in the run can address it.
+        extents.append((start // _ELEMENT_BYTES * _ELEMENT_BYTES, start + (last + 1) * tensor.itemsize, index))
+    for extents in storages.values():
+        current: _Run | None = None
+        for start, end, index in sorted(extents):
+            if current is not None and start < current.end:
+                current.end = max(current.end, end)
+                current.members.append(index)
+                continue
+            if current is not None:
+                yield current
+            current = _Run(start, end, [index])
+        if current is not None:
+            yield current
+
+
+def _tensor(view: _View, leases: Sequence[Lease], slots: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+    if view.nbytes == 0:
+        return torch.empty(view.shape, dtype=view.dtype)
+    slot = slots.get((view.image, view.start))
+    if slot is None:  # a storage of exactly these bytes: writers that save whole storages write no neighbours
+        array = leases[view.image].array
+        slot = torch.frombuffer(array, dtype=torch.uint8, count=view.nbytes, offset=view.start)
+        slots[view.image, view.start] = slot
+    return torch.empty(0, dtype=view.dtype).set_(slot.untyped_storage(), view.offset, view.shape, view.stride)

@@ -1,0 +1,122 @@
+"""The files of a save as a store takes them, in the trainer and in its saver process alike. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from .._format.digest import digest_of
+from .._format.shard import BlockSums, Sealer, ShardLayout, Window
+from .._runtime.threads import Deadline, Stop, politely
+from ..options import Digest
+
+__all__ = ["BytesBody", "Image", "PiecesBody", "ShardBody"]
+
+
+@dataclass(frozen=True, slots=True)
+class BytesBody:
+    """A small file that is in memory as a whole."""
+
+    content: bytes
+    aligned: bool = False
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.content)
+
+    @property
+    def parts(self) -> Sequence[BytesBody]:
+        return (self,)
+
+    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        return memoryview(self.content)
+
+    def release(self) -> None:
+        """It is the caller's."""
+
+
+class PiecesBody:
+    """A file that is in memory in pieces, one after the other: they are not joined first."""
+
+    aligned = False
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        parts: list[BytesBody] = []
+        self.nbytes = 0
+        for piece in pieces:
+            if piece:
+                parts.append(BytesBody(piece, offset=self.nbytes))
+                self.nbytes += len(piece)
+        self.parts: Sequence[BytesBody] = tuple(parts)
+
+
+class Image(Protocol):
+    """Memory that is being filled for one reader, which may write where no payload goes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
+        """Block until ``end`` bytes are there. Raises what made the filling fail; ``Closed`` when ``stop`` is set."""
+
+    def release(self) -> None:
+        """The reader is done with it."""
+
+
+class ShardBody:
+    """A shard as it is staged: each window is framed and checksummed on its way to storage, in a writer's thread."""
+
+    aligned = True
+
+    def __init__(self, layout: ShardLayout, images: Sequence[Image], digest: Digest | None) -> None:
+        self.nbytes = layout.nbytes
+        self.layout = layout
+        self.images = images
+        self.digest = digest
+        self.written: set[int] = set()
+        """Windows that need their memory no more, by number."""
+        self._sealer = Sealer(layout, None if digest is None else digest_of(digest))
+        pairs = enumerate(zip(layout.windows, images, strict=True))
+        self.parts = tuple(
+            _WindowPart(window, image, self._sealer, partial(self.written.add, number))
+            for number, (window, image) in pairs
+        )
+
+    @property
+    def sums(self) -> BlockSums:
+        """Complete when the last part has been taken."""
+        return self._sealer.sums
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowPart:
+    """A window, whose memory goes back when it has been written."""
+
+    window: Window
+    image: Image
+    sealer: Sealer
+    released: Callable[[], None]
+
+    @property
+    def offset(self) -> int:
+        return self.window.start
+
+    @property
+    def nbytes(self) -> int:
+        return self.image.nbytes
+
+    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        return self.take_showing(stop, deadline, None)
+
+    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
+        view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
+        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline, seen=seen)):
+            stop.check()
+        return view[: self.nbytes]
+
+    def release(self) -> None:
+        self.released()
+        self.image.release()

@@ -1,0 +1,306 @@
+"""Any fsspec file system: the portable client of object storage."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import nullcontext, suppress
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from fsspec.implementations.dirfs import DirFileSystem
+
+from ..._runtime.threads import Deadline, Stop, io_threads
+from ...errors import InvalidOption, StorageError
+from ...options import StorePolicy
+from ..object_store.parts import part_bytes_for
+from ..store import Body, Part
+from .bounded import Bounded, is_asynchronous
+from .engine import Creation, Listing, ObjectInfo
+from .io_loop import Call
+from .requests import Requests
+
+__all__ = ["FsspecEngine"]
+
+T = TypeVar("T")
+
+_CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+_READ_ONLY = frozenset({"http", "https"})
+_MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
+
+_ABORT_S = 3.0
+_one_creation = threading.Lock()  # of memory://, which only this process can see
+
+
+class FsspecEngine:
+    """``filesystem`` is used as it is: with its credentials, and through its own event loop if it is asynchronous."""
+
+    def __init__(self, filesystem: Any, policy: StorePolicy) -> None:
+        self.filesystem = _synchronous(filesystem)
+        self._policy = policy
+        self._asynchronous = is_asynchronous(self.filesystem)
+        protocol = _innermost(self.filesystem).protocol
+        self._protocols = frozenset((protocol,) if isinstance(protocol, str) else protocol)
+        self.name = f"fsspec:{sorted(self._protocols)[0]}"
+
+    def __repr__(self) -> str:
+        return f"<FsspecEngine {self.name}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a file system holds credentials: it is not pickled")
+
+    @property
+    def creation(self) -> Creation:
+        if self._protocols & _READ_ONLY:
+            return "none"
+        return "conditional" if self._protocols & (_CONDITIONAL | {"memory"}) else "checked"
+
+    @property
+    def lists(self) -> bool:
+        return not self._protocols & _READ_ONLY
+
+    async def put(self, key: str, content: memoryview, *, create: bool) -> None:
+        data = bytes(content)  # botocore and azure take nothing else
+        mode = {"mode": "create" if create else "overwrite"}
+        if self._is_async("_pipe_file"):
+            await self.filesystem._pipe_file(key, data, **mode)
+        else:
+            await self._in_thread(self._put_here, key, data, create)
+
+    def _put_here(self, key: str, data: bytes, create: bool) -> None:
+        self._make_parents(key)
+        if not create:
+            self.filesystem.pipe_file(key, data)
+            return
+        # Elsewhere it would keep no other writer out, and a peer that stalls would hold up every file system.
+        with _one_creation if "memory" in self._protocols else nullcontext():
+            if self.filesystem.exists(key):
+                raise FileExistsError(key)
+            self.filesystem.pipe_file(key, data)
+
+    def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
+        """In this thread, one part after the other: what fsspec's files can do. The content is copied once."""
+        part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
+
+        def take(part: Part) -> memoryview:
+            return part.take(stop, deadline)
+
+        if not self._asynchronous:
+            self._upload(self.filesystem, key, body, part_bytes, take, lambda: _check(None, key, stop, deadline))
+            return
+
+        async def retrying(name: str, send: Callable[[], Awaitable[Any]]) -> Any:
+            return await requests.run("uploading", name, send, deadline)
+
+        bounded = Bounded(self.filesystem, self._policy.request_timeout_s, retrying)
+        with stop.waking(bounded.stop):  # also when the deadline passes: whoever waits for this thread sets it then
+            self._upload(bounded.filesystem, key, body, part_bytes, take, lambda: _check(bounded, key, stop, deadline))
+
+    def _upload(
+        self,
+        filesystem: Any,
+        key: str,
+        body: Body,
+        part_bytes: int,
+        take: Callable[[Part], memoryview],
+        check: Callable[[], None],
+    ) -> None:
+        """Raises what ``check`` raises before anything that follows from it."""
+        self._make_parents(key)
+        file = None
+        written = 0
+        handed_over = False
+        try:
+            file = filesystem.open(key, "wb", block_size=part_bytes, autocommit=False)
+            for part in body.parts:
+                try:
+                    view = take(part)
+                    while view:
+                        check()
+                        # To the end of a part and no further: the file keeps what goes beyond, and its copy grows.
+                        piece = view[: part_bytes - written % part_bytes]
+                        file.write(piece)
+                        written += len(piece)
+                        view = view[len(piece) :]
+                finally:
+                    part.release()
+            check()
+            file.close()
+            check()
+            handed_over = True
+            file.commit()
+            check()
+        except BaseException as error:
+            self._discard(file, key)
+            if isinstance(error, Exception):
+                check()
+                if handed_over and self._is_complete(key, body.nbytes):
+                    return  # only the acknowledgement was lost: the name is ours alone
+            raise
+
+    def _discard(self, file: Any, key: str) -> None:
+        """Nothing may be left of it: neither an object nor an open upload. To close it again would publish it."""
+        if file is None:
+            return
+        file.fs = self.filesystem  # whose requests have not been ended
+        abort = threading.Thread(target=_quietly, args=(file.discard,), name="sidestream-abort", daemon=True)
+        abort.start()
+        abort.join(_ABORT_S)
+        with suppress(AttributeError):  # one that only lies in memory publishes nothing when it is collected
+            file.closed = True
+
+    def _is_complete(self, key: str, nbytes: int) -> bool:
+        deadline = Deadline.after(self._policy.request_timeout_s)
+        try:
+            return Call(lambda: self.size(key)).result("looking", stop=Stop(), deadline=deadline) == nbytes
+        except Exception:
+            return False
+
+    def _make_parents(self, key: str) -> None:
+        if not self._asynchronous and "/" in key:
+            with suppress(FileExistsError, NotImplementedError):
+                self.filesystem.makedirs(key.rpartition("/")[0], exist_ok=True)
+
+    async def read(self, key: str, start: int, end: int) -> memoryview:
+        if self._is_async("_cat_file"):
+            return memoryview(await self.filesystem._cat_file(key, start=start, end=end))
+        return memoryview(await self._in_thread(self._read_here, key, start, end))
+
+    def _read_here(self, key: str, start: int, end: int) -> bytes:
+        content: bytes = self.filesystem.cat_file(key, start=start, end=end)
+        return content
+
+    async def tail(self, key: str, nbytes: int) -> bytes:
+        size = await self.size(key)
+        return bytes(await self.read(key, max(0, size - nbytes), size)) if size else b""
+
+    async def listing(self, prefix: str) -> Listing:
+        try:
+            if self._is_async("_ls"):
+                self.filesystem.invalidate_cache(prefix)
+                entries = await self.filesystem._ls(prefix, detail=True)
+            else:
+                entries = await self._in_thread(self._list_here, prefix)
+        except FileNotFoundError:
+            return Listing({}, ())
+        files, directories = {}, []
+        for entry in entries:
+            name = entry["name"].rstrip("/").rpartition("/")[2]
+            if entry["name"].strip("/") == prefix.strip("/"):
+                continue  # a marker of the directory itself, or a file where the directory should be
+            if entry["type"] == "directory":
+                directories.append(name)
+            else:
+                files[name] = ObjectInfo(int(entry["size"]), _modified(entry))
+        return Listing(files, directories)
+
+    def _list_here(self, prefix: str) -> list[dict[str, Any]]:
+        self.filesystem.invalidate_cache(prefix)
+        entries: list[dict[str, Any]] = self.filesystem.ls(prefix, detail=True)
+        return entries
+
+    async def size(self, key: str) -> int:
+        if self._is_async("_info"):
+            self.filesystem.invalidate_cache(key.rpartition("/")[0])
+            info = await self.filesystem._info(key)
+        else:
+            info = await self._in_thread(self.filesystem.info, key)
+        if info["type"] == "directory":
+            raise FileNotFoundError(key)
+        return int(info["size"])
+
+    async def delete(self, keys: Collection[str]) -> None:
+        for key in keys:
+            with suppress(FileNotFoundError):
+                if self._is_async("_rm_file"):
+                    await self.filesystem._rm_file(key)
+                else:
+                    await self._in_thread(self.filesystem.rm_file, key)
+
+    async def forget(self, prefix: str) -> None:
+        if not self._asynchronous:
+            with suppress(Exception):  # not empty, or gone
+                await self._in_thread(self.filesystem.rmdir, prefix)
+
+    async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
+        if not hasattr(self.filesystem, "_call_s3"):
+            return {}
+        bucket, key, _ = self.filesystem.split_path(prefix)
+        found: dict[str, datetime | None] = {}
+        more: dict[str, Any] = {}
+        while True:
+            page = await self.filesystem._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **more)
+            for one in page.get("Uploads", ()):
+                found[f"{bucket}/{one['Key']}?upload={one['UploadId']}"] = one.get("Initiated")
+            if not page.get("IsTruncated"):
+                return found
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    async def checksum(self, key: str) -> str | None:
+        if not hasattr(self.filesystem, "_call_s3"):
+            return None
+        bucket, name, _ = self.filesystem.split_path(key)
+        head = await self.filesystem._call_s3("head_object", Bucket=bucket, Key=name, ChecksumMode="ENABLED")
+        found = head.get("ChecksumCRC64NVME")
+        return found if isinstance(found, str) and head.get("ChecksumType") != "COMPOSITE" else None
+
+    async def abort_uploads(self, uploads: Collection[str]) -> None:
+        for upload in uploads:
+            path, _, upload_id = upload.rpartition("?upload=")
+            bucket, _, key = path.partition("/")
+            with suppress(FileNotFoundError):
+                await self.filesystem._call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
+
+    def _is_async(self, method: str) -> bool:
+        return bool(self._asynchronous) and callable(getattr(self.filesystem, method, None))
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        deadline = Deadline.after(self._policy.request_timeout_s)
+        return await io_threads().run(function, *arguments, deadline=deadline)
+
+
+def _check(bounded: Bounded | None, key: str, stop: Stop, deadline: Deadline) -> None:
+    stop.check()
+    deadline.check(f"uploading {key}")
+    if bounded is not None and bounded.ended is not None:
+        raise StorageError(errno.ETIMEDOUT, f"a request of the upload was ended: {bounded.ended}", key)
+
+
+def _quietly(work: Callable[[], object]) -> None:
+    """What could not be aborted is found by ``open_uploads``."""
+    with suppress(Exception):
+        work()
+
+
+def _innermost(filesystem: Any) -> Any:
+    """What keeps the promises, or does not: below those that only change names."""
+    while isinstance(filesystem, DirFileSystem):
+        filesystem = filesystem.fs
+    return filesystem
+
+
+def _synchronous(filesystem: Any) -> Any:
+    """An asynchronous instance belongs to the loop it was made for; ours runs on fsspec's own."""
+    if not getattr(filesystem, "asynchronous", False):
+        return filesystem
+    options = {**filesystem.storage_options, "asynchronous": False, "loop": None, "skip_instance_cache": True}
+    if "fs" in options or any(hasattr(argument, "async_impl") for argument in filesystem.storage_args):
+        raise InvalidOption(
+            f"filesystem= is an asynchronous {type(filesystem).__name__} around another one: hand in a synchronous one "
+            "(asynchronous=False), which sidestream runs on a loop of its own"
+        )
+    return type(filesystem)(*filesystem.storage_args, **options)
+
+
+def _modified(entry: Mapping[str, Any]) -> datetime | None:
+    for name in _MODIFIED:
+        value = entry.get(name)
+        if isinstance(value, datetime):
+            return value if value.tzinfo else value.replace(tzinfo=UTC)
+        if isinstance(value, (int, float)):
+            return datetime.fromtimestamp(value, UTC)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                return datetime.fromisoformat(value)
+    return None

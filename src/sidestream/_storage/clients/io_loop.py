@@ -1,0 +1,106 @@
+"""Coroutines of storage clients, on the one loop that fsspec keeps in a thread of its own.
+
+Asynchronous fsspec file systems live on that loop. Everything else that waits for the network does so there too, so
+that a thread without a loop can use it, and so that it goes on while the caller's loop is blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Generic, TypeVar
+
+from fsspec.asyn import get_loop, iothread
+
+from ..._runtime.threads import Deadline, Stop, Threads
+from ...errors import Closed
+
+__all__ = ["Call", "in_io_thread", "on_io_loop"]
+
+T = TypeVar("T")
+
+_GRACE_S = 5.0
+_waiter = Threads("sidestream-storage", 1)  # has no thread: it only waits
+
+
+class Call(Generic[T]):
+    """A coroutine on the loop; ``future`` is done when it has ended, and not before, cancelled or not."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self.loop: asyncio.AbstractEventLoop = get_loop()
+        self.future: Future[T] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._cancelled = False
+        self._task: asyncio.Task[T] | None = None
+        self.loop.call_soon_threadsafe(self._start, work)
+
+    def cancel(self) -> None:
+        """Ask it to end; ``future`` then raises ``Closed``. From any thread."""
+        self._cancelled = True
+        self.loop.call_soon_threadsafe(self._cancel)
+
+    def result(self, name: str, *, stop: Stop, deadline: Deadline) -> T:
+        """Wait in a thread. Raises ``Closed`` when ``stop`` is set, ``DeadlineExceeded``, or what it raised."""
+        with stop.waking(self.cancel):
+            if stop.is_set():
+                self.cancel()
+            try:
+                return self.future.result(deadline.remaining_s())
+            except FutureTimeout:
+                if self.future.done():
+                    raise
+            self.cancel()
+            try:
+                return self.future.result(_GRACE_S)
+            except Closed as error:
+                raise deadline.exceeded(name) from error
+            except FutureTimeout as error:
+                raise deadline.exceeded(f"{name}, which does not end when it is cancelled") from error
+
+    def _start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        if self._cancelled:
+            self.future.set_exception(_stopped())
+            return
+        self._task = self.loop.create_task(work())
+        self._task.add_done_callback(self._ended)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        self._task = None
+        if task.cancelled():
+            self.future.set_exception(_stopped())
+        elif (error := task.exception()) is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(task.result())
+
+
+def in_io_thread() -> bool:
+    """Whether the calling thread is the loop's: it must not wait for a ``Call``."""
+    return threading.current_thread() is iothread[0]
+
+
+def _stopped() -> Closed:
+    return Closed("stopped before the work was done")
+
+
+async def on_io_loop(
+    work: Callable[[], Coroutine[Any, Any, T]], name: str, *, deadline: Deadline, unstoppable: bool = False
+) -> T:
+    """Run ``work()`` there and wait for it; when this returns or raises, it has ended.
+
+    A cancel is passed on, and raised when the work has ended. If that is ``unstoppable``, the cancel waits until it has
+    ended by itself, which it has to do by the deadline.
+    """
+    call = Call(work)
+    if unstoppable:
+        return await _waiter.wait(call.future, name, deadline=deadline)
+    stop = Stop()
+    with stop.waking(call.cancel):
+        return await _waiter.wait(call.future, name, stop=stop, deadline=deadline)

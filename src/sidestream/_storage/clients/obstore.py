@@ -1,0 +1,287 @@
+"""S3, Google Cloud Storage and Azure through obstore: parts go from staging memory to the socket without a copy."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import errno
+import os
+import threading
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta
+from typing import Any
+
+import obstore
+import obstore.store
+
+from ..._runtime.threads import Deadline, Stop
+from ...errors import AccessDenied, Closed, ForkedProcess, StorageError
+from ...events import SlowPart, emit
+from ...options import StorePolicy
+from ..object_store.parts import Checksum, part_bytes_for
+from ..store import Body, Part, ShowingPart
+from .credentials import Client
+from .engine import Creation, Engine, Listing, ObjectInfo
+from .feed import Feed
+from .io_loop import Call
+from .requests import Requests, fate_of, translated
+
+__all__ = ["ObstoreEngine"]
+
+_ABORT_S = 1.5  # three times that is less than what a thread is waited for after its deadline
+_ABORT_ALONE_S = 10.0  # where nobody can look for what it left
+_WATCH_S = 10.0
+_used_in: int | None = None
+_used_lock = threading.Lock()
+
+
+def _mark_used() -> None:
+    """obstore's threads do not survive a fork, and abort the process if they still work when the interpreter ends
+    (pyo3-async-runtimes #40): the child refuses, and the end waits a moment for the last of them."""
+    global _used_in
+    with _used_lock:
+        if _used_in is None:
+            atexit.register(time.sleep, 0.05)
+            _used_in = os.getpid()
+        if _used_in != os.getpid():
+            raise ForkedProcess(
+                "obstore was used before os.fork(), and its threads are not in the child: start processes with "
+                '"spawn", or take StorePolicy(engine="fsspec")'
+            )
+
+
+class ObstoreEngine:
+    """One bucket. ``helper`` is the fsspec client of the same bucket, if there is one: obstore lists no uploads."""
+
+    creation: Creation = "conditional"
+    lists = True
+
+    def __init__(self, client: Client, policy: StorePolicy, helper: Engine | None) -> None:
+        _mark_used()
+        self.name = f"obstore:{client.kind}"
+        self._bucket = client.bucket
+        self._kind = client.kind
+        self._policy = policy
+        self._helper = helper
+        self._store = _open(client, policy, retries=0)  # those that can be seen are ours
+        self._uploads = _open(client, policy, retries=policy.retries)  # a part is only repeated by obstore itself
+
+    def __repr__(self) -> str:
+        return f"<ObstoreEngine {self._kind} {self._bucket}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a client holds credentials: it is not pickled")
+
+    async def put(self, key: str, content: memoryview, *, create: bool) -> None:
+        self._check_process()
+        name = self._name(key)
+        await obstore.put_async(
+            self._store, name, content, mode="create" if create else "overwrite", use_multipart=False
+        )
+
+    def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
+        self._check_process()
+        feed = Feed()
+        checksum = Checksum() if Checksum.known and self._helper is not None and self._kind == "s3" else None
+        part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
+        call = Call(lambda: self._send(key, feed, body.nbytes, part_bytes, deadline))
+        call.future.add_done_callback(lambda _: feed.close())
+        try:
+            for part in body.parts:
+                try:
+                    view = _taken(part, checksum, stop, deadline)
+                    feed.put(view, stop, deadline)
+                    del view
+                finally:
+                    part.release()  # the memory goes back when obstore has let go of it too
+            feed.end()
+        except BaseException as error:
+            feed.fail()
+            with suppress(Exception):
+                call.result(f"aborting {key}", stop=Stop(), deadline=_patience(deadline))
+            if call.future.done() and (failure := call.future.exception()) is not None and feed.closed_early(error):
+                raise failure from None
+            raise
+        self._wait(call, feed, key, stop, deadline)
+        if checksum is not None:
+            self._compare(key, checksum.value, requests, stop, deadline)
+
+    def _compare(self, key: str, expected: str, requests: Requests, stop: Stop, deadline: Deadline) -> None:
+        """What arrived with what was staged: a checksum that went all the way, without reading anything back."""
+        helper = self._helper
+        assert helper is not None
+        asked = Call(lambda: requests.run("looking at", key, lambda: helper.checksum(key), deadline))
+        try:
+            found = asked.result(f"looking at {key}", stop=stop, deadline=deadline)
+        except AccessDenied:  # to write does not need the right to look
+            return
+        if found is not None and len(found) == len(expected) and found != expected:
+            raise StorageError(errno.EIO, f"the storage has CRC-64/NVME {found}, {expected} was sent: save again", key)
+
+    def _wait(self, call: Call[None], feed: Feed, key: str, stop: Stop, deadline: Deadline) -> None:
+        """All has been handed over. To stop now is to make the iterator fail, which is what aborts the upload."""
+        with stop.waking(feed.fail):
+            if stop.is_set():
+                feed.fail()
+            call.result(f"uploading {key}", stop=Stop(), deadline=_patience(deadline))
+        stop.check()
+
+    async def _send(self, key: str, feed: Feed, nbytes: int, part_bytes: int, deadline: Deadline) -> None:
+        """The put in a task of its own, which is never cancelled before it was asked to abort: that would leave its
+        upload open."""
+        put = asyncio.ensure_future(
+            obstore.put_async(
+                self._uploads,
+                self._name(key),
+                feed,
+                chunk_size=part_bytes,
+                max_concurrency=self._policy.in_flight,
+                use_multipart=True,
+            )
+        )
+        try:
+            await self._watched(put, feed, key, deadline)
+        except BaseException as error:
+            await self._abort(put, feed, key, deadline)
+            if isinstance(error, Exception) and feed.ended and await self._is_complete(key, nbytes):
+                return  # only the acknowledgement was lost: the name is ours alone
+            raise
+
+    async def _watched(self, put: asyncio.Future[Any], feed: Feed, key: str, deadline: Deadline) -> None:
+        since, sent = time.monotonic(), -1
+        while True:
+            patience = min(_WATCH_S, deadline.remaining_s())
+            done, _ = await asyncio.wait([put, feed.failing], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if put in done:
+                try:
+                    await put
+                except Exception as error:
+                    raise _told(error, f"uploading {key}", key) from error
+                return
+            deadline.check(f"uploading {key}")
+            if feed.failed:
+                raise Closed("the upload was stopped")
+            if feed.taken_bytes != sent or feed.starving:
+                since, sent = time.monotonic(), feed.taken_bytes
+            else:
+                emit(SlowPart(key, time.monotonic() - since, sent))
+
+    async def _abort(self, put: asyncio.Future[Any], feed: Feed, key: str, deadline: Deadline) -> None:
+        """Let obstore do it, which takes as long as the parts in flight. Where it does not, end it, and look what is
+        left."""
+        feed.fail()
+        patience = _ABORT_S if self._helper is not None else max(_ABORT_S, min(_ABORT_ALONE_S, deadline.remaining_s()))
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([put], timeout=patience)
+        if not put.done():  # the peer stalls
+            put.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([put], timeout=_ABORT_S / 10)
+        if put.done() and not put.cancelled():
+            put.exception()
+        if self._helper is not None:
+            with suppress(Exception):
+                async with asyncio.timeout(_ABORT_S):
+                    await self._helper.abort_uploads(await self._helper.open_uploads(key))
+
+    async def _is_complete(self, key: str, nbytes: int) -> bool:
+        try:
+            async with asyncio.timeout(self._policy.request_timeout_s):
+                return await self.size(key) == nbytes
+        except Exception:
+            return False
+
+    async def read(self, key: str, start: int, end: int) -> memoryview:
+        self._check_process()
+        return memoryview(await obstore.get_range_async(self._store, self._name(key), start=start, end=end))
+
+    async def tail(self, key: str, nbytes: int) -> bytes:
+        self._check_process()
+        if self._kind == "azure":  # has no ranges that count from the end
+            size = await self.size(key)
+            return bytes(await self.read(key, max(0, size - nbytes), size)) if size else b""
+        try:
+            found = await obstore.get_async(self._store, self._name(key), options={"range": {"suffix": nbytes}})
+            return bytes(await found.bytes_async())
+        except Exception as error:
+            if "416" in str(error) and fate_of(error) == "final" and await self.size(key) == 0:
+                return b""
+            raise
+
+    async def listing(self, prefix: str) -> Listing:
+        self._check_process()
+        found = await obstore.list_with_delimiter_async(self._store, self._name(prefix) or None)
+        files = {
+            one["path"].rpartition("/")[2]: ObjectInfo(one["size"], one["last_modified"])
+            for one in found["objects"]
+            if one["path"].strip("/") != self._name(prefix).strip("/")  # a marker of the directory itself
+        }
+        return Listing(files, [one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"]])
+
+    async def size(self, key: str) -> int:
+        self._check_process()
+        return int((await obstore.head_async(self._store, self._name(key)))["size"])
+
+    async def delete(self, keys: Collection[str]) -> None:
+        self._check_process()
+        for key in keys:
+            try:
+                await obstore.delete_async(self._store, self._name(key))
+            except Exception as error:
+                if fate_of(error) != "absent":
+                    raise
+
+    async def forget(self, prefix: str) -> None:
+        """There are none."""
+
+    async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
+        return {} if self._helper is None else await self._helper.open_uploads(prefix)
+
+    async def checksum(self, key: str) -> str | None:
+        return None if self._helper is None else await self._helper.checksum(key)
+
+    async def abort_uploads(self, uploads: Collection[str]) -> None:
+        if self._helper is not None:
+            await self._helper.abort_uploads(uploads)
+
+    def _name(self, key: str) -> str:
+        """Within the bucket."""
+        return key.partition("/")[2]
+
+    def _check_process(self) -> None:
+        if _used_in != os.getpid():
+            _mark_used()
+
+
+def _taken(part: Part, checksum: Checksum | None, stop: Stop, deadline: Deadline) -> memoryview:
+    if checksum is None:
+        return part.take(stop, deadline)
+    if isinstance(part, ShowingPart):  # two checksums while the bytes are there once
+        return part.take_showing(stop, deadline, checksum.update)
+    view = part.take(stop, deadline)
+    checksum.update(view)
+    return view
+
+
+def _patience(deadline: Deadline) -> Deadline:
+    """The call looks at its deadline itself, and then aborts."""
+    return Deadline.after(deadline.remaining_s() + 3 * _ABORT_S)
+
+
+def _told(error: Exception, doing: str, key: str) -> Exception:
+    failure = translated(error, doing, key)
+    if isinstance(failure, (StorageError, FileNotFoundError)):
+        return failure
+    return StorageError(errno.EIO, str(failure), key)
+
+
+def _open(client: Client, policy: StorePolicy, *, retries: int) -> Any:
+    timeout = timedelta(seconds=policy.request_timeout_s)
+    options = {**client.client_options, "timeout": timeout, "connect_timeout": min(timeout, timedelta(seconds=15))}
+    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=15), "base": 2}
+    retry = {"max_retries": retries, "retry_timeout": timedelta(days=1), "backoff": backoff}
+    made = {"s3": obstore.store.S3Store, "gcs": obstore.store.GCSStore, "azure": obstore.store.AzureStore}[client.kind]
+    extra: dict[str, Any] = {} if client.provider is None else {"credential_provider": client.provider}
+    return made(client.bucket, config=dict(client.config), client_options=options, retry_config=retry, **extra)

@@ -1,0 +1,254 @@
+"""From what users write (paths, URLs, file systems) to a store and a name in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import strip_protocol, url_to_fs
+from fsspec.registry import known_implementations, registry
+from fsspec.utils import get_protocol
+
+from .._runtime.redact import redacted
+from ..errors import InvalidOption, MissingExtra
+from ..options import StorePolicy
+from .clients.credentials import CLOUDS, Client, Unmapped, client_for
+from .clients.engine import Engine
+from .clients.fsspec import FsspecEngine
+from .clients.lazy import Kept, LateEngine, frozen
+from .local.store import LocalStore
+from .object_store.store import ObjectStore
+from .store import Store, StoreAddress
+from .wrappers.file_cache import FileCache
+
+__all__ = ["EVERYDAY", "Location", "Where", "locate_directory", "locate_run"]
+
+_ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
+_OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
+_LOCAL = frozenset({"file", "local"})
+_PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
+
+_engines = Kept(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A checkpoint directory ``name`` in ``store``; ``url`` is for messages."""
+
+    store: Store
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """How a URL is to be understood: ``storage_options`` as fsspec users write them, or a ``filesystem`` object, and
+    the policy of the store. Neither options nor file system are ever shown."""
+
+    storage_options: Mapping[str, Any] | None = None
+    filesystem: Any = None
+    policy: StorePolicy | None = None
+
+    def __repr__(self) -> str:
+        return "Where(...)"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("storage options hold credentials: they are not pickled")
+
+    def check(self) -> None:
+        if self.storage_options is not None and self.filesystem is not None:
+            raise InvalidOption("filesystem= has its options already: leave out storage_options=")
+        if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
+            raise InvalidOption("storage_options= has to be a dict of what the fsspec file system takes")
+        if self.policy is not None and not isinstance(self.policy, StorePolicy):
+            raise InvalidOption(f"store_policy={self.policy!r} has to be a sidestream.StorePolicy")
+        if self.filesystem is not None and not hasattr(self.filesystem, "cat_file"):
+            raise InvalidOption(f"filesystem={type(self.filesystem).__name__} is no fsspec file system")
+
+
+EVERYDAY = Where()
+"""Nothing but the URL."""
+
+
+def locate_directory(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Location:
+    """Where the checkpoint at ``url`` is. Raises ``InvalidOption`` for what cannot be a directory of its own,
+    ``MissingExtra`` where the client of its protocol is not installed."""
+    text, protocol = _parsed(url, where)
+    if _is_local(protocol, where):
+        path = _local_path(text)
+        if not path.name:
+            raise InvalidOption(f"{path} is the root of the file system; a checkpoint needs a directory of its own")
+        return Location(LocalStore(path.parent), path.name, str(path))
+    parent, _, name = text.rstrip("/").rpartition("/")
+    if not name or parent.endswith(":/"):
+        if protocol != "memory" or not name:
+            raise InvalidOption(f"{redacted(text)} is a bucket; a checkpoint needs a prefix of its own in it")
+        parent += "/"
+    store = _object_store(text, parent, protocol, where)
+    return Location(store, name, f"{store.url}/{name}")
+
+
+def locate_run(url: str | os.PathLike[str], where: Where = EVERYDAY) -> tuple[Store, str]:
+    """The store whose directories are the steps of a run, and the run's URL for messages."""
+    text, protocol = _parsed(url, where)
+    if _is_local(protocol, where):
+        path = _local_path(text)
+        return LocalStore(path), str(path)
+    store = _object_store(text, text.rstrip("/"), protocol, where)
+    return store, store.url
+
+
+def _parsed(url: str | os.PathLike[str], where: Where) -> tuple[str, str]:
+    where.check()
+    try:
+        text = os.fspath(url)
+    except TypeError:
+        text = ""
+    if type(text) is not str or not text or "\0" in text:
+        raise InvalidOption(f"{redacted(repr(url))} is not a path or URL")
+    protocol = get_protocol(text)
+    if where.filesystem is None:
+        _check_address(text, protocol)
+    return text, protocol
+
+
+def _check_address(text: str, protocol: str) -> None:
+    """Raise ``InvalidOption`` for a protocol that no package provides, and for ``~``.
+
+    ``~`` is refused and not expanded: ``torch.save`` and DCP make a directory of that name. So one string would name
+    two places in one program, and a third place when another user runs it."""
+    if protocol not in known_implementations and protocol not in registry:
+        raise InvalidOption(
+            f"{redacted(text)} has the unknown protocol {protocol}://; use a path, s3://, gs://, az://, or another "
+            "protocol that fsspec knows"
+        )
+    if text == "~" or text.startswith("~/"):
+        raise InvalidOption(
+            f"{text!r} begins with ~, which is expanded by a shell but not here: use os.path.expanduser({text!r}), or "
+            f"{'./' + text!r} for a directory of that name"
+        )
+
+
+def _is_local(protocol: str, where: Where) -> bool:
+    if where.filesystem is not None:
+        return False
+    if protocol in _LOCAL and where.storage_options:
+        raise InvalidOption("storage_options= is for object storage, and this is a local directory")
+    return protocol in _LOCAL
+
+
+def _local_path(text: str) -> Path:
+    return Path(strip_protocol(text) if "://" in text else text).absolute()
+
+
+def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectStore:
+    policy = where.policy or StorePolicy()
+    shown = redacted(base)
+    if where.filesystem is not None:
+        root = where.filesystem._strip_protocol(base)
+        handed_in = FsspecEngine(where.filesystem, policy)
+        again = _made_again(where.filesystem, root, policy)
+        return ObjectStore(handed_in, root, shown, policy, _cache(handed_in, policy), again)
+    options = dict(where.storage_options or {})
+    # Memory is this process's own.
+    address = None if protocol == "memory" else StoreAddress(base, where.storage_options, where.policy)
+    client = _client(base, protocol, options, policy)
+    if protocol in CLOUDS and policy.cache_dir is None:
+        engine = _late(base, protocol, options, policy, client)
+        bucket = base.partition("://")[2].partition("/")[0].partition("@")[0]
+        return ObjectStore(engine, f"{bucket}/{_without_bucket(base)}".rstrip("/"), shown, policy, address=address)
+    through, root = _through_fsspec(base, protocol, options, policy)
+    return ObjectStore(through, root, shown, policy, _cache(through, policy), address)
+
+
+def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy, client: Client | None) -> LateEngine:
+    """Of a cloud: what is wrong with the options is raised here, what only its client finds at the first request."""
+    kind = CLOUDS[protocol]
+    if client is None and find_spec(_PACKAGES[kind]) is None:
+        raise MissingExtra(f'{protocol}:// needs a client: pip install "sidestream[cloud]"', extra="cloud")
+
+    def make() -> Engine:
+        if client is None:
+            return _through_fsspec(base, protocol, options, policy)[0]
+        from .clients.obstore import ObstoreEngine
+
+        return ObstoreEngine(client.complete(), policy, _helper(base, protocol, options, policy))
+
+    def kept() -> Engine:
+        try:
+            key = protocol, base.partition("://")[2].partition("/")[0], frozen(options), policy
+        except TypeError:
+            return make()
+        return _engines.get(key, make)
+
+    if client is None:
+        return LateEngine(f"fsspec:{kind}", make)  # fsspec keeps its own
+    return LateEngine(f"obstore:{kind}", kept)
+
+
+def _cache(engine: FsspecEngine, policy: StorePolicy) -> FileCache | None:
+    return None if policy.cache_dir is None else FileCache(engine.filesystem, policy.cache_dir)
+
+
+def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StorePolicy) -> Client | None:
+    """For obstore, or None where fsspec is to be taken."""
+    wanted = policy.engine == "obstore"
+    if policy.engine == "fsspec" or policy.cache_dir is not None or protocol not in CLOUDS:
+        if wanted:
+            raise InvalidOption(f'engine="obstore" has s3://, gs:// and az:// without a cache, not {redacted(base)}')
+        return None
+    if find_spec("obstore") is None:
+        if wanted:
+            raise MissingExtra('engine="obstore" needs obstore: pip install "sidestream[cloud]"', extra="cloud")
+        return None
+    try:
+        return client_for(protocol, base.partition("://")[2].partition("/")[0], options)
+    except Unmapped as error:
+        if wanted:
+            raise InvalidOption(
+                f'storage_options has {", ".join(error.names)}, which engine="obstore" has no words for; leave it to '
+                'engine="auto" to take fsspec'
+            ) from None
+        return None
+
+
+def _helper(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy) -> Engine | None:
+    """The fsspec client beside obstore, where it is installed: it can list the uploads that were left open."""
+    if CLOUDS[protocol] != "s3" or find_spec("s3fs") is None:
+        return None
+    return _through_fsspec(base, protocol, options, policy)[0]
+
+
+def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy) -> tuple[FsspecEngine, str]:
+    if protocol in CLOUDS:
+        options.setdefault("use_listings_cache", False)
+    if protocol in ("s3", "s3a"):
+        options["config_kwargs"] = {**_ONE_ATTEMPT, **(options.get("config_kwargs") or {})}
+    try:
+        filesystem, root = url_to_fs(base, **options)
+        if protocol in ("s3", "s3a"):
+            filesystem.retries = 1  # ours can be seen, know the deadline, and slow down
+    except ImportError as error:
+        raise MissingExtra(
+            f'{protocol}:// needs a package: {error}. pip install "sidestream[cloud]"', extra="cloud"
+        ) from error
+    except ValueError as error:
+        raise InvalidOption(f"{redacted(base)}: {redacted(str(error))}") from None
+    return FsspecEngine(filesystem, policy), root
+
+
+def _made_again(filesystem: Any, root: str, policy: StorePolicy) -> StoreAddress | None:
+    """How another process comes by an equal file system: known by its protocol, and made with plain options."""
+    protocols = filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)
+    if protocols[0] not in CLOUDS or getattr(filesystem, "storage_args", None) != ():
+        return None
+    options = {name: one for name, one in filesystem.storage_options.items() if name not in _OF_THE_INSTANCE}
+    return StoreAddress(f"{protocols[0]}://{root}", options, replace(policy, engine="fsspec"))
+
+
+def _without_bucket(base: str) -> str:
+    return base.partition("://")[2].partition("/")[2]

@@ -1,0 +1,231 @@
+"""Who writes a save: threads of this process, or a saver process that is started when it is needed."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from typing import Any
+
+from .._runtime.threads import Deadline, Stop, Threads, io_threads
+from .._storage import Body, Place, SharedStore, Store, StoreAddress
+from ..errors import InvalidOption, SaverLost
+from ..options import Durability, SaverChoice, SaverProcess, check_saver
+from .filling import LinkFiller
+from .job import Job, Order
+from .link import Handed, Link
+from .process import available
+from .wire import Unsendable, pack
+
+__all__ = ["Saver", "choose_saver", "close_all", "saver_process"]
+
+_CLOSE_S = 1.0
+
+
+class Saver:
+    """The process for one set of options: there is one at most at a time, and a new one where it was lost."""
+
+    def __init__(self, options: SaverProcess) -> None:
+        self.options = options
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._users = 0
+
+    def start(self) -> Future[None]:
+        """Start it unless it is there, without waiting for more than a thread; the result is done when it is up."""
+        return self._current().up
+
+    async def up(self, deadline: Deadline) -> None:
+        """Start it, and wait until it is ready. Raises ``SaverLost``, ``DeadlineExceeded``."""
+        stop = Stop()
+        await io_threads().run(self._ready, stop, deadline, stop=stop, deadline=deadline)
+
+    async def hand(self, memories: Sequence[Handed], deadline: Deadline) -> None:
+        """Map ``memories`` there, so that no save has to, if it is up."""
+        link = self._link
+        if link is not None and link.up.done() and link.lost is None:
+            await io_threads().run(_hand, link, memories, deadline=deadline)
+
+    def filler(self) -> LinkFiller | None:
+        """Who copies for a stage, if the process is up and may read the memory of this one."""
+        link = self._link
+        return LinkFiller(link) if link is not None and link.reads_memory and link.lost is None else None
+
+    def hold(self) -> None:
+        """Somebody will come back: the process stays, once it was started, until as many have let go of it."""
+        with self._lock:
+            self._users += 1
+            if self._link is not None:
+                self._link.use(1)
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._link is not None:
+                self._link.use(-1)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that is there now."""
+        link = self._link
+        return None if link is None or link.lost is not None else link.pid
+
+    def write(
+        self,
+        store: Store,
+        attempt: str,
+        target: str,
+        files: Iterable[tuple[str, Body]],
+        *,
+        threads: Threads,
+        durability: Durability,
+        stop: Stop,
+        deadline: Deadline,
+        place: Place = "new",
+        fall_back: bool = False,
+        url: str = "",
+    ) -> None:
+        """``Store.write``, with the same promises, in the process. This side makes the attempt; the process joins it.
+
+        Raises ``SaverLost`` too, unless ``fall_back`` lets threads write where no process can be started.
+        """
+        how = {"threads": threads, "durability": durability, "stop": stop, "deadline": deadline}
+        store.write(attempt, target, (), place=place, **how)  # type: ignore[arg-type]
+        if fall_back and not self._starts(stop, deadline):
+            store.write(attempt, target, files, place="joined", **how)  # type: ignore[arg-type]
+            return
+        assert isinstance(store, SharedStore)
+        assert store.address is not None
+        order = Order(store.address, attempt, target, url or target, durability, deadline)
+        self.hold()  # or it might end between being up and being asked
+        try:
+            Job(order, files, stop).run(store, lambda: self._ready(stop, deadline), self.options.retries)
+        finally:
+            self.let_go()
+
+    def _starts(self, stop: Stop, deadline: Deadline) -> bool:
+        try:
+            self._ready(stop, deadline)
+        except SaverLost:
+            return False
+        return True
+
+    def _ready(self, stop: Stop, deadline: Deadline) -> Link:
+        """A process that is up. Raises ``SaverLost``, ``Closed``, ``DeadlineExceeded``."""
+        link = self._current()
+        woken: Future[None] = Future()
+        link.up.add_done_callback(lambda _: _wake(woken))
+        with stop.waking(lambda: _wake(woken)):
+            stop.check()
+            try:
+                woken.result(deadline.remaining_s())
+            except FutureTimeout:
+                raise deadline.exceeded("starting the saver process") from None
+        stop.check()
+        link.up.result(0)
+        return link
+
+    def _current(self) -> Link:
+        with self._lock:
+            if self._link is None or self._link.lost is not None:
+                self._link = Link(self.options)
+                self._link.use(self._users)
+            return self._link
+
+    def close(self) -> None:
+        """End the process now; what it was writing fails. The next save starts another one."""
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            link.end("the saver process was ended", _CLOSE_S)
+
+    def forget(self) -> None:
+        """In a forked child: the process is the parent's."""
+        if self._link is not None:
+            self._link.close_after_fork()
+
+
+def _hand(link: Link, memories: Sequence[Handed]) -> None:
+    with suppress(SaverLost):  # the save that comes next starts another one
+        for memory in memories:
+            link.hand(memory)
+
+
+def _wake(woken: Future[None]) -> None:
+    try:
+        woken.set_result(None)
+    except Exception:  # the other one was first
+        return
+
+
+def choose_saver(saver: SaverChoice, store: Store) -> tuple[Saver | None, bool]:
+    """Who writes to ``store`` (None: threads), and whether threads do where no process can be started.
+
+    Raises ``InvalidOption`` where a process was asked for and cannot write there.
+    """
+    check_saver(saver)
+    if saver == "thread":
+        return None, False
+    if saver == "auto":
+        suits = available() and _obstacle(store, known_only=True) is None
+        return (saver_process(SaverProcess()), True) if suits else (None, False)
+    obstacle = _obstacle(store, known_only=False)
+    if obstacle is not None:
+        raise InvalidOption(f'saver="process": {obstacle}; saver="thread" can write there')
+    return saver_process(saver if isinstance(saver, SaverProcess) else SaverProcess()), False
+
+
+_KNOWN = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+
+
+def _obstacle(store: Store, *, known_only: bool) -> str | None:
+    """Why another process cannot open ``store``; None if it can, as far as this one knows."""
+    address: StoreAddress | None = store.address if isinstance(store, SharedStore) else None
+    if address is None:
+        return (
+            "another process cannot open this store (memory:// is this process's own; instead of a filesystem= object "
+            "pass a URL and storage_options=)"
+        )
+    protocol = address.url.partition("://")[0] if "://" in address.url else ""
+    if known_only and protocol and protocol not in _KNOWN:
+        return f"{protocol}:// may be something that only this process knows"
+    try:
+        pack(address.storage_options)
+    except Unsendable as error:
+        return f"storage_options{error}, which cannot be handed to another process"
+    return None
+
+
+_savers: dict[SaverProcess, Saver] = {}
+_lock = threading.Lock()
+
+
+def saver_process(options: SaverProcess) -> Saver:
+    """The one of this process for ``options``; nothing is started yet."""
+    with _lock:
+        if options not in _savers:
+            _savers[options] = Saver(options)
+        return _savers[options]
+
+
+def close_all() -> None:
+    """End every saver process of this one."""
+    for saver in list(_savers.values()):
+        saver.close()
+
+
+def _forget_after_fork() -> None:
+    global _savers, _lock
+    for saver in _savers.values():
+        saver.forget()
+    _of_the_parent.append(_savers)  # their handles shall not be finalized here
+    _savers, _lock = {}, threading.Lock()
+
+
+_of_the_parent: list[Any] = []
+atexit.register(close_all)
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,92 @@
+"""Errors and events of the saver process as the trainer meets them: of the same types, with the same words."""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from .. import errors, events
+from .._runtime.redact import redacted
+from ..errors import SidestreamError
+from .wire import Unsendable, pack, unpack
+
+__all__ = ["pack_error", "pack_event", "unpack_error", "unpack_event"]
+
+_DEPTH = 5
+_ATTRIBUTES = ("extra", "file", "fqn", "offset", "offenders", "uncertain", "left_behind")
+_EVENTS = ("Retried", "Throttled", "SlowPart")
+
+
+def pack_error(error: BaseException) -> bytes:
+    return pack(_described(error, _DEPTH))
+
+
+def _described(error: BaseException, depth: int) -> dict[str, Any]:
+    kind = type(error)
+    found: dict[str, Any] = {"module": kind.__module__, "type": kind.__qualname__, "message": redacted(str(error))}
+    if isinstance(error, OSError) and error.errno is not None:
+        found["os"] = [
+            error.errno,
+            redacted(str(error.strerror)),
+            None if error.filename is None else str(error.filename),
+        ]
+    attributes = {name: getattr(error, name) for name in _ATTRIBUTES if hasattr(error, name)}
+    found["attributes"] = {name: value for name, value in attributes.items() if _is_plain(value)}
+    found["notes"] = [str(note) for note in getattr(error, "__notes__", ())]
+    if not isinstance(error, (SidestreamError, OSError)):
+        lines = "".join(traceback.format_tb(error.__traceback__))
+        found["notes"].append(f"in the saver process:\n{lines}")
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    found["cause"] = None if cause is None or depth == 0 else _described(cause, depth - 1)
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        pack(value)
+    except Unsendable:
+        return False
+    return True
+
+
+def unpack_error(packed: bytes) -> BaseException:
+    return _raised(unpack(packed))
+
+
+def _raised(found: Mapping[str, Any]) -> BaseException:
+    error = _made(found)
+    for name, value in found["attributes"].items():
+        setattr(error, name, value)
+    for note in found["notes"]:
+        error.add_note(note)
+    if found["cause"] is not None:
+        error.__cause__ = _raised(found["cause"])
+    return error
+
+
+def _made(found: Mapping[str, Any]) -> BaseException:
+    """Of the type that it had if that is one of ours or Python's own; nothing else is looked up by name."""
+    home = {errors.__name__: errors, "builtins": builtins}.get(found["module"])
+    kind = None if home is None else getattr(home, found["type"], None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(*found["os"]) if "os" in found else kind(found["message"])
+        except TypeError:
+            pass
+    return RuntimeError(f"{found['type']}: {found['message']}")
+
+
+def pack_event(event: events.Event) -> bytes | None:
+    """None for what the trainer says itself."""
+    name = type(event).__name__
+    return pack({"event": name, **asdict(event)}) if name in _EVENTS else None
+
+
+def unpack_event(packed: bytes) -> events.Event:
+    found = unpack(packed)
+    name = found.pop("event")
+    made: events.Event = getattr(events, name)(**found) if name in _EVENTS else events.PromiseLost("", str(name))
+    return made

@@ -1,0 +1,107 @@
+"""In the trainer: images that the saver process fills, out of this process's memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from .._runtime.threads import Deadline, Stop
+from .._staging import Piece
+from ..errors import SaverLost
+from .link import ACKNOWLEDGE_S, Link
+from .wire import PIECE, Frame, Kind
+
+__all__ = ["LinkFiller"]
+
+
+class LinkFiller:
+    """The process of ``link``, a ``Filler`` for stages."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def fill(self, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
+        """Of the contract of ``Filler``. A process that does not let go of the memory is killed."""
+        try:
+            return _Fill(self._link, deadline, stop).run(pieces)
+        except SaverLost:
+            return False
+
+
+class _Fill:
+    """One request."""
+
+    def __init__(self, link: Link, deadline: Deadline, stop: Stop) -> None:
+        self._link = link
+        self._deadline = deadline
+        self._stop = stop
+        self._changed = threading.Condition()
+        self._answer: Kind | None = None
+        self._lost = False
+        self._sending = False
+        self._late_since: float | None = None
+
+    def run(self, pieces: Sequence[Piece]) -> bool:
+        packed = b"".join(PIECE.pack(piece.memory.number, *piece[1:]) for piece in pieces)
+        memories = {piece.memory.number: piece.memory for piece in pieces}
+        number = self._link.request(self)  # first: the thread of the link watches over whoever has one
+        asked = False
+        try:
+            with self._stop.waking(self._wake):
+                self._sending = True
+                for memory in memories.values():
+                    self._link.hand(memory)
+                self._stop.check()
+                asked = True
+                self._link.send(Kind.FILL, number, packed)
+                self._sending = False
+                with self._changed:
+                    self._changed.wait_for(lambda: self.over or self._stop.is_set(), self._deadline.remaining_s())
+                if not self.over:
+                    self._let_go(number)
+                    self._stop.check()
+                    raise self._deadline.exceeded("staging")
+        finally:
+            self._sending = False
+            if not asked:
+                self._link.withdraw(number)
+        return self._answer == Kind.FILLED
+
+    def _let_go(self, number: int) -> None:
+        """Nothing of it is read or written any more when this returns."""
+        self._sending = True
+        self._link.send(Kind.CANCEL, number, b"")
+        self._sending = False
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self.over, ACKNOWLEDGE_S)
+        if not ended:
+            self._link.end("the saver process did not end a copy that was cancelled, and was killed", ACKNOWLEDGE_S)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # --- in the thread of the link ---
+
+    @property
+    def over(self) -> bool:
+        return self._lost or self._answer is not None
+
+    @property
+    def stuck(self) -> bool:
+        if not (self._sending and (self._stop.is_set() or self._deadline.remaining_s() == 0.0)):
+            self._late_since = None
+            return False
+        self._late_since = self._late_since or time.monotonic()
+        return time.monotonic() - self._late_since > ACKNOWLEDGE_S
+
+    def on_frame(self, frame: Frame) -> None:
+        with self._changed:
+            self._answer = Kind(frame.kind)
+            self._changed.notify_all()
+
+    def on_lost(self, reason: str) -> None:
+        with self._changed:
+            self._lost = True
+            self._changed.notify_all()

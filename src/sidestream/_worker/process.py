@@ -1,0 +1,63 @@
+"""How the saver process is started: by ``subprocess``, from an entry of its own, which runs nothing of ``__main__``."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from ..errors import SaverLost
+
+__all__ = ["available", "spawn"]
+
+_PACKAGE = Path(__file__).parents[1]
+# The package is taken from where the trainer has it, whatever the paths say; what those paths add comes last.
+_BOOT = """\
+import importlib.util, json, sys
+descriptor, trainer, package, paths = json.loads(sys.argv[1])
+sys.path += [path for path in paths if path not in sys.path]
+home = [package]
+spec = importlib.util.spec_from_file_location("sidestream", package + "/__init__.py", submodule_search_locations=home)
+sys.modules["sidestream"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from sidestream._worker.main import main
+main(descriptor, trainer)
+"""
+
+
+def available() -> bool:
+    """Whether there can be a saver process on this system."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create") and bool(sys.executable)
+
+
+def spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start one, and return it with this side of the socket. Raises ``SaverLost``.
+
+    The calling thread has to live as long as the process shall: Linux sends the signal of a parent's death when the
+    thread dies that made the child.
+    """
+    if not available():
+        raise SaverLost('there is no saver process on this system (it needs Linux and sys.executable): saver="thread"')
+    try:
+        paths = [os.path.abspath(path) for path in sys.path]
+        ours, theirs = socket.socketpair()
+    except OSError as error:  # of the first one: the working directory is gone
+        raise SaverLost(f"the saver process could not be started: {error}") from error
+    asked = json.dumps([theirs.fileno(), os.getpid(), str(_PACKAGE), paths])
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, asked],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            process_group=0,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        ours.close()
+        raise SaverLost(f"the saver process could not be started: {error}") from error
+    finally:
+        theirs.close()
+    return process, ours

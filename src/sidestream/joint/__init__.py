@@ -1,3 +1,0 @@
-"""What several ranks save and load as one."""
-
-from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Planners of torch (``SavePlanner``, ``LoadPlanner``): what they plan is written and read here."""
