@@ -1,7 +1,8 @@
-"""The house: who may import whom, and where private torch names, loops and threads may stand.
+"""The house: which room may import which, and where private torch names, loops and threads may stand.
 
-Each check is a function over source text that returns what it objects to. The tests run it over the package, and over
-small wrong snippets that it has to catch.
+A room is a module or a package directly below ``sidestream``. CONTRIBUTING.md lists the rooms, row by row; this file
+reads that table. Each check is a function over source text that returns what it objects to. The tests run it over the
+package, and over small wrong snippets that it has to catch.
 """
 
 from __future__ import annotations
@@ -10,29 +11,26 @@ import ast
 import graphlib
 import importlib
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 PACKAGE = "sidestream"
-SOURCES = Path(__file__).parents[1] / "src" / PACKAGE
-
-FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "events"}),
-    frozenset({"_runtime", "options"}),
-    frozenset({"_format", "_group", "_staging"}),
-    frozenset({"_layout", "_storage"}),
-    frozenset({"_load", "_save", "_worker"}),
-    frozenset({"_convert", "_run", "blocking", "checkpointer", "signing", "weights"}),
-    frozenset({"cli", "dcp", "integrations"}),
-)
+ROOT_FOLDER = Path(__file__).parents[1]
+SOURCES = ROOT_FOLDER / "src" / PACKAGE
 PUBLIC_MODULES = ("errors", "options", "events", "blocking", "signing", "dcp")
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+MOST_ROOMS = 20  # with __init__
+DEEPEST = 10
+MOST_EDGES = 5.35  # imports of other modules of the package, per module
+
+Rows = Sequence[frozenset[str]]
 
 LOOP_MAKERS = frozenset({
     "asyncio.run", "asyncio.Runner", "asyncio.new_event_loop", "anyio.run", "anyio.from_thread.start_blocking_portal",
@@ -78,6 +76,13 @@ def imported(name: str, source: str, known: Mapping[str, str]) -> Iterator[tuple
                 yield node.lineno, whole if whole in known else origin
 
 
+def rows_of(text: str) -> list[frozenset[str]]:
+    """The rows of the first table in ``text`` whose first column is headed "rooms", from the lowest to the highest."""
+    head = re.search(r"^\| rooms \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert head is not None, "no table of rooms"
+    return [frozenset(re.findall(r"`(\w+)`", row.split("|")[1])) for row in reversed(head[1].splitlines())]
+
+
 def room_of(name: str) -> str | None:
     """``staging`` for ``sidestream._staging.arena``; None for the package itself and for foreign modules."""
     parts = name.split(".")
@@ -112,50 +117,73 @@ def aliases(tree: ast.AST) -> dict[str, str]:
 # --- the checks -----------------------------------------------------------------------------------------------------
 
 
-def unplaced(sources: Mapping[str, str]) -> list[str]:
-    """Top-level modules that stand on no floor."""
+def misplaced(sources: Mapping[str, str], rows: Rows) -> list[str]:
+    """Rooms without a place in the table, rooms of the table that do not exist, and too many rooms."""
     rooms = {room for name in sources if (room := room_of(name))}
-    return [f"{room}: has no floor; place it in FLOORS" for room in sorted(rooms - FLOOR_OF.keys())]
+    placed = {room for row in rows for room in row}
+    found = [f"{room}: has no place; add it to the table in CONTRIBUTING.md" for room in sorted(rooms - placed)]
+    found += [f"{room}: stands in the table and does not exist" for room in sorted(placed - rooms)]
+    if len(rooms) + 1 > MOST_ROOMS:
+        found.append(f"{len(rooms) + 1} rooms with __init__, more than {MOST_ROOMS}")
+    return found
 
 
-def upward_imports(sources: Mapping[str, str]) -> list[str]:
-    """Imports from a higher floor."""
+def upward_imports(sources: Mapping[str, str], rows: Rows) -> list[str]:
+    """Imports from a higher row, and from another room of the same row."""
+    row_of = {room: number for number, rooms in enumerate(rows) for room in rooms}
     found = []
     for name, source in sources.items():
         room = room_of(name)
         for line, target in imported(name, source, sources):
             other = room_of(target)
-            if room is None or target.split(".")[0] != PACKAGE:
+            if room is None or target.split(".")[0] != PACKAGE or other == room:
                 continue
             if other is None:
-                found.append(f"{name}:{line}: imports the package root, which stands above every floor")
-            elif FLOOR_OF.get(other, 99) > FLOOR_OF.get(room, -1):
-                found.append(
-                    f"{name}:{line}: floor {FLOOR_OF.get(room)} imports {target} of floor {FLOOR_OF.get(other)}"
-                )
+                found.append(f"{name}:{line}: imports the package root, which stands above every room")
+            elif row_of.get(other, 99) >= row_of.get(room, -1):
+                found.append(f"{name}:{line}: imports {target}, which does not stand in a lower row of the table")
     return found
+
+
+def edges(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each module the other modules of the package that it imports. What ``__init__`` re-exports is left out."""
+    graph: dict[str, set[str]] = {name: set() for name in sources}
+    for name, source in sources.items():
+        if name != PACKAGE:
+            graph[name] = {target for _, target in imported(name, source, sources) if target in graph} - {name}
+    return graph
+
+
+def too_deep(sources: Mapping[str, str]) -> list[str]:
+    """The longest chain of rooms, each of which imports the next, if it has more than ``DEEPEST`` rooms."""
+    below: dict[str, set[str]] = {room: set() for name in sources if (room := room_of(name))}
+    for name, targets in edges(sources).items():
+        if room := room_of(name):
+            below[room] |= {other for target in targets if (other := room_of(target))} - {room}
+    chain: dict[str, list[str]] = {}
+    for room in graphlib.TopologicalSorter(below).static_order():
+        chain[room] = [room, *max((chain[other] for other in below[room]), key=len, default=[])]
+    longest: list[str] = max(chain.values(), key=len, default=[])
+    return [f"{len(longest)} rooms deep: {' -> '.join(longest)}"] if len(longest) > DEEPEST else []
+
+
+def too_tangled(sources: Mapping[str, str]) -> list[str]:
+    """The mean number of edges, if it is more than ``MOST_EDGES``."""
+    mean = sum(map(len, edges(sources).values())) / len(sources)
+    return [f"{mean:.2f} edges per module, more than {MOST_EDGES}"] if mean > MOST_EDGES else []
 
 
 def cycles(sources: Mapping[str, str]) -> list[str]:
-    """Circles among modules, and among the rooms that they stand in."""
-    modules: dict[str, set[str]] = {name: set() for name in sources}
-    rooms: dict[str, set[str]] = {}
-    for name, source in sources.items():
-        for _, target in imported(name, source, sources):
-            # A package's __init__ gathers its own modules, and they import each other through their own names:
-            # only an import of the package by a module inside it would be a circle, and that is an edge here too.
-            if target in modules and target != name and name != PACKAGE:
-                modules[name].add(target)
-            room, other = room_of(name), room_of(target)
-            if room and other and room != other:
-                rooms.setdefault(room, set()).add(other)
-    found = []
-    for kind, graph in (("modules", modules), ("rooms", rooms)):
-        try:
-            graphlib.TopologicalSorter(graph).prepare()
-        except graphlib.CycleError as error:
-            found.append(f"a circle of {kind}: {' -> '.join(error.args[1])}")
-    return found
+    """A circle among modules. The rows of the table exclude one among rooms.
+
+    A package's ``__init__`` gathers its own modules, which import each other by their own names: an import of the
+    package by a module inside it is a circle.
+    """
+    try:
+        graphlib.TopologicalSorter(edges(sources)).prepare()
+    except graphlib.CycleError as error:
+        return [f"a circle of modules: {' -> '.join(error.args[1])}"]
+    return []
 
 
 def eager_root(source: str) -> list[str]:
@@ -240,12 +268,25 @@ def sources() -> dict[str, str]:
     return package_sources()
 
 
-def test_every_module_is_placed(sources: dict[str, str]) -> None:
-    assert unplaced(sources) == []
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return rows_of((ROOT_FOLDER / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 
 
-def test_imports_point_down(sources: dict[str, str]) -> None:
-    assert upward_imports(sources) == []
+def test_every_room_has_its_place(sources: dict[str, str], rows: Rows) -> None:
+    assert misplaced(sources, rows) == []
+
+
+def test_imports_point_down(sources: dict[str, str], rows: Rows) -> None:
+    assert upward_imports(sources, rows) == []
+
+
+def test_depth(sources: dict[str, str]) -> None:
+    assert too_deep(sources) == []
+
+
+def test_edges(sources: dict[str, str]) -> None:
+    assert too_tangled(sources) == []
 
 
 def test_no_circles(sources: dict[str, str]) -> None:
@@ -321,52 +362,73 @@ def test_public_names_carry_their_public_path(module: str) -> None:
 # --- the checks catch what they are for -----------------------------------------------------------------------------
 
 ROOT = "def __getattr__(name): ..."
+THREE_ROWS: Rows = (frozenset({"errors"}), frozenset({"_format", "_group"}), frozenset({"_save"}))
 
 
-def test_catches_an_unplaced_module() -> None:
-    assert unplaced({"sidestream.helpers": ""}) == ["helpers: has no floor; place it in FLOORS"]
+def test_reads_the_table() -> None:
+    other = "| a |\n|---|\n| `no` |\n\n"
+    text = "| rooms | what |\n|---|---|\n| `_save` | x `y` |\n| `_format`, `_group` | |\n| `errors` | |\n\nz\n"
+    assert rows_of(other + text) == list(THREE_ROWS)
+
+
+def test_catches_a_room_without_a_place() -> None:
+    house = dict.fromkeys(("sidestream", "sidestream.errors", "sidestream._format.a", "sidestream._save"), "")
+    assert misplaced(house | {"sidestream._group": ""}, THREE_ROWS) == []
+    assert len(misplaced(house, THREE_ROWS)) == 1  # no _group
+    assert len(misplaced(house | {"sidestream._group": "", "sidestream.helpers": ""}, THREE_ROWS)) == 1
+    more = tuple(frozenset({f"r{number}"}) for number in range(MOST_ROOMS))
+    assert len(misplaced({f"sidestream.r{number}": "" for number in range(MOST_ROOMS)}, more)) == 1
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "from ..save import save",
-        "import sidestream.save",
-        "from .. import save",
-        "def f():\n    from ..save import save",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from sidestream.save import save",
+        "from .._save import save",
+        "import sidestream._save",
+        "from .. import _save",
+        "def f():\n    from .._save import save",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from sidestream._save import save",
+        "from .._group import x",  # a room of the same row
+        "from .._unknown import x",
         "from .. import something_public",
         "import sidestream",
     ],
 )
 def test_catches_an_upward_import(source: str) -> None:
-    house = {"sidestream": ROOT, "sidestream.save": "", "sidestream._layout": "", "sidestream._layout.flatten": source}
-    assert len(upward_imports(house)) == 1
+    house = {"sidestream": ROOT, **dict.fromkeys(("sidestream._save", "sidestream._group", "sidestream._unknown"), "")}
+    house |= {"sidestream._format": "", "sidestream._format.frame": source}
+    assert len(upward_imports(house, THREE_ROWS)) == 1
 
 
 @pytest.mark.parametrize("source", ["from ..errors import Closed", "from .. import errors", "from . import layout"])
 def test_lets_a_downward_import_pass(source: str) -> None:
-    house = {"sidestream": ROOT, "sidestream.errors": "", "sidestream._layout": "", "sidestream._layout.layout": ""}
-    assert upward_imports(house | {"sidestream._layout.flatten": source}) == []
+    house = {"sidestream": ROOT, "sidestream.errors": "", "sidestream._format": "", "sidestream._format.layout": ""}
+    assert upward_imports(house | {"sidestream._format.frame": source}, THREE_ROWS) == []
 
 
 @pytest.mark.parametrize(
     "house",
     [
         {"sidestream._layout.a": "from .b import x", "sidestream._layout.b": "def f():\n    from .a import y"},
-        {"sidestream.save": "from .load import x", "sidestream.load": "from .save import y"},
-        # No module imports its own importer, but the rooms do.
-        {
-            "sidestream._layout.a": "from .._format.b import x",
-            "sidestream._layout.c": "",
-            "sidestream._format.b": "",
-            "sidestream._format.d": "from .._layout.c import y",
-        },
+        {"sidestream.one": "from .two import x", "sidestream.two": "from .one import y"},
         {"sidestream._layout": "from .a import x", "sidestream._layout.a": "from . import y"},
     ],
 )
 def test_catches_a_circle(house: dict[str, str]) -> None:
     assert len(cycles(house)) >= 1
+
+
+def test_catches_a_deep_house() -> None:
+    house = {f"sidestream.r{number}": f"from .r{number + 1} import x" for number in range(DEEPEST)}
+    assert too_deep(house | {f"sidestream.r{DEEPEST}": ""}) != []
+    assert too_deep(house | {f"sidestream.r{DEEPEST - 1}": ""}) == []
+
+
+def test_catches_a_tangle() -> None:
+    crowd = {f"sidestream.m{number}": "" for number in range(30)}
+    everything = "\n".join(f"from . import {name.rpartition('.')[2]}" for name in crowd)
+    assert too_tangled(dict.fromkeys(crowd, everything)) != []
+    assert too_tangled(crowd) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Loads: a checkpoint is opened, matched with the target, read, verified and applied."""

@@ -1,0 +1,1 @@
+"""Saves: a state dict is planned, staged, written and committed."""

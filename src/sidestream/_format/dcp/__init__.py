@@ -1,0 +1,1 @@
+"""DCP's own metadata: ``.metadata`` written and read."""

@@ -1,0 +1,1 @@
+"""Pickles as data: opcodes written and read without importing what they name."""

@@ -1,0 +1,1 @@
+"""Files of ``torch.save``, and DCP's items, which are such files."""

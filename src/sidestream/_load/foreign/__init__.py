@@ -1,0 +1,1 @@
+"""Checkpoints and files of other writers."""

@@ -1,0 +1,1 @@
+"""Manifests of checkpoints, and their files as memory maps."""

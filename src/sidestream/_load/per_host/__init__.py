@@ -1,0 +1,1 @@
+"""Reads that the ranks of one host share."""

@@ -1,0 +1,1 @@
+"""Loads with torch's ``LoadPlanner``."""

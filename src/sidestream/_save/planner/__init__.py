@@ -1,0 +1,1 @@
+"""Saves with torch's ``SavePlanner``."""

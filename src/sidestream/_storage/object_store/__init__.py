@@ -1,0 +1,1 @@
+"""Object stores: multipart uploads and conditional puts."""

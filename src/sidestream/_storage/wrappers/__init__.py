@@ -1,0 +1,1 @@
+"""Stores around another store."""
