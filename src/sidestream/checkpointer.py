@@ -23,7 +23,8 @@ from ._layout.save_layout import plan_save
 from ._layout.values import copy_value
 from ._load.api import LoadOptions, LoadReport
 from ._load.checkpoint import Checkpoint, open_from
-from ._load.open.manifest import Step, check_run, list_steps, next_generation, read_metadata, step_name
+from ._load.open.manifest import read_metadata
+from ._load.open.steps import Step
 from ._load.verify import VerifyReport, verify_at
 from ._run.choose import Wish, choose
 from ._run.group import RestoringTogether, call_together
@@ -36,6 +37,7 @@ from ._run.restore import Restoring
 from ._run.retention import KeepAll, Retention
 from ._run.slots import LeasedSave, OwnTurn, QueuedSave, SkippedSave, Slots
 from ._run.starting import EARLIER, JointTurn, Starts, tells_of_earlier
+from ._run.steps import check_run, list_steps, next_generation
 from ._run.watch import Watch
 from ._runtime.abandoned import Watched, watch
 from ._runtime.public import public
@@ -47,6 +49,7 @@ from ._save.writing import Stager
 from ._staging import AsyncStager, capture
 from ._staging.arena import Backing
 from ._storage import Location, Where, locate_run
+from ._storage.names import step_name
 from ._worker.client import Saver, choose_saver
 from .errors import (
     AsyncOnly,

@@ -110,7 +110,7 @@ MUTANTS = (
            "            os.rename(one, target / one.name)\n        attempt.rmdir()\n" + _TRY, "kills"),
     Mutant("an occupied target is replaced", _LOCAL, _RENAME,
            "        shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
-    Mutant("a generation that is there is taken again", "_load/open/manifest.py",
+    Mutant("a generation that is there is taken again", "_run/steps.py",
            "    return max((found.generation for found in found), default=0) + 1",
            "    return 1", "conflicts"),
     # failures
@@ -144,7 +144,7 @@ MUTANTS = (
            "    if False:\n", "corruption"),
     Mutant("stock DCP's checksums are not looked at", "_load/reader.py", "        if crc32(buffer) != one.crc:\n",
            "        if False:\n", "stock"),
-    Mutant("a renamed step is believed", "_load/open/manifest.py",
+    Mutant("a renamed step is believed", "_load/open/steps.py",
            "    if (marker.step, marker.generation) != found.order:\n",
            "    if False:\n", "renamed"),
     # retention

@@ -10,7 +10,7 @@ from _run import blank, ended, flip, is_state_of, leases_in, line_of, process, s
 
 import sidestream
 from sidestream import KeepLast
-from sidestream._load.open.manifest import Step
+from sidestream._load.open.steps import Step
 from sidestream._run import watch as watching
 from sidestream.errors import Corrupt, InvalidOption
 

@@ -41,7 +41,7 @@ from sidestream._format.shared import parse_part
 from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.values import decode_value
-from sidestream._load.open.manifest import list_generations, list_steps, named_steps, next_generation
+from sidestream._run.steps import list_generations, list_steps, named_steps, next_generation
 from sidestream._runtime.threads import Deadline, io_threads, politely
 from sidestream._storage import Where, locate_run
 from sidestream.errors import Corrupt, DeadlineExceeded, Incomplete, OutOfMemory, UnsupportedCheckpoint

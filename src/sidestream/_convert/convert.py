@@ -19,7 +19,6 @@ from .._layout.cast import castable
 from .._layout.ranges import PIECE_BYTES
 from .._layout.select import selected
 from .._load.foreign.single_file import TORCH_SUFFIXES
-from .._load.open.manifest import attempt_name
 from .._runtime.abandoned import watch
 from .._runtime.public import public
 from .._runtime.tasks import finish, running_loop
@@ -27,6 +26,7 @@ from .._runtime.threads import Deadline, io_threads, politely
 from .._runtime.torch_probes import dtype_from_name, dtype_name
 from .._save.commit import Unfinished, Verdict, clean_up, commit
 from .._storage import Location, Naming, Where, locate_directory
+from .._storage.names import attempt_name
 from ..errors import InvalidOption, UnsupportedTensor
 from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
 from .dcp_target import DcpTarget

@@ -20,16 +20,17 @@ from .._format.safetensors.read import INDEX_NAME
 from .._layout.checks import Piece
 from .._layout.ranges import PIECE_BYTES
 from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
-from .._load.open.manifest import attempt_name, open_manifest
-from .._load.reader import Scratch, in_parallel
+from .._load.open.manifest import open_manifest
+from .._load.reader import Scratch
 from .._load.verify import Verification
 from .._runtime.abandoned import watch
 from .._runtime.caller import call
 from .._runtime.public import public
-from .._runtime.tasks import finish, running_loop
+from .._runtime.tasks import finish, in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, io_threads, politely
 from .._save.commit import Unfinished, Verdict, clean_up, commit_files
 from .._storage import Location, Naming, Place, ReadRange, Where, locate_directory
+from .._storage.names import attempt_name
 from ..errors import Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
 from .publish import publish

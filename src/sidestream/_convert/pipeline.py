@@ -11,8 +11,9 @@ import torch
 from .._format.dtypes import itemsize
 from .._layout.checks import Piece
 from .._layout.ranges import Box
-from .._load.reader import Reader, Scratch, Wanted, in_parallel, whole
+from .._load.reader import Reader, Scratch, Wanted, whole
 from .._runtime.caller import call
+from .._runtime.tasks import in_parallel
 from .._runtime.threads import Deadline, io_threads, politely
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import ReadRange

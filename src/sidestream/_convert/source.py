@@ -34,7 +34,7 @@ from .._load.foreign.values import (
     why_opaque,
 )
 from .._load.open.manifest import open_manifest
-from .._load.reader import in_parallel
+from .._runtime.tasks import in_parallel
 from .._runtime.threads import Deadline, io_threads, politely
 from .._storage import EVERYDAY, Location, Store, Where, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpoint

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from .._load.reader import first_error
+from .._runtime.tasks import first_error
 from .._runtime.threads import Deadline, Stop, Threads
 from .._storage import Naming, Place, Store
 from ..errors import Closed, allocating

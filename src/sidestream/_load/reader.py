@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import mmap
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,10 +16,11 @@ from .._format.transforms import require
 from .._layout.checks import altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .._runtime.caller import call
+from .._runtime.tasks import in_parallel
 from .._runtime.threads import Deadline, io_threads, let_go, politely
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
 from .._storage import ReadRange, Store
-from ..errors import Corrupt, SidestreamError, allocating
+from ..errors import allocating
 from ..options import Progress, Verify
 from .device_streams import Streams
 from .foreign.values import (
@@ -37,9 +36,7 @@ from .foreign.values import (
 from .landing import Ends, Item, Landing, Summed
 from .per_host.sharing import Piece, SharedReads
 
-__all__ = ["Reader", "Scratch", "Wanted", "first_error", "in_parallel", "whole"]
-
-_IN_FLIGHT = 4
+__all__ = ["Reader", "Scratch", "Wanted", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,16 +290,6 @@ def _alone(rest: Iterable[Piece]) -> tuple[list[Batch], list[tuple[Wanted, Chunk
     return batches(ranges), packed
 
 
-async def in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """A few workers on one queue. Raises damage before anything else, otherwise what came first."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(_IN_FLIGHT):
-                group.create_task(work())
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
-
-
 def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
     return {one.fqn: one for one in politely(wanted)}
 
@@ -407,12 +394,3 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
 
 def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-
-
-def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What to tell of several failures: damage before anything else, otherwise the one that came first."""
-    flat: list[BaseException] = []
-    for error in errors.exceptions:
-        flat.extend(error.exceptions if isinstance(error, BaseExceptionGroup) else [error])
-    ours = [error for error in flat if isinstance(error, SidestreamError)]
-    return next((error for error in ours if isinstance(error, Corrupt)), (ours or flat)[0])

@@ -21,7 +21,7 @@ from .._layout.ranges import PIECE_BYTES
 from .._runtime.abandoned import noted
 from .._runtime.caller import call
 from .._runtime.public import public
-from .._runtime.tasks import running_loop
+from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, io_threads, politely
 from .._storage import Location, ReadRange, Where, locate_directory
 from ..errors import (
@@ -48,7 +48,6 @@ from .foreign.values import (
     why_opaque,
 )
 from .open.manifest import open_manifest
-from .reader import in_parallel
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
 

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .._load.open.manifest import Step, look_at, named_steps, still_listed
+from .._load.open.steps import Step, look_at
 from .._runtime.threads import Deadline
 from .._storage import Store
 from .leases import Lease, Leases
+from .steps import named_steps, still_listed
 
 __all__ = ["Wish", "choose"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._group import Member, Operation, Part
 from .._load.api import LoadOptions, LoadReport, PassedOver, load_from, together
-from .._load.open.manifest import Step, look_at
+from .._load.open.steps import Step, look_at
 from .._runtime.abandoned import watch
 from .._runtime.threads import Deadline
 from .._storage import Location, Store

@@ -7,15 +7,18 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._load.open.manifest import Step, list_generations, look_at, metadata_of, target_of_attempt
+from .._load.open.manifest import metadata_of
+from .._load.open.steps import Step, look_at
 from .._load.verify import verify_at
 from .._runtime.public import public
 from .._runtime.threads import Deadline
 from .._storage import Leftover, Location, Store
+from .._storage.names import target_of_attempt
 from ..errors import CheckpointNotFound, Corrupt, StorageError
 from ..options import Durability
 from .leases import Leases
 from .retention import Retention, SavedStep, doomed, keeps_all, needs_metadata
+from .steps import list_generations
 
 __all__ = ["Pruned", "Pruner", "abandoned"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._load.api import LoadOptions, LoadReport, PassedOver, load_from
-from .._load.open.manifest import Step, look_at
+from .._load.open.steps import Step, look_at
 from .._runtime.threads import Deadline
 from .._storage import Location, Store
 from ..errors import CheckpointNotFound, Corrupt, Incomplete

@@ -11,9 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .._load.open.manifest import Step, list_generations
+from .._load.open.steps import Step
 from .._runtime.threads import Deadline, Stop, Threads
 from .._storage import LocalStore, Store
+from .steps import list_generations
 
 __all__ = ["Watch", "news"]
 

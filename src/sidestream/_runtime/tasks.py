@@ -9,10 +9,23 @@ from typing import Any
 
 import anyio
 
-from ..errors import WrongLoop
+from ..errors import Corrupt, SidestreamError, WrongLoop
 from .abandoned import keep, supervised_here
 
-__all__ = ["accompany", "drain", "finish", "refuse_on_a_loop", "running_loop", "runs_in_trio", "supervise"]
+__all__ = [
+    "accompany",
+    "drain",
+    "finish",
+    "first_error",
+    "in_parallel",
+    "refuse_on_a_loop",
+    "running_loop",
+    "runs_in_trio",
+    "supervise",
+]
+
+
+_WORKERS = 4
 
 
 def running_loop(what: str) -> asyncio.AbstractEventLoop:
@@ -115,3 +128,23 @@ def _begin(work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
     task = asyncio.get_running_loop().create_task(work())
     keep(task, "accompanying")
     return task
+
+
+async def in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run ``work`` in several tasks, which share a queue. Raises ``first_error`` of what they raise."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_WORKERS):
+                group.create_task(work())
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+
+
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the one error to raise for a group: ``Corrupt`` if there is one, or else the first error of sidestream, or
+    else the first error."""
+    flat: list[BaseException] = []
+    for error in errors.exceptions:
+        flat.extend(error.exceptions if isinstance(error, BaseExceptionGroup) else [error])
+    ours = [error for error in flat if isinstance(error, SidestreamError)]
+    return next((error for error in ours if isinstance(error, Corrupt)), (ours or flat)[0])

@@ -21,7 +21,7 @@ from .._format.shard import BlockSums
 from .._format.shared import PartName, Root, part_name, write_part
 from .._group import Operation, Stopped, has_ended
 from .._layout.sharded.rank_layout import RankPlan
-from .._load.open.manifest import read_marker
+from .._load.open.steps import read_marker
 from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, Stop, Threads, io_threads, politely
 from .._runtime.torch_probes import TORCH_VERSION

@@ -24,13 +24,13 @@ from .._format.shard import BlockSums, ShardLayout
 from .._group import Operation
 from .._layout.save_layout import plan_save
 from .._layout.values import copy_value
-from .._load.open.manifest import attempt_name
 from .._runtime.state_dict_calls import Found, ask, in_order, key_order
 from .._runtime.threads import Deadline, Stop, Threads, in_background, io_threads
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager, Captured, PlanCache, Staging, capture
 from .._storage import Location
 from .._storage.bodies import BytesBody, ShardBody
+from .._storage.names import attempt_name
 from .._worker.client import Saver
 from ..errors import Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
 from ..options import Apart, Digest, Durability

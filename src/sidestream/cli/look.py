@@ -14,7 +14,7 @@ import torch
 from .. import blocking
 from .._convert.source import SourceOpaque, SourceTensor, open_source
 from .._format.dtypes import itemsize
-from .._load.open.manifest import list_steps
+from .._run.steps import list_steps
 from .._runtime.threads import Deadline
 from .._storage import Where, locate_run
 from ..errors import CheckpointNotFound, MissingKeys

@@ -23,7 +23,6 @@ from torch.futures import Future
 
 from .._format.records import Manifest
 from .._layout.objects import allowed_types
-from .._load.open.manifest import attempt_name
 from .._runtime.threads import Deadline, Stop, Threads, io_threads
 from .._save.commit import Verdict, clean_up, commit_files
 from .._save.planner.independent import commit_as_part, look_for_room, tag_of
@@ -31,6 +30,7 @@ from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.metadata import as_stock, check_files, complete, files_of_commit
 from .._storage import Body, Location, Place, Store
 from .._storage.clients.io_loop import in_io_thread
+from .._storage.names import attempt_name
 from .._worker.client import choose_saver
 from ..blocking import run_anywhere
 from ..errors import InvalidOption, SidestreamError

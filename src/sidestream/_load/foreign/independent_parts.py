@@ -19,10 +19,10 @@ from ..._format.marker import TAIL_BYTES
 from ..._format.rank_files import Replica, merge_ranks, ranks_among
 from ..._format.records import Manifest, ValueEntry
 from ..._format.values import is_stored
+from ..._runtime.tasks import in_parallel
 from ..._runtime.threads import Deadline, io_threads, politely
 from ..._storage import Store
 from ...errors import Corrupt, Incomplete
-from ..reader import in_parallel
 from .manifests import read_file
 from .values import agree
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from ..._format.records import Manifest
 from ..._group import Operation, this_process
+from ..._runtime.tasks import first_error
 from ..._runtime.threads import Deadline, io_threads
 from ..._storage import Location, ReadRange, Store
 from ...events import ReadAlone, emit
 from ...options import PerHost
-from ..reader import first_error
 from .machines import Told, all_or_none, by_machine, source_of
 from .neighbours import Mail, Pages, open_pages
 from .sharing import Piece, Slice, Window, pack, plan_windows, slices, unpack

@@ -1,0 +1,67 @@
+"""Advice for a place that has no checkpoint: what is there instead, and which call reads it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from ..._format.marker import METADATA_NAME
+from ..._runtime.threads import Deadline, io_threads, politely
+from ..._storage import Store
+from ..._storage.names import parse_step, step_name
+from ...errors import SidestreamError
+from ..foreign.manifests import is_foreign
+from ..foreign.single_file import TORCH_SUFFIXES
+from .steps import Step, newest_committed, steps_among
+
+__all__ = ["what_is_there"]
+
+_MOST_LOOKED_AT = 8
+
+
+async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, int], deadline: Deadline) -> str:
+    """Describe what is at a place that has no checkpoint: a run, directories with checkpoints, or files. Empty if that
+    is unknown. ``files`` are the files in the directory."""
+    with suppress(SidestreamError, FileNotFoundError):  # the caller raises its own error, with or without this advice
+        names = await store.directories(name, deadline=deadline)
+        steps = await newest_committed(store, name, names, deadline)
+        if steps:
+            return (
+                f"This is a run with {_steps(steps)}: load {url}/{step_name(*steps[-1].order)}, or restore with "
+                f"sidestream.Checkpointer({url!r})"
+            )
+        visible = await io_threads().run(_first_visible, names, deadline=deadline)
+        found = [one for one in visible if await _holds_checkpoint(store, f"{name}/{one}", deadline)]
+        if found:
+            return f"Use one of the checkpoints in {', '.join(f'{url}/{one}' for one in found)}"
+        single = await io_threads().run(_first_files, files, deadline=deadline)
+        if single:
+            return f"It has files that are checkpoints by themselves: {', '.join(single)}; use the path of one"
+        if parse_step(name) is not None:
+            steps = await newest_committed(store, ".", await store.directories(deadline=deadline), deadline)
+            return f"The run of this step has {_steps(steps)}" if steps else ""
+    return ""
+
+
+def _first_visible(names: Iterable[str]) -> list[str]:
+    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in politely(names) if not one.startswith(".")))
+
+
+def _first_files(names: Iterable[str]) -> list[str]:
+    return heapq.nsmallest(_MOST_LOOKED_AT, (one for one in politely(names) if one.endswith(TORCH_SUFFIXES)))
+
+
+def _steps(steps: Sequence[Step]) -> str:
+    numbers = sorted({step.step for step in steps})
+    return f"step {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} steps, from {numbers[0]} to {numbers[-1]}"
+
+
+async def _holds_checkpoint(store: Store, directory: str, deadline: Deadline) -> bool:
+    """Whether a directory is a checkpoint, or a run that has checkpoints."""
+    with suppress(FileNotFoundError):
+        files = await store.sizes(directory, deadline=deadline)
+        if METADATA_NAME in files or await io_threads().run(is_foreign, files, deadline=deadline):
+            return True
+    names = await store.directories(directory, deadline=deadline)
+    return bool(await io_threads().run(steps_among, names, deadline=deadline))

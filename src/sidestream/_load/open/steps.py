@@ -1,0 +1,106 @@
+"""What a directory of a run is: a committed step, a damaged one, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker
+from ..._runtime.threads import Deadline, io_threads, politely
+from ..._storage import Store
+from ..._storage.names import parse_step
+from ...errors import Corrupt, Incomplete, SidestreamError
+from ..foreign.independent_parts import is_whole
+
+__all__ = ["Step", "about", "look_at", "newest_committed", "own_manifest_among", "read_marker", "steps_among"]
+
+E = TypeVar("E", bound=SidestreamError)
+
+_FEW_NAMES = 256
+_MOST_LOOKED_AT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Generation ``generation`` of ``step``, in the directory ``name``; ``damage`` says why it cannot be read,
+    ``marker`` is None for that reason or because another writer made it."""
+
+    step: int
+    generation: int
+    name: str
+    damage: Corrupt | None = None
+    marker: Marker | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.step, self.generation
+
+
+async def read_marker(store: Store, directory: str, deadline: Deadline) -> Marker | None:
+    """The marker of a checkpoint; None if another writer made it. Raises ``FileNotFoundError``, ``Corrupt``."""
+    return find_marker(await store.read_tail(f"{directory}/{METADATA_NAME}", TAIL_BYTES, deadline=deadline))
+
+
+async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
+    """``found`` if it is a committed checkpoint, ours or one that stock DCP wrote under such a name; with ``damage`` if
+    it was one of ours once. None for what never was: where directories appear whole, none of that name has a manifest
+    before it is published."""
+    try:
+        marker = await read_marker(store, found.name, deadline)
+    except FileNotFoundError:
+        marker = None
+        missing = True
+    except Corrupt as damage:
+        return replace(found, damage=about(damage, found.name))
+    else:
+        missing = False
+    if marker is None:
+        try:
+            names = await store.sizes(found.name, deadline=deadline)
+        except FileNotFoundError:  # removed since it was listed
+            return None
+        few = len(names) <= _FEW_NAMES  # checked faster than a thread starts
+        ours = (
+            own_manifest_among(names) if few else await io_threads().run(own_manifest_among, names, deadline=deadline)
+        )
+        if ours is not None and (store.appears_whole or not missing):
+            return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
+        if not missing:
+            return found
+        try:
+            return found if await is_whole(store, found.name, names, deadline) else None
+        except Incomplete:
+            return None
+        except Corrupt as damage:
+            return replace(found, damage=about(damage, found.name))
+    if (marker.step, marker.generation) != found.order:
+        return replace(found, damage=Corrupt(f"{found.name}: its marker says step {marker.step}; was it renamed?"))
+    return replace(found, marker=marker)
+
+
+async def newest_committed(store: Store, run: str, names: Iterable[str], deadline: Deadline) -> list[Step]:
+    """The directories of a run that are named like steps, oldest first, up to the newest that is committed."""
+    steps = (await io_threads().run(steps_among, names, deadline=deadline))[::-1]
+    for _ in range(_MOST_LOOKED_AT):
+        if not steps or await look_at(store, replace(steps[-1], name=f"{run}/{steps[-1].name}"), deadline) is not None:
+            return steps
+        steps.pop()
+    return []
+
+
+def steps_among(names: Iterable[str]) -> list[Step]:
+    """Return the steps, newest step and highest generation first. Called in a worker thread."""
+    found = (Step(*order, name) for name in politely(names) if (order := parse_step(name)) is not None)
+    return sorted(found, key=lambda each: each.order, reverse=True)
+
+
+def own_manifest_among(names: Iterable[str]) -> str | None:
+    """The first name of a file that only sidestream writes."""
+    return next((name for name in politely(names) if name.startswith("manifest-")), None)
+
+
+def about(error: E, url: str) -> E:
+    """Return ``error``, whose message now begins with the checkpoint's ``url``."""
+    error.args = (f"{url}: {error.args[0]}", *error.args[1:])
+    return error
