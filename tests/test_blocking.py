@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -289,6 +291,43 @@ def test_an_interrupt_in_code_of_the_caller(method: str, tmp_path: Path) -> None
             sidestream.blocking.save({"i": one}, tmp_path / "b")
         assert not (tmp_path / "b").exists()
     sidestream.blocking.load({"i": Watching()}, tmp_path / "a")
+
+
+def test_an_interrupt_at_every_step(tmp_path: Path) -> None:
+    """Ctrl-C wherever the interpreter looks for signals while a thread waits for its call: when a function begins, and
+    when one that is written in C has returned. No lock stays acquired."""
+    state = {"a": Watching(), "b": Watching()}
+    sidestream.blocking.save(state, tmp_path / "a")
+    waiting = ("caller.py", "blocking.py", "threading.py", "_base.py")
+    left = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(waiting):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError("a call hangs")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 120, 1)
+    try:
+        for step in itertools.count(1):
+            left = step
+            with suppress(KeyboardInterrupt):
+                sys.setprofile(profile)
+                sidestream.blocking.load(state, tmp_path / "a")
+            sys.setprofile(None)
+            if left > 0:
+                break
+    finally:
+        sys.setprofile(None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert step > 30
+    assert sidestream.blocking.load(state, tmp_path / "a").loaded
 
 
 def test_interrupts_at_any_time(tmp_path: Path) -> None:

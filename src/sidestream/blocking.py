@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -36,7 +35,7 @@ from ._load import verify as _verifying
 from ._run.health import Health
 from ._run.pruning import Pruned
 from ._runtime.caller import Caller, is_serving
-from ._runtime.tasks import drain, refuse_on_a_loop
+from ._runtime.tasks import drain, refuse_on_a_loop, supervise
 from ._save import api as _saving
 from ._save import pending as _pending
 from ._save.commit import Outcome
@@ -63,17 +62,19 @@ class _Portal:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._portal: BlockingPortal | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def get(self) -> BlockingPortal:
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the loop; the first call starts it."""
         with self._lock:
-            if self._portal is None:
+            if self._loop is None:
                 stack = ExitStack()
-                self._portal = stack.enter_context(start_blocking_portal())
+                portal = stack.enter_context(start_blocking_portal())
                 # Not atexit, which comes too late to start a thread: the end of the main thread comes first, and the
                 # interpreter waits for this thread, so what is in flight is finished before the process ends.
-                threading.Thread(target=_close_at_exit, args=(stack, self._portal), name="sidestream-exit").start()
-            return self._portal
+                threading.Thread(target=_close_at_exit, args=(stack, portal), name="sidestream-exit").start()
+                self._loop = portal.call(asyncio.get_running_loop)
+            return self._loop
 
 
 def _close_at_exit(stack: ExitStack, portal: BlockingPortal) -> None:
@@ -110,9 +111,8 @@ def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
             "sidestream.blocking was called by an object or a callback that runs within another call of "
             "sidestream.blocking: make this call before or after the other one"
         )
-    call = _Call(work)
+    call = _Call(work, _portal.loop())
     try:
-        _portal.get().start_task_soon(call.run)
         return call.result()
     finally:
         call.caller.leave()
@@ -120,31 +120,46 @@ def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 class _Call(Generic[T]):
     """A blocking call: its work runs on the portal's loop, and meanwhile the thread that made the call runs the
-    caller's code."""
+    caller's code.
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+    A signal may interrupt ``result`` between any two instructions, so it takes no lock and waits for no ``Future``: an
+    interrupt could leave the lock acquired, and the loop would wait for it for ever.
+    """
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop) -> None:
         self.caller = Caller()
         self._work = work
+        self._loop = loop
         self._result: Future[T] = Future()
         self._interrupted = False
-        self._cancel: Callable[[], object] | None = None
+        self._started = False
+        self._task: asyncio.Task[T] | None = None
 
     def result(self) -> T:
-        self.caller.wait(self._interrupt)
+        """Start the work, and return its result when it has ended."""
+        self.caller.wait(self._notify, self._interrupt)
         return self._result.result(0)
+
+    def _notify(self) -> None:
+        self._loop.call_soon_threadsafe(self._advance)
 
     def _interrupt(self) -> None:
         """Cancel the work. Does not wait for the loop, because the loop may wait for this thread."""
         self._interrupted = True
-        if self._cancel is not None:
-            self._cancel()
+        self._notify()
 
-    async def run(self) -> None:
-        """Run the work in a task of its own. The portal cancels through a cancel scope, which does not reach code that
-        waits for a thread behind a shield; cancelling a task does."""
+    def _advance(self) -> None:
+        """Start the work, or cancel it if the call was interrupted. Called on the loop, once or several times."""
+        if not self._started:
+            self._started = True
+            supervise(self._run(), "sidestream.blocking")
+        elif self._interrupted and self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        """Run the work in a task of its own, so that its error is delivered and not raised here."""
         self.caller.adopt()
-        task = asyncio.ensure_future(self._work())
-        self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        self._task = task = asyncio.ensure_future(self._work())
         if self._interrupted:
             task.cancel()
         try:

@@ -11,12 +11,11 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -88,29 +87,46 @@ def _current_device() -> tuple[str | None, int | None]:
     return accelerator.type, torch.accelerator.current_device_index()
 
 
-class _Piece:
-    """Code for the calling thread, and the future of its result."""
+class _Piece(Generic[T]):
+    """Code for the calling thread, and what it returned or raised.
 
-    def __init__(self, code: Callable[[], Any]) -> None:
+    No ``Future``: a signal that interrupts one of its methods can leave its lock acquired for ever.
+    """
+
+    def __init__(self, code: Callable[[], T]) -> None:
         self._code = code
-        self.result: Future[Any] = Future()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._settled = False
+        self._bell: SimpleQueue[None] = SimpleQueue()
         self.begun = False
 
     def run(self) -> None:
+        """Run the code. Where a signal interrupts that, ``give_up`` has to be called."""
         self.begun = True
         try:
-            result = self._code()
+            self._result = self._code()
         except Exception as error:
-            self.result.set_exception(error)
+            self._error = error
         except BaseException as error:
-            self.result.set_exception(Interrupted(f"interrupted by {type(error).__name__}"))
+            self._error = Interrupted(f"interrupted by {type(error).__name__}")
             raise
-        else:
-            self.result.set_result(result)
+        self._settled = True
+        self._bell.put(None)
 
     def give_up(self) -> None:
-        if not self.result.done():
-            self.result.set_exception(Interrupted("interrupted") if self.begun else _Left())
+        """End the wait for a piece that has not run, or not to its end."""
+        if not self._settled and self._error is None:
+            self._error = Interrupted("interrupted") if self.begun else _Left()
+        self._settled = True
+        self._bell.put(None)
+
+    def result(self) -> T:
+        """Block until the code has run. Return its result or raise its error."""
+        self._bell.get()
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._result)
 
 
 class Caller:
@@ -123,7 +139,7 @@ class Caller:
 
     def __init__(self) -> None:
         self.surroundings = Surroundings.here()
-        self._pieces: deque[_Piece] = deque()
+        self._pieces: deque[_Piece[Any]] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._waits = True
         self._ended = False
@@ -141,15 +157,14 @@ class Caller:
         if not self._waits and self._withdraw(piece):
             return self.surroundings.run(code)
         try:
-            result: T = piece.result.result()
-            return result
+            return piece.result()
         except _Left:
             pass
         finally:
             del piece  # its error refers to this frame
         return self.surroundings.run(code)
 
-    def _withdraw(self, piece: _Piece) -> bool:
+    def _withdraw(self, piece: _Piece[Any]) -> bool:
         try:
             self._pieces.remove(piece)
         except ValueError:
@@ -161,11 +176,13 @@ class Caller:
         self._ended = True
         self._bell.put(None)
 
-    def wait(self, interrupt: Callable[[], None]) -> None:
-        """Run queued code until ``end``. An exception that a signal raises meanwhile (``KeyboardInterrupt``) calls
-        ``interrupt`` and is raised at the end, so that the cleanup can still call objects of the caller. A second one
-        is raised at once."""
+    def wait(self, begin: Callable[[], None], interrupt: Callable[[], None]) -> None:
+        """Call ``begin`` and run queued code until ``end``. An exception that a signal raises meanwhile
+        (``KeyboardInterrupt``) calls ``interrupt``, which has to make ``end`` be called even where ``begin`` was
+        interrupted. The exception is raised at the end, so that the cleanup can still call objects of the caller. A
+        second one is raised at once."""
         try:
+            begin()
             self._serve()
         except BaseException:
             interrupt()
@@ -192,7 +209,7 @@ class Caller:
             self._pieces.popleft().give_up()
 
 
-def _run_piece(piece: _Piece) -> None:
+def _run_piece(piece: _Piece[Any]) -> None:
     outer = is_serving()
     _serving.now = True
     try:
