@@ -154,7 +154,7 @@ async def _load_by(
     deadline: Deadline,
 ) -> LoadReport:
     if options.planner is not None:
-        from .planner.load import load_planned
+        from .planner.load import load_planned  # imports DCP, as the planner has done
 
         return await load_planned(location, state, options, operation, deadline)
     if operation is None:

@@ -177,7 +177,7 @@ class Lease:
 
     def drop(self) -> None:
         """Release the lease as far as possible; files that cannot be removed expire. Called in a thread."""
-        from .._storage.clients.io_loop import Call
+        from .._storage.clients.io_loop import Call  # imports fsspec
 
         names, self._files = self._files, []
         if names:

@@ -229,7 +229,7 @@ def start_save(
         location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation, *saver, apart
     )
     if planned:
-        from .planner.save import start_planned
+        from .planner.save import start_planned  # imports DCP, as the planner has done
 
         return start_planned(order, state, planner, stager)
     planning = None if operation is None else planning_of(order, operation)

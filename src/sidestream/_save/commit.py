@@ -192,7 +192,7 @@ async def _read_back(store: Store, name: str, tail: bytes, stuck: bool, verdict:
 def settle(store: Store, attempt: str, verdict: Verdict, *, stuck: bool) -> None:
     """Find out the outcome of ``attempt``, and remove it if it did not commit. Called in a thread, when no other code
     uses the attempt. Raises what the storage raises."""
-    from .._storage.clients.io_loop import Call
+    from .._storage.clients.io_loop import Call  # imports fsspec
 
     look = verdict.look
     if verdict.outcome == "unknown" and look is not None:

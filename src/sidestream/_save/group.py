@@ -140,7 +140,7 @@ class JointSave(Job):
         order.location.store.forget(order.attempt)
         if operation.step != "commit":
             return
-        from .._storage.clients.io_loop import Call
+        from .._storage.clients.io_loop import Call  # imports fsspec
 
         wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
         deadline = Deadline.after(_READ_BACK_S)

@@ -174,7 +174,7 @@ def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy
     def make() -> Engine:
         if client is None:
             return _through_fsspec(base, protocol, options, policy)[0]
-        from .clients.obstore import ObstoreEngine
+        from .clients.obstore import ObstoreEngine  # needs an extra
 
         return ObstoreEngine(client.complete(), policy, _helper(base, protocol, options, policy))
 
