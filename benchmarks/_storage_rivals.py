@@ -24,6 +24,7 @@ class Rival:
     """Saves one state again and again. ``save`` is what is measured as the call; ``saved`` waits until all is written.
 
     Everything is called on the event loop, unless ``threaded`` says that the library refuses to run where one runs.
+    Paths are absolute: Orbax accepts no others.
     """
 
     name: str
@@ -251,8 +252,9 @@ class TensorStore(Rival):
     def _open(self, path: Path, name: str, context: Any, **how: Any) -> Any:
         import tensorstore
 
-        base = {"driver": "ocdbt", "base": f"file://{path}/", "path": f"{name}/"}
-        return tensorstore.open({"driver": "zarr3", "kvstore": base}, context=context, **how)
+        base = {"driver": "file", "path": f"{path}/"}  # a URL would have to be absolute and quoted
+        database = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        return tensorstore.open({"driver": "zarr3", "kvstore": database}, context=context, **how)
 
     def save(self, path: Path) -> Any:
         import tensorstore
@@ -316,14 +318,14 @@ class Orbax(Rival):
         self._arrays = {name: tensor.numpy() for name, tensor in state.items()}
 
     def save(self, path: Path) -> None:
-        self._checkpointer.save(path.absolute(), self._arrays)
+        self._checkpointer.save(path, self._arrays)
 
     async def saved(self, pending: None) -> None:
         await asyncio.to_thread(self._checkpointer.wait_until_finished)
 
     def loads(self) -> dict[str, Load]:
         def load(path: Path, into: State) -> None:
-            found = self._checkpointer.restore(path.absolute())
+            found = self._checkpointer.restore(path)
             copy({name: torch.from_numpy(found[name]) for name in into}, into)
 
         return {"orbax": load}

@@ -619,7 +619,7 @@ if __name__ == "__main__":
     parser.add_argument("--json", help="write all figures to this file too")
     parser.add_argument("--png", help="draw them into this file (needs matplotlib)")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
+    with tempfile.TemporaryDirectory(dir=os.path.abspath(arguments.directory)) as scratch:
         results = asyncio.run(run(arguments, Path(scratch)))
     write_json(arguments.json, results)
     if arguments.png:
