@@ -41,6 +41,9 @@ class Rival:
     copies = 1
     """Of the state in memory while it saves, at most."""
 
+    descriptors_per_tensor = 0
+    """File descriptors that it has open in one process, at most."""
+
     def __init__(self, state: State) -> None:
         self.state = state
 
@@ -197,6 +200,9 @@ class TorchCheckpointing(Rival):
     name = needs = "torch_checkpointing"
     keeps = True
     copies = 2
+    descriptors_per_tensor = 2
+    """The shared memory of each tensor, and a duplicate until the other process has received it. A process that runs
+    out of descriptors meanwhile keeps the duplicates open until it ends."""
 
     def __init__(self, state: State) -> None:
         super().__init__(state)

@@ -7,7 +7,8 @@ Rounds are interleaved: each measures the ceiling and then every rival in turn. 
 saves twice ("first" and "warm") and throws it away; a rival that keeps nothing between calls saves once, and its first
 call of all is "first". Rates are of warm calls, or of all calls where nothing is kept. A shape has a share of
 ``--seconds``: sidestream and the ceiling have all rounds, rivals have as many as fit ("n"), and at least one as long as
-anything is left of the share. Whoever is left out is named with the reason.
+anything is left of the share. Whoever is left out is named with the reason: a rival that needs more memory than is
+free, or more file descriptors than ``ulimit -n`` allows, does not run with that shape.
 
 Saves are timed until they are durable: what a library does not sync itself is synced for it, on the clock. "% ceiling"
 is the median rate as a share of the ceiling's (the better of buffered writes with fsync, and direct I/O from four
@@ -36,6 +37,7 @@ import logging
 import math
 import mmap
 import os
+import resource
 import shutil
 import statistics
 import tempfile
@@ -102,6 +104,9 @@ CEILINGS = {
     "save": ("write + fsync", f"direct I/O, {CEILING_THREADS} threads"),
     "load": ("preadv", f"preadv, {CEILING_THREADS} threads"),
 }
+SPARE_DESCRIPTORS = 64
+"""Kept free for everything whose number does not grow with the number of tensors."""
+
 TRIAL = {f"layers.{index}.weight": (256,) for index in range(4)}
 
 
@@ -212,6 +217,11 @@ def peak_from_here() -> int:
 def peak_since(resident: int) -> int:
     children = sum(status(pid, "VmHWM") - status(pid, "RssFile") - status(pid, "RssShmem") for pid in relatives())
     return status("self", "VmHWM") - resident + children
+
+
+def descriptor_limit() -> int:
+    """How many file descriptors this process may have open (``ulimit -n``)."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 # --- ceilings ---
@@ -349,25 +359,39 @@ class Shape:
                     self.left_out[kind.name] = f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
                 finally:
                     remove(self.directory / "saved")
+                    gc.collect()  # reference cycles of a rival keep its memory and its descriptors
                 row = self.saves.get(kind.name)
                 if row is not None:
                     row.cost = max(row.cost, time.perf_counter() - start)
 
     def _has_room(self, kind: type[Rival], number: int) -> bool:
+        lacking = self._lacking_memory(kind) or self._lacking_descriptors(kind)
+        if lacking is None and self._has_time(kind):
+            return True
+        if lacking or not number:
+            self.left_out[kind.name] = lacking or "no time left for this shape (--seconds)"
+        return False
+
+    def _lacking_memory(self, kind: type[Rival]) -> str | None:
         free = available_bytes()
         needed = kind.copies * self.target.nbytes * 1.2
-        if free is not None and free < needed:
-            self.left_out[kind.name] = f"{free / 1e9:.1f} GB of memory are free, it may need {needed / 1e9:.1f}"
-            return False
+        if free is None or free >= needed:
+            return None
+        return f"{free / 1e9:.1f} GB of memory are free, it may need {needed / 1e9:.1f}"
+
+    def _lacking_descriptors(self, kind: type[Rival]) -> str | None:
+        limit = descriptor_limit()
+        needed = kind.descriptors_per_tensor * len(self.state) + SPARE_DESCRIPTORS
+        if limit >= needed:
+            return None
+        return f"{limit:,} file descriptors are allowed (ulimit -n), it may need {needed:,}"
+
+    def _has_time(self, kind: type[Rival]) -> bool:
         if kind in (Sidestream, SidestreamStreaming):
             return True
         left = self._budget - (time.perf_counter() - self._start)
         cost = self.saves[kind.name].cost if kind.name in self.saves else 0.0
-        if left < cost or left < 0:
-            if not number:
-                self.left_out[kind.name] = "no time left for this shape (--seconds)"
-            return False
-        return True
+        return left >= cost
 
     def _rounds_of(self, kind: type[Rival]) -> int:
         row = self.saves.get(kind.name)
@@ -579,7 +603,8 @@ def present() -> tuple[list[type[Rival]], dict[str, str]]:
 
 
 async def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    results = describe(*PACKAGES) | {"rounds": arguments.rounds, "seconds": arguments.seconds, "shapes": {}}
+    asked = {"rounds": arguments.rounds, "seconds": arguments.seconds}
+    results = describe(*PACKAGES) | asked | {"descriptor limit": descriptor_limit(), "shapes": {}}
     print(headline(results))
     rivals, missing = present()
     if arguments.rivals:
