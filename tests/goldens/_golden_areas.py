@@ -9,6 +9,7 @@ from typing import Any
 
 import _golden_edges
 import _golden_load
+import _golden_ranks
 import _golden_run
 import _golden_save
 import _golden_sequences
@@ -30,6 +31,7 @@ AREAS: dict[str, Callable[[Table], Awaitable[None]]] = {
     "dcp": _golden_edges.storages,
     "cli": _golden_edges.command_line,
     "stores": _golden_stores.stores,
+    "ranks": _golden_ranks.ranks,
     "system-calls": _golden_sequences.sequences,
 }
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ async def blocking(table: Table) -> None:
         "save, an object": lambda: sidestream.blocking.save({"a": object()}, folder / "d"),
         "async_save": lambda: sidestream.blocking.async_save(small(), folder / "a").result(),
         "async_save, staged": lambda: sidestream.blocking.async_save(small(), folder / "s").staged.result(),
+        "async_save, an object": lambda: sidestream.blocking.async_save({"a": object()}, folder / "d").result(),
+        "async_save, an object, staged": lambda: _staged_of_refused(folder / "d"),
         "load": lambda: sidestream.blocking.load(template(), folder / "c"),
         "load, a mismatch": lambda: sidestream.blocking.load({"v": torch.zeros(1)}, folder / "c"),
         "load, nothing there": lambda: sidestream.blocking.load({}, folder / "none"),
@@ -48,6 +51,8 @@ async def blocking(table: Table) -> None:
         "convert": lambda: sidestream.blocking.convert(folder / "c", folder / "m.pt"),
         "Checkpointer": lambda: _blocking_run(folder / "run"),
         "Checkpointer, closed": lambda: _closed(folder / "run"),
+        "Checkpointer, a failed save that nobody awaited": lambda: _failed_unheard(folder / "unheard"),
+        "Checkpointer, the body raises": lambda: _body_raises(folder / "raises"),
     }
     for name, call in calls.items():
         await table.tries(name, asyncio.to_thread(call))
@@ -60,6 +65,26 @@ def _blocking_run(run: Path) -> Any:
         saved = checkpoints.save(small(), step=1, metadata={"loss": 1.0}).result()
         told = [checkpoints.steps(), checkpoints.latest(), checkpoints.metadata(), checkpoints.verify().ok]
         return [saved, *told, checkpoints.restore(blank(small())), checkpoints.prune(dry_run=True)]
+
+
+def _staged_of_refused(path: Path) -> None:
+    pending = sidestream.blocking.async_save({"a": object()}, path)
+    try:
+        pending.staged.result()
+    finally:
+        with suppress(TypeError):  # otherwise it is logged that nobody has retrieved it, whenever garbage is collected
+            pending.result()
+
+
+def _failed_unheard(run: Path) -> None:
+    with sidestream.blocking.Checkpointer(run) as checkpoints:
+        checkpoints.save({"a": object()}, step=1)
+
+
+def _body_raises(run: Path) -> None:
+    with sidestream.blocking.Checkpointer(run) as checkpoints:
+        checkpoints.save(small(), step=1).result()
+        raise KeyError("the body")
 
 
 def _closed(run: Path) -> Any:

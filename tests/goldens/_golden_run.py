@@ -65,6 +65,7 @@ async def checkpointer(table: Table) -> None:
     await _damaged(table, folder / "damaged")
     await _retention(table, folder / "retention")
     await _opened_on_a_step(table, folder / "step")
+    await _ends(table, folder / "ends")
 
 
 async def _empty(table: Table, run: Path) -> None:
@@ -194,3 +195,35 @@ async def _opened_on_a_step(table: Table, folder: Path) -> None:
 async def _restored_from(path: Path) -> Any:
     async with Checkpointer(path) as checkpoints:
         return await checkpoints.restore(blank())
+
+
+async def _ends(table: Table, run: Path) -> None:
+    """Failed saves, cancelled calls and bodies that raise."""
+    async with Checkpointer(run) as checkpoints:
+        pending = await checkpoints.save({"a": object()}, step=1)
+        await pending.ended()
+        await table.tries("after a failed save: the next one", checkpoints.save(STATE, step=2))
+        await table.tries("after a failed save: the one after that", _saved_by(checkpoints, 3))
+        await table.tries("after a failed save: health", lambda: checkpoints.health())
+        await table.tries("after a failed save: awaited", _awaited(pending))
+    await table.tries("the body raises", _body_raises(run))
+    table.note("the body raises: the run", sorted(path.name for path in run.iterdir() if path.name != ".leases"))
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        held = await stager.stage({"t": torch.zeros(200_000)})
+        async with Checkpointer(run, in_flight=1, stager=stager) as checkpoints:
+            first = await checkpoints.save({"t": torch.zeros(200_000)}, step=5)
+            task = asyncio.ensure_future(checkpoints.save(STATE, step=6))  # waits for the slot
+            await asyncio.sleep(0)
+            task.cancel()
+            await table.tries("cancelled while it waits for a slot", task)
+            table.note("cancelled: the first one", [first.cancel(), first.done()])
+            await table.tries("cancelled: the first one, awaited", _awaited(first))
+            held.release()
+            await table.tries("cancelled: the next one", _saved_by(checkpoints, 7))
+    table.note("ends: the run", sorted(path.name for path in run.iterdir() if path.name != ".leases"))
+
+
+async def _body_raises(run: Path) -> None:
+    async with Checkpointer(run) as checkpoints:
+        await (await checkpoints.save(STATE, step=4))
+        raise KeyError("the body")

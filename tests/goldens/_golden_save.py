@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import datetime as dt
 import enum
+import gc
 import hashlib
 import io
 import pickle
@@ -20,10 +21,12 @@ import numpy as np
 import torch
 from _golden_states import blocks, counted, small, tensors, training
 from _golden_table import Table, fixed
+from _golden_users import EmptyStager, Holder, RefusingStager, TracedSave, TracedStager, failing
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 import sidestream
+import sidestream.blocking
 
 SMALL = small()
 
@@ -168,6 +171,8 @@ async def save(table: Table) -> None:
     }.items():
         await table.tries(f"StorePolicy: {name}", lambda o=options: sidestream.StorePolicy(**o))
     await _pending(table)
+    await _users_code(table)
+    await _ends(table)
 
 
 async def _streaming_with_stager(path: Path) -> None:
@@ -202,6 +207,76 @@ async def _pending(table: Table) -> None:
 
 async def _awaited(pending: Any) -> Any:
     return await pending
+
+
+async def _users_code(table: Table) -> None:
+    """What a save calls of its user's code, and in which thread."""
+    holder, planner, stager = Holder(1.0), TracedSave(), TracedStager()
+    await sidestream.save({"o": holder, "deep": [{"o": holder}]}, table.folder / "users")
+    await sidestream.save(SMALL, table.folder / "users, planner", planner=planner)
+    await sidestream.save(SMALL, table.folder / "users, stager", stager=stager)
+    held = Holder(1.0)
+    await asyncio.to_thread(sidestream.blocking.save, {"o": held}, table.folder / "users, blocking")
+    told = {"object": holder.threads, "planner": sorted(planner.threads), "stager": stager.threads}
+    table.note("threads of user code", told | {"blocking, made in another thread": held.threads})
+    for name, refusing in {"a stager that raises": RefusingStager(), "a stager of nothing": EmptyStager()}.items():
+        await table.tries(name, lambda s=refusing: sidestream.save(SMALL, table.folder / "bad", stager=s))
+    for step in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
+        bad = failing(DefaultSavePlanner, step)
+        await table.tries(
+            f"planner: {step} raises", lambda b=bad: sidestream.save(SMALL, table.folder / "bad", planner=b)
+        )
+    table.note("left behind by user code that raises", (table.folder / "bad").exists())
+
+
+async def _ends(table: Table) -> None:
+    """How a save ends for those who hold it, or do not."""
+    folder = table.folder / "ends"
+    failed = sidestream.async_save({"a": Custom()}, folder / "failed")
+    await table.tries("fails: staged", failed.staged)
+    for word in ("once", "twice"):
+        await table.tries(f"fails: awaited {word}", _awaited(failed))
+    table.note("fails: outcome", [failed.outcome, failed.done(), failed.cancel()])
+    await table.tries("fails: nobody awaits it", lambda: _dropped({"a": Custom()}, folder / "dropped"))
+    good = sidestream.async_save(SMALL, folder / "good")
+    await good
+    table.note("has ended: cancel", [good.cancel(), good.outcome])
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        held = await stager.stage({"t": torch.zeros(200_000)})  # the next one waits for memory
+        waiting = sidestream.async_save({"t": torch.zeros(200_000)}, folder / "waiting", stager=stager)
+        await asyncio.sleep(0)
+        table.note("waits for memory: cancel", [waiting.cancel(), waiting.done()])
+        await table.tries("waits for memory: staged", waiting.staged)
+        await table.tries("waits for memory: cancelled", _awaited(waiting))
+        table.note("waits for memory: outcome", waiting.outcome)
+        task = asyncio.ensure_future(sidestream.save({"t": torch.zeros(200_000)}, folder / "task", stager=stager))
+        await asyncio.sleep(0)
+        task.cancel()
+        await table.tries("waits for memory: its task is cancelled", task)
+        held.release()
+        await table.tries("waits for memory: the next one", sidestream.save(SMALL, folder / "next", stager=stager))
+    await table.tries("its loop ends before it begins", lambda: asyncio.to_thread(_left_to_a_loop, folder / "loop"))
+    table.note("ends: left behind", sorted(path.name for path in folder.iterdir()))
+
+
+async def _dropped(state: dict[str, Any], path: Path) -> None:
+    pending = sidestream.async_save(state, path)
+    await pending.ended()
+    del pending
+    gc.collect()
+
+
+def _left_to_a_loop(path: Path) -> Any:
+    """What becomes of a save whose loop has been closed. In a thread."""
+
+    async def main() -> Any:
+        return sidestream.async_save(SMALL, path)
+
+    pending = asyncio.run(main())
+    told = [pending.done(), pending.outcome, pending.cancel()]
+    del pending
+    gc.collect()
+    return told
 
 
 async def staging(table: Table) -> None:

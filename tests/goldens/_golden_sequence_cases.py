@@ -17,6 +17,7 @@ from _golden_calls import Fault
 from _golden_checkpoints import CHECKPOINTS, COLUMNS, ROWS
 from _golden_states import blank, plain, small, tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
@@ -82,9 +83,9 @@ async def _load_everything(root: Path) -> None:
     await sidestream.load(blank(plain(tensors())), CHECKPOINTS / "tensors")
 
 
-async def _cancelled(root: Path) -> Any:
+async def _cancelled(root: Path, **options: Any) -> Any:
     """The supervisor sends ``SIGUSR1`` at some call, and waits until the save has been told."""
-    pending = sidestream.async_save(small(), root / "c")
+    pending = sidestream.async_save(small(), root / "c", **options)
 
     loop = asyncio.get_running_loop()
 
@@ -164,6 +165,59 @@ def _faults() -> dict[str, Case]:
     }
 
 
+class _Raising(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        raise ArithmeticError("the data is bad")
+
+
+async def _second_step(root: Path) -> Any:
+    async with sidestream.Checkpointer(root / "run") as checkpoints:
+        return await (await checkpoints.save(small(), step=2))
+
+
+def _other_writers() -> dict[str, Case]:
+    """What else writes, and fails in the middle: what does it leave behind?"""
+    works: dict[str, tuple[Callable[[Path], Awaitable[Any]], Callable[[Path], Awaitable[None]]]] = {
+        "save, planner": (lambda root: save(root, planner=DefaultSavePlanner()), nothing),
+        "save, saver process": (lambda root: save(root, saver="process"), nothing),
+        "save, streaming": (lambda root: save(root, snapshot=False), nothing),
+        "save, stager of torch": (lambda root: save(root, stager=BlockingAsyncStager()), nothing),
+        "save, parts": (_parts, nothing),
+        "StorageWriter": (lambda root: _in_thread(_stock_save, root), nothing),
+        "StorageWriter, overwrite": (lambda root: _in_thread(_stock_save, root, overwrite=True), saved),
+        "Checkpointer": (_second_step, run_saved),
+        "copy": (lambda root: sidestream.copy(root / "c", root / "d"), saved),
+        "convert, dcp": (lambda root: sidestream.convert(root / "c", root / "d"), saved),
+        "convert, torch.save": (lambda root: sidestream.convert(root / "c", root / "m.pt"), saved),
+    }
+    full = Fault("pwrite", "root/", errno.ENOSPC)
+    faults = {f"{name}, full: its first write": Case(work, prepare, full) for name, (work, prepare) in works.items()}
+    renamed = {
+        f"{name}, denied: renaming": Case(*works[name], Fault("rename", "partial", errno.EACCES))
+        for name in ("save, planner", "StorageWriter", "StorageWriter, overwrite", "Checkpointer", "copy")
+    }
+    cancelled = {
+        f"{name}, cancelled: writing a shard": Case(
+            lambda root, o=options: _cancelled(root, **o), fault=Fault("pwrite64", "__0_1", action="cancel")
+        )
+        for name, options in {
+            "save, planner": {"planner": DefaultSavePlanner()},
+            "save, streaming": {"snapshot": False},
+        }.items()
+    }
+    killed = Fault("pwrite64", "__0_1", action="kill")
+    return {
+        **faults,
+        **renamed,
+        **cancelled,
+        "save, saver process, it is killed: writing a shard": Case(
+            lambda root: save(root, saver="process"), fault=killed
+        ),
+        "save, a planner that raises": Case(lambda root: save(root, planner=_Raising())),
+        "save, an object": Case(lambda root: sidestream.save(small() | {"a": object()}, root / "c")),
+    }
+
+
 @dataclass(frozen=True)
 class _AfterRename(Fault):
     """The last sync of all: the one of the directory that holds the new name."""
@@ -215,4 +269,5 @@ CASES: dict[str, Case] = {
         lambda root: sidestream.convert(root / "c", root / "d", format="safetensors", select="model.*"), saved
     ),
     **_faults(),
+    **_other_writers(),
 }

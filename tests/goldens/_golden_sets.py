@@ -1,8 +1,9 @@
 """The recorded sets and how they are compared.
 
 ``sets/a3c8103`` is the base: one JSON file per area, ``{"reason": ..., "entries": {name: entry}}``. Every other
-directory of ``sets`` is an overlay with the entries that were changed on purpose since, and the reason. Overlays apply
-in the order of their names; an entry of ``null`` removes one.
+directory of ``sets`` is an overlay with the entries that were changed on purpose since, or recorded for the first time,
+and the reason. Overlays apply in the order of their names; an entry of ``null`` removes one. An area that the base does
+not have begins with the first set that has a file of it.
 """
 
 from __future__ import annotations

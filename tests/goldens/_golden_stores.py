@@ -11,13 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from _golden_states import counted
 from _golden_table import Table
 from _places import Place, s3_place
 from _s3_server import Fault, Request, S3Server, serving
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
+from sidestream.dcp import StorageWriter
 
 LARGE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
 SMALL = {"w": counted(3, 4), "step": 7}
@@ -62,7 +66,9 @@ class Stores:
         self.server.fault = lambda request: None
         text = self.table.text
         lines = [text(line) for line in canonical(list(self.server.log))]
-        if name.endswith("every part"):  # how many are on their way when the first one fails depends on the client
+        if name.endswith(
+            ("every part", "at a part")
+        ):  # how many are on their way when the first one fails depends on the client
             lines = [line for line in lines if not line.startswith("part ")]
         self.table.entries[name]["requests"] = lines
         sizes = {key: len(content) for key, content in self.server.objects.items()}
@@ -81,6 +87,7 @@ async def stores(table: Table) -> None:
             one = Stores(table, server, engine)
             await _good(one)
             await _faults(one)
+            await _other_writers(one)
 
 
 async def _good(stores: Stores) -> None:
@@ -111,9 +118,9 @@ async def _names(url: str, options: dict[str, Any]) -> list[str]:
     return list(await sidestream.open_checkpoint(url, **options))
 
 
-async def _run_save(place: Place, step: int) -> Any:
+async def _run_save(place: Place, step: int, state: dict[str, Any] = SMALL) -> Any:
     async with sidestream.Checkpointer(place.base, keep=KeepLast(1), **place.keywords) as checkpoints:
-        return await (await checkpoints.save(SMALL, step=step))
+        return await (await checkpoints.save(state, step=step))
 
 
 async def _run_restore(place: Place) -> Any:
@@ -159,10 +166,68 @@ async def _faults(stores: Stores) -> None:
     await stores.tries("save, cancelled at a put", lambda: _cancelled(stores.server, place))
 
 
-async def _cancelled(server: S3Server, place: Place) -> Any:
-    server.once("put", "stall", key="run/ckpt")
-    pending = sidestream.async_save(SMALL, place.url(), **place.keywords)
-    await asyncio.to_thread(server.wait_for, "put")
+class _Raising(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        raise ArithmeticError("the data is bad")
+
+
+async def _other_writers(stores: Stores) -> None:
+    """The same storage, by the other ways to save."""
+    part = sidestream.Apart(rank=0, world_size=1, save_id="step 5")
+    ways: dict[str, dict[str, Any]] = {
+        "planner": {"planner": DefaultSavePlanner()},
+        "a planner that raises": {"planner": _Raising()},
+        "part": {"apart": part},
+        "streaming": {"snapshot": False},
+        "stager of torch": {"stager": BlockingAsyncStager()},
+        "metadata and digest": {"metadata": {"loss": 0.5}, "digest": "blake3"},
+    }
+    if stores.engine == "obstore":
+        ways["saver process"] = {"saver": "process"}
+    for name, options in ways.items():
+        place = stores.fresh()
+        await stores.tries(
+            f"save, {name}", lambda p=place, o=options: sidestream.save(SMALL, p.url(), **p.keywords, **o)
+        )
+    await stores.tries("save, part, a second time", lambda p=place: _two_parts(p, part))
+    place = stores.fresh()
+    await stores.tries("StorageWriter", lambda: _in_dcp(place))
+    await stores.tries("StorageWriter, the target is there", lambda: _in_dcp(place))
+    await stores.tries("StorageWriter, overwrite", lambda: _in_dcp(place, overwrite=True))
+    await stores.tries("StorageWriter, a planner that raises", lambda: _in_dcp(place, "other", _Raising()))
+    failing = stores.fresh(retries=1)
+    stores.server.always("create", 500)
+    await stores.tries("StorageWriter, 500 at every create", lambda: _in_dcp(failing))
+    place = stores.fresh()
+    await stores.tries("Checkpointer, a save that fails", lambda: _run_save(place, 1, {"a": object()}))
+    await stores.tries("Checkpointer, two generations", lambda: _generations(place))
+    place = stores.fresh(in_flight=1)
+    await stores.tries(
+        "save, several parts, cancelled at a part", lambda: _cancelled(stores.server, place, "part", LARGE)
+    )
+
+
+async def _two_parts(place: Place, part: sidestream.Apart) -> None:
+    for _ in range(2):
+        await sidestream.save(SMALL, place.url("parts"), apart=part, **place.keywords)
+
+
+async def _in_dcp(place: Place, name: str = "ckpt", planner: Any = None, **options: Any) -> None:
+    def work() -> None:
+        with StorageWriter(place.url(name), **place.keywords, **options) as writer:
+            dcp.save(dict(SMALL), storage_writer=writer, planner=planner, no_dist=True)
+
+    await asyncio.to_thread(work)
+
+
+async def _generations(place: Place) -> Any:
+    return [await _run_save(place, 5), await _run_save(place, 5)]
+
+
+async def _cancelled(server: S3Server, place: Place, kind: str = "put", state: dict[str, Any] = SMALL) -> Any:
+    server.once(kind, "stall", key="run/ckpt")
+    pending = sidestream.async_save(state, place.url(), **place.keywords)
+    await asyncio.to_thread(server.wait_for, kind)
     pending.cancel()
     await asyncio.wait_for(pending.ended(), 60)
     return pending.outcome

@@ -45,6 +45,7 @@ _PATTERNS = (
     (re.compile(r"Error performing \w+ .*?(?=\); check|: '|$)", re.DOTALL), "{the client's words}"),
     (re.compile(r"0x[0-9a-f]{8,}"), "{memory address}"),
     (re.compile(r"\bpid \d+"), "pid {pid}"),
+    (re.compile(r"\bpid=\d+"), "pid={pid}"),
     (re.compile(r"\b\d+\.\d{3,} s\b"), "{seconds} s"),
     (re.compile(r"sidestream-[a-z0-9_]{8}(?=/)"), "{temporary}"),
 )

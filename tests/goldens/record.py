@@ -2,7 +2,8 @@
 
 ``python tests/goldens/record.py`` shows what differs, and changes nothing.
 ``python tests/goldens/record.py --overlay 2026-12-01-wording --reason "..."`` writes what differs into
-``sets/2026-12-01-wording``. The base set is never recorded again.
+``sets/2026-12-01-wording``. The base set is never recorded again. The first record of a new scenario, or of a whole new
+area, is written in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from _golden_sets import BASE, SETS, changed, differences, expected, write
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--overlay", help="the set to write, YYYY-MM-DD-topic; an existing one is recorded anew")
-    parser.add_argument("--reason", help="one line: why the behaviour changed")
+    parser.add_argument("--reason", help="one line: why the behaviour changed, or what is recorded for the first time")
     parser.add_argument("--area", action="append", choices=sorted(AREAS), help="only this area; may be repeated")
     asked = parser.parse_args()
     if asked.overlay and not asked.reason:

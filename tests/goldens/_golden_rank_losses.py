@@ -1,0 +1,97 @@
+"""What each rank of a group does: ranks that do not make a call, do not answer, or end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from _golden_rank import Gate, GatedStager, Rank, one_of, tree
+from _golden_users import Holder, Lethal, LethalPlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+import sidestream
+import sidestream.blocking
+
+
+async def _until_all_have_tried(rank: Rank) -> None:
+    """Wait for all ranks. The connections of a process that ends are closed, and the others would see a dead rank."""
+    Gate(rank, f"ended-{rank.number}").open()
+    for one in range(rank.world):
+        await asyncio.to_thread(Gate(rank, f"ended-{one}").wait)
+
+
+def absent(verb: str, number: int, rank_wait_s: float, *, before: bool = False) -> Callable[[Rank], Awaitable[None]]:
+    """Rank ``number`` does not make the call."""
+
+    async def work(rank: Rank) -> None:
+        folder, limit = rank.folder, {"rank_wait_s": rank_wait_s, "timeout_s": 60.0}
+        if rank.number == 0:
+            await sidestream.save({"n": 1}, folder / "saved", process_group="alone")
+            async with sidestream.Checkpointer(folder / "run", process_group="alone") as checkpoints:
+                await (await checkpoints.save({"n": 1}, step=1))
+        await rank.together()
+        if before:
+            await sidestream.save(rank.state(), folder / "before")
+        await rank.together()
+
+        async def call() -> Any:
+            if verb == "save":
+                return await sidestream.save(rank.state(), folder / "bad", **limit)
+            if verb == "load":
+                return await sidestream.load({"n": 0}, folder / "saved", **limit)
+            async with sidestream.Checkpointer(folder / "run", **limit) as checkpoints:
+                if verb == "restore":
+                    return await checkpoints.restore({"n": 0})
+                return await (await checkpoints.save(rank.state(), step=2))
+
+        if rank.number != number:
+            await rank.tries_alone("call", call)
+        await _until_all_have_tried(rank)
+        if rank.number == 0:
+            rank.note("there", sorted(tree(folder)))
+
+    return work
+
+
+async def late(rank: Rank) -> None:
+    """Rank 1 takes part after the deadline."""
+    gate = Gate(rank, "raised")
+    stager = one_of(rank, 1, GatedStager(gate), BlockingAsyncStager())
+
+    async def call() -> Any:
+        try:
+            return await sidestream.save(rank.state(), rank.folder / "bad", stager=stager, timeout_s=3.0)
+        finally:
+            gate.open()
+
+    await rank.tries("save", call)
+    await rank.tries("after that", lambda: sidestream.save(rank.state(), rank.folder / "after"))
+
+
+def dies(number: int, make: Callable[[Rank, bool], Any]) -> Callable[[Rank], Awaitable[None]]:
+    """The process of rank ``number`` ends in a call. ``make`` makes the call; its second argument: whether in this
+    process."""
+
+    async def work(rank: Rank) -> None:
+        await sidestream.save(rank.state() | {"o": Holder()}, rank.folder / "before")
+        await rank.together()
+        await rank.tries_alone("call", lambda: make(rank, rank.number == number))
+        await rank.tries_alone("after that", lambda: sidestream.save(rank.state(), rank.folder / "after"))
+
+    return work
+
+
+def save_dying(rank: Rank, here: bool) -> Any:
+    return sidestream.save({"o": Lethal("state_dict") if here else Holder()}, rank.folder / "bad", timeout_s=60.0)
+
+
+def write_dying(rank: Rank, here: bool) -> Any:
+    planner = LethalPlanner() if here else DefaultSavePlanner()
+    return sidestream.save(rank.state(), rank.folder / "bad", planner=planner, timeout_s=60.0)
+
+
+def load_dying(rank: Rank, here: bool) -> Any:
+    target = rank.blank() | {"o": Lethal("load_state_dict") if here else Holder()}
+    return sidestream.load(target, rank.folder / "before", timeout_s=60.0)

@@ -1,0 +1,109 @@
+"""Several ranks: what each of them gets from a call that all of them make, also where one of them fails, differs from
+the others, does not come, or dies.
+
+Every case is a group of processes of its own. An entry is named after the case, the call and the rank. Rank 0 also
+records which files and directories have appeared and vanished since the call before, once all ranks have returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from _golden_rank import Case, by_folder, tree
+from _golden_rank_cases import CASES
+from _golden_stores import canonical
+from _golden_table import Table
+from _places import s3_place
+from _s3_server import S3Server, serving
+
+_ATTEMPT = re.compile(r"(\.partial/).*")  # how much of it has been written when a rank dies is free
+HOST = Path(__file__).with_name("_golden_rank_host.py")
+
+
+async def ranks(table: Table) -> None:
+    await asyncio.to_thread(_all, table)
+
+
+def _all(table: Table) -> None:
+    paths = os.pathsep.join(filter(None, sys.path))
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    host = subprocess.Popen(
+        [sys.executable, str(HOST)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **loopback, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )
+    with serving() as server, host:
+        cases = _Cases(table, host, server)
+        waiting = [name for name, case in CASES.items() if case.waits]
+        for name in waiting:
+            cases.start(name)
+        for name, case in CASES.items():
+            if not case.waits:
+                cases.start(name)
+                cases.finish(name)
+        for name in waiting:
+            cases.finish(name)
+        assert host.stdin is not None
+        host.stdin.close()
+
+
+class _Cases:
+    def __init__(self, table: Table, host: subprocess.Popen[str], server: S3Server) -> None:
+        self._table, self._host, self._server = table, host, server
+
+    def start(self, name: str) -> None:
+        folder = self._folder(name)
+        folder.mkdir()
+        self._ask({"start": name, "folder": str(folder), "desk": f"{folder}.desk", "options": self._options(name)})
+
+    def finish(self, name: str) -> None:
+        case = CASES[name]
+        self._ask({"finish": name, "desk": f"{self._folder(name)}.desk"})
+        assert self._host.stdout is not None
+        ended = json.loads(self._host.stdout.readline())
+        for number, (code, entries, output) in enumerate(ended):
+            assert code == case.dies.get(number, 0), f"{name}, rank {number}: ended with {code}\n{output}"
+            for key, entry in entries.items():
+                self._table.entries[f"{name}: {key}, rank {number}"] = entry
+            if code:
+                self._table.entries[f"{name}: rank {number}"] = {"process": f"ended with {code}"}
+        if case.stored:
+            self._note_requests(name)
+        elif case.dies:
+            paths = {_ATTEMPT.sub(r"\1", path) for path in tree(self._folder(name))}
+            self._table.note(f"{name}: left behind", by_folder(paths))
+
+    def _folder(self, name: str) -> Path:
+        return self._table.folder / re.sub(r"\W+", "-", name)
+
+    def _ask(self, request: dict[str, Any]) -> None:
+        assert self._host.stdin is not None
+        self._host.stdin.write(json.dumps(request) + "\n")
+        self._host.stdin.flush()
+
+    def _options(self, name: str) -> dict[str, Any]:
+        case: Case = CASES[name]
+        if not case.stored:
+            return {}
+        self._server.reset()
+        self._server.log.clear()
+        place = s3_place(self._server, "obstore")
+        return {"url": place.base, "storage_options": self._server.options}
+
+    def _note_requests(self, name: str) -> None:
+        text = self._table.text
+        noted: dict[str, Any] = {"objects": sorted(text(key) for key in self._server.objects)}
+        if not name.endswith("raises"):  # what has been sent when a rank is stopped is free
+            lines = [text(line) for line in canonical(list(self._server.log))]
+            # Rank 0 verifies and renews leases beside the next save of a run.
+            noted["requests"] = sorted(lines) if name.endswith("run") else lines
+        self._table.note(f"{name}: {'requests' if 'requests' in noted else 'left behind'}", noted)

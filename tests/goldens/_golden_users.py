@@ -1,0 +1,122 @@
+"""Code as users write it: objects with a state, planners and stagers. They fail, end the process, or note in which
+thread they are called."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from _golden_states import counted
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+DIED = 7
+"""The exit status of a process that ends in a call."""
+
+
+class Custom:
+    """No value that can be saved."""
+
+
+class Holder:
+    """An object with a state. Where it is called is recorded: in the thread of the loop or in another one."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+        self.threads: list[str] = []
+        self.loaded: Any = None
+        self._made_in = threading.get_ident()
+
+    def _here(self, method: str) -> None:
+        self.threads.append(f"{method}: {'the same' if threading.get_ident() == self._made_in else 'another'} thread")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._here("state_dict")
+        return {"w": counted(3, plus=self.value), "n": int(self.value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._here("load_state_dict")
+        self.loaded = state
+
+
+class Refusing(Holder):
+    """Raises in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+
+    def _here(self, method: str) -> None:
+        if method == self._method:
+            raise KeyError("not today")
+
+
+class Lethal(Holder):
+    """Ends the process in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+
+    def _here(self, method: str) -> None:
+        if method == self._method:
+            os._exit(DIED)
+
+
+def failing(base: type, step: str) -> Any:
+    """A planner that raises in ``step``."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ArithmeticError(f"nothing in {step}")
+
+    return type("Failing", (base,), {step: fail})()
+
+
+class LethalPlanner(DefaultSavePlanner):
+    """Ends the process when the data is asked for, in the middle of the write."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        os._exit(DIED)
+
+
+class Traced:
+    """Mixed into a planner: which of its methods ran in the thread that made it, and which in another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_in = threading.get_ident()
+        self.threads: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.endswith(("_plan", "_planner", "_data", "_bytes", "_tensor")) and not name.startswith("_"):
+            where = "the same" if threading.get_ident() == self.made_in else "another"
+            self.threads.add(f"{name}: {where} thread")
+        return super().__getattribute__(name)
+
+
+class TracedSave(Traced, DefaultSavePlanner): ...
+
+
+class TracedLoad(Traced, DefaultLoadPlanner): ...
+
+
+class RefusingStager(BlockingAsyncStager):
+    def stage(self, state_dict: Any) -> Any:
+        raise ArithmeticError("the stage is bad")
+
+
+class TracedStager(BlockingAsyncStager):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_in = threading.get_ident()
+        self.threads: list[str] = []
+
+    def stage(self, state_dict: Any) -> Any:
+        self.threads.append(f"stage: {'the same' if threading.get_ident() == self.made_in else 'another'} thread")
+        return super().stage(state_dict)
+
+
+class EmptyStager(BlockingAsyncStager):
+    def stage(self, state_dict: Any) -> Any:
+        return None
