@@ -348,7 +348,7 @@ def test_a_capture_beside_every_call(mode: StageMode, tmp_path: Path) -> None:
         await sidestream.save(state, tmp_path / "a")
         checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
         stager = AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode)
-        run = sidestream.Checkpointer(tmp_path / "run", stager=stager)
+        run = await sidestream.Checkpointer(tmp_path / "run", stager=stager).__aenter__()
         await assert_works(stager, 0.0)
 
         async def stage() -> None:
