@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from sidestream._runtime.torch_probes import storage_key
+from sidestream._staging.registration import Pinner
+from sidestream.errors import ArenaExhausted
 
 T = TypeVar("T")
 
@@ -56,6 +58,8 @@ class FakeDriver:
         """Raised by ``unregister``."""
         self.refuse_to_register: Exception | None = None
         self.free: int | None = None
+        self.full = False
+        """Whether the device has no memory left for copies."""
         self.gaps = 0
         self.copies: list[int] = []
         self.fail: Exception | None = None
@@ -187,6 +191,7 @@ class FakeDriver:
             raise self.fail
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        self._check_memory()
         made = torch.empty(sum(source.nbytes for source in sources), dtype=torch.uint8)
         joined = made.view(sources[0].dtype)
         self._enqueue(
@@ -195,6 +200,7 @@ class FakeDriver:
         return made
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
+        self._check_memory()
         made = torch.empty_like(source)
         self._enqueue(self._stream_of(source), lambda: made.copy_(source))
         return made
@@ -221,6 +227,10 @@ class FakeDriver:
     def free_bytes(self, device: Hashable) -> int | None:
         return self.free
 
+    @property
+    def pinner(self) -> Pinner:
+        return self
+
     def register(self, device: Hashable, address: int, nbytes: int) -> None:
         self._check()
         if self.refuse_to_register is not None:
@@ -242,6 +252,10 @@ class FakeDriver:
     def _check(self) -> None:
         if self.broken is not None:
             raise self.broken
+
+    def _check_memory(self) -> None:
+        if self.full:
+            raise ArenaExhausted("0 has no bytes left: free device memory")
 
     def _stream_of(self, tensor: torch.Tensor) -> Stream:
         device = self._devices.get(storage_key(tensor))

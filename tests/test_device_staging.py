@@ -25,6 +25,7 @@ import sidestream
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, DeviceEngine, StageMode
 from sidestream._staging.device import held_back
+from sidestream._staging.driver import TorchDriver
 from sidestream._staging.registration import settle
 from sidestream.errors import ArenaExhausted, CapturingGraph, Closed, DeadlineExceeded, DeviceFailed, InvalidOption
 
@@ -432,6 +433,44 @@ async def test_memory_that_is_not_registered(failure: Exception, capfd: pytest.C
         assert stager.statistics().reserved_bytes == 0
         (await driver.drive(stager.stage(state))).release()
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["lazy", "snapshot", "hybrid"])
+async def test_a_full_device_in_each_mode(mode: StageMode) -> None:
+    """Only ``snapshot`` copies more on the device than it must, so only there another mode helps."""
+    driver = FakeDriver()
+    module = torch.nn.Module()
+    module.register_buffer("b", put(driver, 1.0))
+    large, small = {"t": put(driver, 1.0)}, {"t": put(driver, 1.0, 2)}
+    async with on_fake(driver, mode=mode) as stager:
+        driver.full = True
+        for state in (small, {"m": module}):
+            with pytest.raises(ArenaExhausted, match=r"free device memory$"):
+                stager.stage(state)
+        if mode == "snapshot":
+            with pytest.raises(ArenaExhausted, match=r'free device memory, or stage with mode="lazy", or'):
+                stager.stage(large)
+        else:
+            (await driver.drive(stager.stage(large))).release()
+
+
+class TorchMemory(FakeDriver):
+    """Copies to host memory that is not registered, as ``TorchDriver``."""
+
+    @property
+    def pinner(self) -> None:
+        return None
+
+
+async def test_memory_of_a_device_that_registers_none_is_not_counted_as_registered() -> None:
+    driver = TorchMemory()
+    async with on_fake(driver) as stager:
+        await stager.prewarm({"t": put(driver, 1.0)})
+        (await driver.drive(stager.stage({"t": put(driver, 1.0)}))).release()
+        statistics = stager.statistics()
+        assert (statistics.registered_bytes, driver.registered) == (0, {})
+        assert statistics.reserved_bytes > 0
+    assert TorchDriver("cuda").pinner is None
 
 
 async def test_a_capture_on_any_device_or_stream_that_is_needed() -> None:

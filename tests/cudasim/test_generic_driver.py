@@ -52,6 +52,7 @@ def test_the_copy_is_the_state_at_the_call(mode: StageMode, device: int) -> None
                 copies.release()
                 del copies, future
             assert cudasim.state()["registrations"] == registrations
+            assert stager.statistics().registered_bytes == 0 < stager.statistics().reserved_bytes
 
     try:
         asyncio.run(run())

@@ -243,9 +243,13 @@ class DeviceEngine:
             if index in chosen or key in volatile:
                 try:
                     clones[key] = self.driver.clone(_raw(views[key].untyped_storage()))
-                except ArenaExhausted:
-                    if mode != "hybrid" or key in volatile:
+                except ArenaExhausted as error:
+                    if key in volatile:  # needs its copy in every mode
                         raise
+                    if mode == "snapshot":
+                        raise ArenaExhausted(
+                            f'{error}, or stage with mode="lazy", or with "hybrid", which takes what is free'
+                        ) from error
                     break  # the rest is copied lazily
         ready = self.driver.record(current)
         with self._lock:

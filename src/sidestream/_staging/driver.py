@@ -16,6 +16,7 @@ import torch
 
 from .._runtime.torch_probes import empty_kernel
 from ..errors import ArenaExhausted, UnsupportedTensor
+from .registration import Pinner
 from .runtime import CudaRuntime
 
 __all__ = ["CudaDriver", "Driver", "TorchDriver", "driver_for"]
@@ -71,11 +72,9 @@ class Driver(Protocol):
     def free_bytes(self, device: Hashable) -> int | None:
         """Device memory that is free now; None if unknown."""
 
-    def register(self, device: Hashable, address: int, nbytes: int) -> None:
-        """Register memory, as ``Pinner.register``."""
-
-    def unregister(self, device: Hashable, address: int) -> None:
-        """Unregister memory, as ``Pinner.unregister``."""
+    @property
+    def pinner(self) -> Pinner | None:
+        """What registers host memory with these devices; None if they copy to memory that is not registered."""
 
 
 class TorchDriver:
@@ -136,11 +135,9 @@ class TorchDriver:
     def free_bytes(self, device: Any) -> int | None:
         return None
 
-    def register(self, device: Hashable, address: int, nbytes: int) -> None:
-        """Not known for this accelerator."""
-
-    def unregister(self, device: Hashable, address: int) -> None:
-        """See ``register``."""
+    @property
+    def pinner(self) -> Pinner | None:
+        return None
 
 
 class CudaDriver(TorchDriver):
@@ -193,6 +190,10 @@ class CudaDriver(TorchDriver):
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free) + cached
 
+    @property
+    def pinner(self) -> Pinner:
+        return self
+
     def register(self, device: Any, address: int, nbytes: int) -> None:
         # In a thread of its own: a failure stays behind as the thread's last error, for its next kernel to trip over.
         failed: list[Exception] = []
@@ -222,8 +223,7 @@ def _device_memory(device: torch.device, nbytes: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ArenaExhausted(
-            f'{device} has no {nbytes} bytes left for copies of what must not wait: stage with mode="lazy", or with '
-            '"hybrid", which takes what is free; or free device memory'
+            f"{device} has no {nbytes} bytes left for copies of what must not wait: free device memory"
         ) from error
 
 

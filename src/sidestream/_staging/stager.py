@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -39,7 +39,7 @@ from ..options import WhenFull, check_choice, check_count, check_timeout
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease, SharedMemory, whole_pages
 from .capture import Captured, capture
 from .device import DeviceEngine, StageMode, failing
-from .driver import driver_for
+from .driver import Driver, driver_for
 from .fence import Forecast, guard, hold_back
 from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, Piece, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
@@ -460,8 +460,7 @@ class AsyncStager:
         if staging.device is not None and self._device is not None:
             device = self._device.enter(staging.device)
             if device is not None:
-                with failing("while registering host memory", staging.device.names):
-                    self._arena.pin(self._device.driver, device)
+                self._pin(self._device.driver, device, staging.device.names)
         self._lease_scratch(staging, [layout.nbytes for layout in plan.images])
         left: deque[_Image] = deque(zip(plan.images, staging.images, strict=True))
         while left:
@@ -479,6 +478,12 @@ class AsyncStager:
                     image.fail(error)  # before finish(), which takes an image without an error for a filled one
                     image.finish()
                 raise
+
+    def _pin(self, driver: Driver, device: Hashable, names: Callable[[], Sequence[str]] = tuple) -> None:
+        """Register the memory of the arena with ``device``, which this thread has entered."""
+        if (pinner := driver.pinner) is not None:
+            with failing("while registering host memory", names):
+                self._arena.pin(pinner, device)
 
     def _lease_scratch(self, staging: Staging[Any], images: Sequence[int]) -> None:
         """Lease the scratch before any image, so that it fits: it is needed until the end of the stage."""
@@ -609,8 +614,7 @@ class AsyncStager:
             for tensor in on_device:
                 assert self._device is not None
                 device = self._device.enter_that_of(tensor)
-                with failing("while registering host memory"):
-                    self._arena.pin(self._device.driver, device)
+                self._pin(self._device.driver, device)
             if nbytes:
                 self._arena.lease(nbytes, deadline=deadline, stop=Stop()).release()
         except BaseException as error:
