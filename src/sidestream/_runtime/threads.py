@@ -54,8 +54,9 @@ Ts = TypeVarTuple("Ts")
 _GRACE_S = 5.0
 """How long past the deadline a thread that was told to stop is waited for before it is left to its system call."""
 
-_LEAVING_S = 4.0
-"""How long the interpreter waits at its end for work that calls torch."""
+_LEAVING_S = 3.0
+"""How long the interpreter waits at its end for work that calls torch. A process ends within 5 s, also one whose stager
+is being closed: to give up the stages of that takes another second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +288,7 @@ class TorchThreads(Threads):
     Up to Python 3.13 a daemon thread that comes back from a call while the interpreter ends is ended by
     ``pthread_exit``. Its unwinding meets C++ frames of torch that must not throw, and the process aborts (PyTorch
     issue 38228). So when the interpreter is about to end, after the last non-daemon thread, all work is signalled to
-    stop and waited for, for at most 4 s. Work that may block for longer, on a device that does not respond, must block
+    stop and waited for, for at most 3 s. Work that may block for longer, on a device that does not respond, must block
     in a call without C++ frames around it.
     """
 
