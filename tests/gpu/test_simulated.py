@@ -422,7 +422,7 @@ async def closed(stager: AsyncStager) -> None:
 @pytest.mark.parametrize("close", [closed, AsyncStager.aclose], ids=["close", "aclose"])
 def test_closing_beside_a_device_that_stands_still(close: Callable[..., Any]) -> None:
     async def run() -> None:
-        source, stager = large(), AsyncStager(budget_bytes=BUDGET_BYTES, timeout_s=0.5)
+        source, stager = large(), AsyncStager(budget_bytes=BUDGET_BYTES, timeout_s=5.0)
         torch.cuda.synchronize()
         with cudasim.held(torch.cuda.current_stream()):
             future = stager.stage({"t": source})
