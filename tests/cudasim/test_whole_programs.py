@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from states import assert_same
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sidestream
 from sidestream._runtime.threads import Deadline
@@ -25,6 +27,9 @@ from sidestream.dcp import StorageReader, StorageWriter
 cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA runtime")
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
     pytest.skip("needs the simulated CUDA runtime", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from train_live_ import model as train_live_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*assuming the intent is to (save|load) in a single process.*:UserWarning"
@@ -232,5 +237,53 @@ def test_cancelled_saves_and_loads(tmp_path: Path) -> None:
             copies = await stager.stage(state)
             assert_same(expected["large"], copies["large"])
             copies.release()
+
+    asyncio.run(run())
+
+
+class Demo(train_live_model.Training):
+    """The training of ``examples/train_live.py``, with its model on a device."""
+
+    def __init__(self) -> None:
+        with torch.device("cuda:0"):
+            super().__init__(train_live_model.QUICK)
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.device("cpu"):
+            inputs, targets = super().batch(step)
+        return inputs.to("cuda:0"), targets.to("cuda:0")
+
+    def step(self, number: int) -> float:
+        # The kernels of fused attention are outside of what the simulator executes.
+        with torch.device("cuda:0"), sdpa_kernel(SDPBackend.MATH):
+            return self.compute_gradients(number)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+def test_the_training_of_the_demo_is_resumed_to_equal_weights(tmp_path: Path) -> None:
+    async def run() -> None:
+        first, losses = Demo(), []
+        async with sidestream.Checkpointer(tmp_path / "run", durability="flush") as run:
+            for number in range(4):
+                losses.append(first.step(number))  # while the last checkpoint is staged
+                if number:
+                    await saving.staged
+                first.apply_update()
+                saving = await run.save(first.state(), step=number)
+            await saving
+        second = Demo()
+        second.step(100)
+        second.apply_update()
+        async with sidestream.Checkpointer(tmp_path / "run") as run:
+            await run.restore(second.state(), step=1)
+        resumed = []
+        for number in (2, 3):
+            resumed.append(second.step(number))
+            second.apply_update()
+        assert resumed == losses[2:]
+        assert_same(home(first.model.state_dict()), home(second.model.state_dict()))
+        assert_same(home(first.optimizer.state_dict()), home(second.optimizer.state_dict()))
 
     asyncio.run(run())
