@@ -264,15 +264,15 @@ class Demo(train_live_model.Training):
 
 def test_the_training_of_the_demo_is_resumed_to_equal_weights(tmp_path: Path) -> None:
     async def run() -> None:
-        first, losses = Demo(), []
+        first, losses, saves = Demo(), [], []
         async with sidestream.Checkpointer(tmp_path / "run", durability="flush") as run:
             for number in range(4):
                 losses.append(first.step(number))  # while the last checkpoint is staged
-                if number:
-                    await saving.staged
+                for save in saves[-1:]:
+                    await save.staged
                 first.apply_update()
-                saving = await run.save(first.state(), step=number)
-            await saving
+                saves.append(await run.save(first.state(), step=number))
+            await saves[-1]
         second = Demo()
         second.step(100)
         second.apply_update()
