@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parent / "torch_suite"
 
@@ -50,3 +51,68 @@ def test_ours_take_the_place_of_dcps(what: str, tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "c").glob("manifest-*"))
+
+
+SUITE = """
+import os
+from unittest import TestCase
+
+OURS = os.environ["OURS"] == "yes"
+
+
+def skip_if_lt_x_gpu(number):
+    return lambda test: test
+
+
+class TestOne(TestCase):
+    def test_passes(self):
+        pass
+
+    def test_fails_with_both(self):
+        assert False
+
+    @skip_if_lt_x_gpu(2)
+    def test_is_skipped(self):
+        self.skipTest("skipped at last")
+
+    def test_differs(self):
+        assert not OURS
+
+    def test_fails_at_its_end(self):
+        self.addCleanup(self.fail)
+"""
+
+
+def _run_suite(folder: Path, ours: str, *options: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-p", "suite_outcomes"]
+    environment = os.environ | {"PYTHONPATH": str(FOLDER), "SIDESTREAM_TORCH_SUITE": "", "OURS": ours}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # which takes longer than these tests
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-q", *options, str(folder / "test_one.py")],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def _last(text: str) -> str:
+    return text.splitlines()[-1].rpartition(" in ")[0]
+
+
+def test_only_what_passes_with_dcps_own_is_asked_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(SUITE)
+    passed, differs = tmp_path / "passed.txt", "--suite-differs=test_one.py::TestOne::test_differs"
+
+    code, text = _run_suite(tmp_path, "no", "-rs", f"--suite-passed={passed}")
+    assert (code, _last(text)) == (1, "2 failed, 2 passed, 1 skipped")
+    assert "test_one.py: 2 of 5" in text
+    assert ("needs GPUs" in text) is (torch.accelerator.device_count() == 0)  # and no process has been started for it
+    assert passed.read_text() == "test_one.py::TestOne::test_differs\ntest_one.py::TestOne::test_passes\n"
+
+    code, text = _run_suite(tmp_path, "yes", f"--suite-chosen={passed}")
+    assert (code, _last(text)) == (1, "1 failed, 1 passed, 3 deselected")
+    assert "test_one.py: 1 of 2" in text
+    code, text = _run_suite(tmp_path, "yes", f"--suite-chosen={passed}", differs)
+    assert (code, _last(text)) == (0, "1 passed, 3 deselected, 1 xfailed")
+    code, text = _run_suite(tmp_path, "no", f"--suite-chosen={passed}", differs)
+    assert (code, _last(text)) == (1, "1 failed, 1 passed, 3 deselected")  # what differs no more has to leave the list
+    assert "XPASS(strict)" in text
