@@ -181,9 +181,10 @@ DCP_DIFFERENCES = {
 def dcp_tests(folder: Path) -> list[Path]:
     """Of PyTorch's files those that save and load, and those about planning. Many of their tests need GPUs."""
     storing = ("file_system_checkpoint_cpu", "checkpoint", "save_load_api", "compatibility", "format_utils")
-    elsewhere = ("fsspec", "hf_safetensor_e2e", "async_process_executor")
+    elsewhere = ("fsspec", "hf_safetensor_e2e")
     other = ("planner", "dtensor_checkpoint", "utils", "nested_dict", "traverse", "dedup_tensors")
-    chosen = ("e2e/test_e2e_save_and_load.py", *(f"test_{name}.py" for name in (*storing, *elsewhere, *other)))
+    last = "async_process_executor"  # leaves a process group behind, with which tests of planners fail
+    chosen = ("e2e/test_e2e_save_and_load.py", *(f"test_{name}.py" for name in (*storing, *elsewhere, *other, last)))
     return [folder / name for name in chosen if (folder / name).exists()]
 
 
