@@ -34,6 +34,9 @@ def _answers(python: str) -> bool:
 
 
 AZURITE = "azurite@3.37.0"
+SPREAD = ("-n2", "--dist=loadfile", "--no-loadscope-reorder")
+"""Two processes that share the files of a session, in the order that tests/conftest.py gives them."""
+
 FOUND = [python for python in PYTHONS if _answers(python)]
 ONE = FOUND[0] if FOUND else PYTHONS[0]
 """For sessions that need only one interpreter."""
@@ -64,7 +67,7 @@ def tests(session: nox.Session) -> None:
     """Run the tests against the built package; arguments after ``--`` go to pytest."""
     _install(session, ".[fast]", groups=("tests",))
     elsewhere = ("--ignore=tests/crash/campaign", "--ignore=tests/ranks")  # which `campaign` and `ranks` run
-    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", *elsewhere, *session.posargs)
+    session.run("python", "-m", "pytest", *SPREAD, *elsewhere, *session.posargs)
 
 
 @nox.session(python=ONE)
@@ -73,7 +76,7 @@ def ranks(session: nox.Session) -> None:
 
     The log says how long the survivors took to know (``-rP``)."""
     _install(session, ".[fast]", groups=("tests",))
-    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", *(session.posargs or ["-rP", "tests/ranks"]))
+    session.run("python", "-m", "pytest", *SPREAD, *(session.posargs or ["-rP", "tests/ranks"]))
 
 
 @nox.session(python=ONE)
@@ -82,7 +85,7 @@ def savers(session: nox.Session) -> None:
     _install(session, ".[fast]", groups=("tests",))
     files = [f"tests/test_{name}.py" for name in ("saving", "roundtrip", "windows", "blocking")]
     where = session.posargs or ["tests/runs", "tests/dcp/test_dcp_calls.py", *files]
-    session.run("python", "-m", "pytest", "-n2", "--dist=loadfile", "--saver=process", *where)
+    session.run("python", "-m", "pytest", *SPREAD, "--saver=process", *where)
 
 
 @nox.session(python=ONE)
@@ -91,7 +94,7 @@ def perturbed(session: nox.Session) -> None:
     _install(session, ".[fast]", groups=("tests",))
     rows = ("--ignore=tests/crash/campaign", "--ignore=tests/stores")
     session.run(
-        "python", "-m", "pytest", "-n2", "--dist=loadfile", *(session.posargs or rows),
+        "python", "-m", "pytest", *SPREAD, *(session.posargs or rows),
         env={"PYTHONPATH": str(Path("tests", "perturbed").absolute()), "SIDESTREAM_PAUSE_S": "0.05"},
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -34,6 +35,35 @@ def pytest_configure(config: pytest.Config) -> None:
         ):
             assert function.__kwdefaults__ is not None
             function.__kwdefaults__["saver"] = saver
+
+
+_LONGEST = (
+    "security/test_bounds.py",
+    "saver/test_saver_process.py",
+    "storage/test_store_faults.py",
+    "goldens/test_goldens.py",
+    "test_budgets.py",
+    "crash/test_ended_loops.py",
+    "saver/test_saver_copies.py",
+    "convert/test_object_targets.py",
+    "test_foreign_ranks.py",
+    "storage/test_object_saver.py",
+    "test_device_staging.py",
+    "test_roundtrip.py",
+    "convert/test_convert.py",
+    "dcp/test_dcp_ranks.py",
+    "storage/test_store_processes.py",
+    "security/test_hostile.py",
+    "test_giving_back.py",
+)
+"""Files that begin first, so that no process of xdist is left with one of them while the other has ended. The sessions
+give ``--no-loadscope-reorder``, because xdist would begin with the files that have most tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    order = {tests / name: number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture

@@ -330,6 +330,8 @@ def test_an_interrupt_at_every_step(tmp_path: Path) -> None:
     assert sidestream.blocking.load(state, tmp_path / "a").loaded
 
 
+# An interrupt in the callback of a weak reference cannot be raised: Python prints it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_at_any_time(tmp_path: Path) -> None:
     """Ctrl-C between any two instructions: the call ends, and the next one works."""
     state = {f"w{number}": Watching() for number in range(20)}
