@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,11 +172,11 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
             await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", planner=raising, **keywords))
         elif kind == "a run":
             async with sidestream.Checkpointer(f"{url}/run", **keywords) as checkpoints:
-                for name in ("call", "again"):
-                    await rank.tries(name, lambda: _saved_in(checkpoints, rank))
+                for step in (1, 2):
+                    await rank.tries(f"step {step}", partial(_saved_in, checkpoints, rank, step))
 
     return work
 
 
-async def _saved_in(checkpoints: sidestream.Checkpointer, rank: Rank) -> Any:
-    return await (await checkpoints.save(rank.state(), step=1))
+async def _saved_in(checkpoints: sidestream.Checkpointer, rank: Rank, step: int) -> Any:
+    return await (await checkpoints.save(rank.state(), step=step))

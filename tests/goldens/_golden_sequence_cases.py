@@ -45,6 +45,8 @@ class Case:
     work: Callable[[Path], Awaitable[Any]]
     prepare: Callable[[Path], Awaitable[None]] = nothing
     fault: Fault | None = None
+    reads: bool = True
+    """False: how much has been read when it fails is free."""
 
 
 async def _checkpointer(root: Path) -> Any:
@@ -191,7 +193,10 @@ def _other_writers() -> dict[str, Case]:
         "convert, torch.save": (lambda root: sidestream.convert(root / "c", root / "m.pt"), saved),
     }
     full = Fault("pwrite", "root/", errno.ENOSPC)
-    faults = {f"{name}, full: its first write": Case(work, prepare, full) for name, (work, prepare) in works.items()}
+    faults = {
+        f"{name}, full: its first write": Case(work, prepare, full, reads=not name.startswith(("copy", "convert")))
+        for name, (work, prepare) in works.items()
+    }
     renamed = {
         f"{name}, denied: renaming": Case(*works[name], Fault("rename", "partial", errno.EACCES))
         for name in ("save, planner", "StorageWriter", "StorageWriter, overwrite", "Checkpointer", "copy")

@@ -200,7 +200,6 @@ async def _other_writers(stores: Stores) -> None:
     await stores.tries("StorageWriter, 500 at every create", lambda: _in_dcp(failing))
     place = stores.fresh()
     await stores.tries("Checkpointer, a save that fails", lambda: _run_save(place, 1, {"a": object()}))
-    await stores.tries("Checkpointer, two generations", lambda: _generations(place))
     place = stores.fresh(in_flight=1)
     await stores.tries(
         "save, several parts, cancelled at a part", lambda: _cancelled(stores.server, place, "part", LARGE)
@@ -218,10 +217,6 @@ async def _in_dcp(place: Place, name: str = "ckpt", planner: Any = None, **optio
             dcp.save(dict(SMALL), storage_writer=writer, planner=planner, no_dist=True)
 
     await asyncio.to_thread(work)
-
-
-async def _generations(place: Place) -> Any:
-    return [await _run_save(place, 5), await _run_save(place, 5)]
 
 
 async def _cancelled(server: S3Server, place: Place, kind: str = "put", state: dict[str, Any] = SMALL) -> Any:
