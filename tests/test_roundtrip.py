@@ -242,3 +242,21 @@ async def test_random_tensors_in_place_and_by_rows(
             first = data.draw(st.integers(0, len(tensor)))
             rows = slice(first, data.draw(st.integers(first, len(tensor))))
             assert_same(tensor[rows], await checkpoint.tensor(f"t.{index}", rows=rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+async def test_a_tensor_of_one_element_keeps_its_stride(dtype: torch.dtype, tmp_path: Path) -> None:
+    """It is contiguous whatever its stride is, so ``contiguous()`` and ``reshape()`` leave the stride as it is."""
+
+    def one_of(values: torch.Tensor) -> torch.Tensor:
+        one = values.to(dtype)[::3][:1]
+        assert one.is_contiguous()
+        assert one.stride() == (3,)
+        return one
+
+    saved, target = one_of(torch.ones(9)), one_of(torch.zeros(9))
+    await sidestream.save({"a": saved, "tied": saved.clone(), "inside": (saved,)}, tmp_path / "c")
+    state: dict[str, Any] = {"a": target, "tied": target, "inside": (target.clone(),)}
+    await sidestream.load(state, tmp_path / "c")
+    assert torch.equal(state["a"], saved)
+    assert torch.equal(state["inside"][0], saved)

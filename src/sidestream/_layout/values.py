@@ -17,6 +17,7 @@ from .._format.dtypes import DTYPES
 from .._format.records import Node
 from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name
+from .._torch import check_tensor, dtype_from_name, dtype_name, plain_bytes
 from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from .hashed import fill, set_of
 from .objects import NOTHING_ALLOWED, Allowed, lookup, rebuild, rebuild_member
@@ -116,8 +117,8 @@ def _encode_tensor(tensor: torch.Tensor, fqn: str) -> Node:
             f"{fqn}: a tensor of {tensor.nbytes} bytes inside a {'tuple or set'}; put it into a dict or a list, where "
             f"it is streamed (inside values {_INLINE_BYTES} bytes are the limit)"
         )
-    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return {"tensor": {"dtype": name, "shape": list(tensor.shape), "data": _base64(bytes(raw.tolist()))}}
+    data = _base64(bytes(plain_bytes(tensor).tolist()))
+    return {"tensor": {"dtype": name, "shape": list(tensor.shape), "data": data}}
 
 
 def _encode_numpy(value: Any, fqn: str, numpy: Any) -> Node:

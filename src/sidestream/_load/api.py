@@ -25,6 +25,21 @@ from .._runtime.torch_probes import dtype_from_name
 from .._storage import Location, Where, locate_directory
 from ..errors import Corrupt, Mismatch, SidestreamError, allocating, printable
 from ..options import (
+from ._abandoned import noted, watch
+from ._printable import printable
+from ._tasks import finish, running_loop
+from ._threads import Deadline, io_threads, let_go, politely
+from ._torch import dtype_from_name, plain_bytes
+from .catalog import open_manifest, open_root
+from .errors import Corrupt, Mismatch, SidestreamError, allocating
+from .foreign import read_values, why_opaque
+from .format.digest import digest_check
+from .format.records import Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .handover import Handover, hand_over, prepare
+from .joint.hosts import HostReads
+from .joint.reading import agree_on, outline, read_needed, stoppable
+from .loaded import LoadOptions, LoadReport, PassedOver
+from .options import (
     RANK_WAIT_S,
     Allowance,
     Progress,
@@ -442,7 +457,7 @@ class _Load:
         for one in again:
             leader = self.plan.leaders[one.fqn]
             assert one.target is not None
-            if not torch.equal(_bits(one.target), _bits(places[leader])):
+            if not torch.equal(plain_bytes(one.target.cpu()), plain_bytes(places[leader].cpu())):
                 raise Mismatch(
                     f"{one.fqn} shares its memory with {leader}, but they were saved with different values: "
                     "untie them, or load only one",
@@ -455,11 +470,6 @@ class _Load:
             entries = politely(stateful.entries.items())
             found.update((fqn, entry) for fqn, entry in entries if isinstance(entry, ValueEntry))
         return found
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8) if plain.numel() else plain
 
 
 def _devices(tensors: Mapping[str, Local]) -> set[torch.device]:

@@ -28,6 +28,7 @@ __all__ = [
     "lazy_bits",
     "neg_view",
     "outside_compile",
+    "plain_bytes",
     "shard_attributes",
     "shard_runs",
     "shards_held",
@@ -174,6 +175,14 @@ def lazy_bits(tensor: torch.Tensor) -> int:
     waits for it, that costs more than all else.
     """
     return int(_keys_of(tensor).raw_repr()) & _LAZY
+
+
+def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of ``tensor``, which is in host memory, row by row as bytes, without lazy conjugation or
+    negation. A new tensor only if they are not in memory like that."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not reshape(-1): it keeps the stride of a tensor with one element, and view() wants 1.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:
