@@ -198,7 +198,9 @@ def _row_major(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.resolve_conj()
     if not plain.is_contiguous():
         plain = plain.clone(memory_format=torch.contiguous_format)
-    return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    if not plain.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def _item(root: Any, name: str) -> torch.Tensor:
