@@ -16,8 +16,7 @@ import torch
 from .._format.dtypes import DTYPES
 from .._format.records import Node
 from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
-from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name
-from .._torch import check_tensor, dtype_from_name, dtype_name, plain_bytes
+from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, plain_bytes
 from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from .hashed import fill, set_of
 from .objects import NOTHING_ALLOWED, Allowed, lookup, rebuild, rebuild_member

@@ -21,25 +21,10 @@ from .._runtime.abandoned import noted, watch
 from .._runtime.public import public
 from .._runtime.tasks import finish, running_loop
 from .._runtime.threads import Deadline, io_threads, let_go, politely
-from .._runtime.torch_probes import dtype_from_name
+from .._runtime.torch_probes import dtype_from_name, plain_bytes
 from .._storage import Location, Where, locate_directory
 from ..errors import Corrupt, Mismatch, SidestreamError, allocating, printable
 from ..options import (
-from ._abandoned import noted, watch
-from ._printable import printable
-from ._tasks import finish, running_loop
-from ._threads import Deadline, io_threads, let_go, politely
-from ._torch import dtype_from_name, plain_bytes
-from .catalog import open_manifest, open_root
-from .errors import Corrupt, Mismatch, SidestreamError, allocating
-from .foreign import read_values, why_opaque
-from .format.digest import digest_check
-from .format.records import Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry
-from .handover import Handover, hand_over, prepare
-from .joint.hosts import HostReads
-from .joint.reading import agree_on, outline, read_needed, stoppable
-from .loaded import LoadOptions, LoadReport, PassedOver
-from .options import (
     RANK_WAIT_S,
     Allowance,
     Progress,
