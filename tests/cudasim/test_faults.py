@@ -36,7 +36,7 @@ if not getattr(cudasim, "active", bool)():  # without it the name may stand for 
 MODES: tuple[StageMode, ...] = ("lazy", "snapshot", "hybrid")
 BUDGET_BYTES = 1 << 28
 LARGE = 1 << 20  # elements: 4 MiB of float32, beyond what is coalesced
-BOUND_S = 20.0  # against a hang
+BOUND_S = 60.0  # against a hang, on a busy machine
 EXIT_BOUND_S = 5.0  # a promise: from the decision to exit until nothing of the library delays it any more
 DEVICES = range(torch.cuda.device_count())
 
