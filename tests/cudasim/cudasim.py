@@ -89,7 +89,8 @@ def fail_device(device: int = 0, code: int = ILLEGAL_ADDRESS) -> None:
 
 
 def heal() -> None:
-    """Forget all injected errors and repair broken devices, which no real device does."""
+    """Forget all injected errors and the last error of every thread, and repair broken devices, which no real device
+    does."""
     _library().cudasim_heal()
 
 

@@ -55,21 +55,15 @@ def left() -> tuple[str, str, tuple[int, ...]]:
     return state["registrations"], state["contexts"], tuple(map(torch.cuda.memory_allocated, DEVICES))
 
 
-def heal() -> None:
-    """What no real device does: forget all errors, the last one of this thread too."""
-    cudasim.heal()
-    cudasim._library().cudaGetLastError()
-
-
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    heal()
+    cudasim.heal()
     for device in DEVICES:
         torch.ones(1, device=f"cuda:{device}")
     before = left()
     yield
     cudasim.hold_sides(False)
-    heal()
+    cudasim.heal()
     end = time.monotonic() + BOUND_S
     while left() != before and time.monotonic() < end:
         time.sleep(0.01)  # a device's thread may still be leaving the call that resolved the last future
@@ -156,7 +150,7 @@ def no_device_memory() -> Iterator[None]:
     try:
         yield
     finally:
-        heal()
+        cudasim.heal()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -232,7 +226,7 @@ def test_the_device_fails_at_each_copy(
                 assert (target / ".metadata").exists() is not not_saved
                 failed += not_saved
                 await stager.aclose()
-        heal()
+        cudasim.heal()
         async with AsyncStager(budget_bytes=BUDGET_BYTES, mode=mode) as stager:
             await assert_works(stager, 3.0)
             stager.trim()  # tries again to unregister what the device refused to
@@ -255,7 +249,7 @@ def test_the_device_fails_at_each_copy_of_a_load(tmp_path: Path) -> None:
             cudasim.fail_copy(nth)
             async with asyncio.timeout(BOUND_S):
                 failed = await says_so(lambda: sidestream.load(target, tmp_path / "a"), "while loading to cuda")
-            heal()
+            cudasim.heal()
             if not failed:
                 break
             synchronize()
