@@ -33,7 +33,7 @@ def samples(folder: Path, count: int, r: random.Random) -> list[bytes]:
             for _ in range(r.choice([1, 1, 2])):
                 lie(false, r)
             made.append(pickle.dumps(false, r.choice([2, 4, 5])))
-        except (pickle.PicklingError, UnicodeEncodeError, OverflowError, TypeError, KeyError, AttributeError):
+        except (pickle.PicklingError, UnicodeEncodeError, OverflowError, TypeError, LookupError, AttributeError):
             continue
     return made
 
