@@ -15,11 +15,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
 from queue import SimpleQueue
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Caller", "Surroundings", "by_caller", "call", "is_serving", "surroundings"]
+__all__ = ["Caller", "Surroundings", "by_caller", "call", "is_serving", "surroundings", "withdrawn_with_caller"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,6 +87,13 @@ def _current_device() -> tuple[str | None, int | None]:
     return accelerator.type, torch.accelerator.current_device_index()
 
 
+class Withdrawable(Protocol):
+    """An operation that the caller's code has started, and that nobody will await if that code is interrupted."""
+
+    def withdraw(self) -> None:
+        """End it without waiting. May be called several times."""
+
+
 class _Piece(Generic[T]):
     """Code for the calling thread, and what it returned or raised.
 
@@ -95,17 +102,18 @@ class _Piece(Generic[T]):
 
     def __init__(self, code: Callable[[], T]) -> None:
         self._code = code
-        self._result: T | None = None
+        self._results: list[T] = []  # one, when the code has returned
         self._error: BaseException | None = None
         self._settled = False
         self._bell: SimpleQueue[None] = SimpleQueue()
         self.begun = False
+        self.started: list[Withdrawable] = []
 
     def run(self) -> None:
         """Run the code. Where a signal interrupts that, ``give_up`` has to be called."""
         self.begun = True
         try:
-            self._result = self._code()
+            self._results.append(self._code())
         except Exception as error:
             self._error = error
         except BaseException as error:
@@ -115,9 +123,13 @@ class _Piece(Generic[T]):
         self._bell.put(None)
 
     def give_up(self) -> None:
-        """End the wait for a piece that has not run, or not to its end."""
-        if not self._settled and self._error is None:
-            self._error = Interrupted("interrupted") if self.begun else _Left()
+        """End the wait for a piece that has not run, or not to its end. A result that there is already is delivered:
+        it may be an operation that has to be cancelled."""
+        if not self._settled and not self._results:
+            for operation in self.started:
+                operation.withdraw()
+            if self._error is None:
+                self._error = Interrupted("interrupted") if self.begun else _Left()
         self._settled = True
         self._bell.put(None)
 
@@ -126,7 +138,7 @@ class _Piece(Generic[T]):
         self._bell.get()
         if self._error is not None:
             raise self._error
-        return cast("T", self._result)
+        return self._results[0]
 
 
 class Caller:
@@ -211,11 +223,18 @@ class Caller:
 
 def _run_piece(piece: _Piece[Any]) -> None:
     outer = is_serving()
-    _serving.now = True
+    _serving.now, _serving.piece = True, piece
     try:
         piece.run()
     finally:
-        _serving.now = outer
+        _serving.now, _serving.piece = outer, None
+
+
+def withdrawn_with_caller(operation: Withdrawable) -> None:
+    """Withdraw ``operation`` if an interrupt of the blocking call whose code runs in this thread drops its result."""
+    piece = getattr(_serving, "piece", None)
+    if piece is not None:
+        piece.started.append(operation)
 
 
 _caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("sidestream_caller", default=None)

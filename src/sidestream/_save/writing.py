@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import islice
+from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
 from .._format.digest import digest_of
@@ -24,6 +25,7 @@ from .._format.shard import BlockSums, ShardLayout
 from .._group import Operation
 from .._layout.save_layout import plan_save
 from .._layout.values import copy_value
+from .._runtime.caller import withdrawn_with_caller
 from .._runtime.state_dict_calls import Found, ask, in_order, key_order
 from .._runtime.threads import Deadline, Stop, Threads, in_background, io_threads
 from .._runtime.torch_probes import Stateful
@@ -105,6 +107,20 @@ class FilePlan(Protocol):
     def shard_file(self, index: int) -> str: ...
 
 
+class _Launch:
+    """Reports to the writing thread whether the stage was launched, through ``succeeded``.
+
+    An interrupt may end the launching thread between any two instructions. So the queue takes no lock, and an object
+    that is dropped without a report reports a failure.
+    """
+
+    def __init__(self) -> None:
+        self.succeeded: SimpleQueue[bool] = SimpleQueue()
+
+    def __del__(self) -> None:
+        self.succeeded.put(False)
+
+
 LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
 
 
@@ -128,25 +144,24 @@ class Writing:
         if order.saver is not None:
             stager.share()
             filler = order.saver.filler()
+        self._withdrawn = False  # the caller was interrupted and will not await this save
         self._sums: list[BlockSums] = []
         self._written: list[set[int]] = []  # of each shard
         if order.digest is not None:
             digest_of(order.digest)  # or raise that it is not installed
         planned = partial(lay_out, stager.plans, stager.budget_bytes)
         # First: to start a thread is to let go of the GIL, which that of the stager would keep for a while.
-        launched: Future[None] = Future()
+        launch = _Launch()
         self._threads = Threads("sidestream-write", _WRITE_THREADS)
-        self._done = self._threads.submit(self._write, launched)
         try:
-            threads = self._threads  # not ``self``, which would create a reference cycle
-            self._done.add_done_callback(lambda _: threads.close())
+            self._done = self._threads.submit(self._write, launch.succeeded)
             self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline, filler=filler)
-            launched.set_result(None)
+            withdrawn_with_caller(self)
+            launch.succeeded.put(True)
             stager.settle(self._staging)
         except BaseException:  # also of a signal
-            if not launched.cancel():
-                self.abandon()
-                in_background(self._withdraw, "sidestream-abandoned")
+            launch.succeeded.put(False)
+            self.withdraw()
             raise
 
     async def launch(self) -> Writing:
@@ -203,6 +218,13 @@ class Writing:
         self._stop.set()
         self._staging.release()
 
+    def withdraw(self) -> None:
+        self._withdrawn = True
+        if hasattr(self, "_staging"):
+            self.abandon()
+            if self._done.done():  # before it could see that
+                in_background(self._discard, "sidestream-abandoned")
+
     def leave(self) -> None:
         patience_s = self._order.deadline.remaining_s() + _GRACE_S
         wait([self._done, self._staging.copied], patience_s)
@@ -210,16 +232,26 @@ class Writing:
             with suppress(SidestreamError):  # a device may hang; the log names the remaining files
                 self._own.close_by(Deadline.after(_GRACE_S))
 
-    def _withdraw(self) -> None:
-        """Stop a launched save whose caller was interrupted and will not await it. Runs in a thread."""
-        self.leave()
-        self._order.location.store.discard_here(self._order.attempt)
-
     # --- the thread ---
 
-    def _write(self, launched: Future[None]) -> None:
+    def _write(self, launched: SimpleQueue[bool]) -> None:
+        try:
+            if launched.get():
+                self._write_files()
+        finally:
+            self._threads.close()
+            if self._withdrawn and hasattr(self, "_staging"):
+                self._discard()
+
+    def _discard(self) -> None:
+        """Remove what was written, and free the memory of a save whose caller was interrupted. Called in a thread."""
+        self._order.location.store.discard_here(self._order.attempt)
+        if self._own is not None:
+            with suppress(SidestreamError):  # a device may hang
+                self._own.close_by(Deadline.after(_GRACE_S))
+
+    def _write_files(self) -> None:
         order = self._order
-        launched.result(order.deadline.remaining_s())  # an interrupt may have ended the launching thread
         write = order.location.store.write
         if order.saver is not None:
             order.saver.start()  # while the plan is made
