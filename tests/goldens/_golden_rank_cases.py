@@ -10,7 +10,6 @@ from _golden_rank import Case
 from _golden_users import DIED
 
 CASES: dict[str, Case] = {
-    "save, rank 1 answers too late": Case(losses.late, waits=True),
     "save, rank 1 makes no call": Case(losses.absent("save", 1, 8.0), waits=True),
     "save, rank 0 makes no call": Case(losses.absent("save", 0, 8.0), waits=True),
     "save, rank 2 of 3 makes no call": Case(losses.absent("save", 2, 8.0, before=True), world=3, waits=True),

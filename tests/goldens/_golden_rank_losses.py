@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from _golden_rank import Gate, GatedStager, Rank, one_of, tree
+from _golden_rank import Gate, Rank, tree
 from _golden_users import Holder, Lethal, LethalPlanner
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 import sidestream.blocking
@@ -53,21 +52,6 @@ def absent(verb: str, number: int, rank_wait_s: float, *, before: bool = False) 
             rank.note("there", sorted(tree(folder)))
 
     return work
-
-
-async def late(rank: Rank) -> None:
-    """Rank 1 takes part after the deadline."""
-    gate = Gate(rank, "raised")
-    stager = one_of(rank, 1, GatedStager(gate), BlockingAsyncStager())
-
-    async def call() -> Any:
-        try:
-            return await sidestream.save(rank.state(), rank.folder / "bad", stager=stager, timeout_s=3.0)
-        finally:
-            gate.open()
-
-    await rank.tries("save", call)
-    await rank.tries("after that", lambda: sidestream.save(rank.state(), rank.folder / "after"))
 
 
 def dies(number: int, make: Callable[[Rank, bool], Any]) -> Callable[[Rank], Awaitable[None]]:
