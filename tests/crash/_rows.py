@@ -1,7 +1,7 @@
 """Rows of the campaign: what a trial is, how many there are, and what came of them.
 
-The short form takes minutes, ``--long`` hours. ``--quick``, a tenth of the short form, runs in CI; ``--seed N`` replays.
-A row counts its trials and violations; the counts of all rows stand in the summary at the end of the run.
+The short form takes minutes, ``--long`` hours. ``--quick``, a tenth of the short form, runs in CI. ``--seed N`` replays
+one. A row counts its trials and violations; the counts of all rows stand in the summary at the end of the run.
 """
 
 from __future__ import annotations
