@@ -39,7 +39,7 @@ async def not_found(url: str) -> str:
 
 async def test_a_run_is_not_a_checkpoint(root: str) -> None:
     url = f"{root}/7"
-    async with sidestream.Checkpointer(url) as checkpoints:
+    async with sidestream.Checkpointer(url, saver="thread") as checkpoints:  # memory belongs to this process
         await save_steps(checkpoints, 10, 20, 30, 30)
     said = await not_found(url)
     assert "This is a run with 3 steps, from 10 to 30" in said
@@ -72,14 +72,14 @@ async def test_directories_of_checkpoints_and_of_files(tmp_path: Path) -> None:
 
 async def test_a_checkpoint_is_not_a_run(root: str) -> None:
     url = f"{root}/7"
-    async with sidestream.Checkpointer(url) as checkpoints:
+    async with sidestream.Checkpointer(url, saver="thread") as checkpoints:
         await save_steps(checkpoints, 10)
     says = r"/7/step-10 is a checkpoint, not a run.*, here \S+/7:"
     with pytest.raises(errors.InvalidOption, match=says):
         async with sidestream.Checkpointer(f"{url}/step-10") as wrong:
             await wrong.restore(blank())
     with pytest.raises(errors.InvalidOption, match=says):
-        async with sidestream.Checkpointer(f"{url}/step-10") as wrong:
+        async with sidestream.Checkpointer(f"{url}/step-10", saver="thread") as wrong:
             await wrong.save(state_of(1), step=1)
     with pytest.raises(errors.InvalidOption, match=says):
         async with sidestream.Checkpointer(f"{url}/step-10") as wrong:
