@@ -76,15 +76,15 @@ async def test_a_checkpoint_is_not_a_run(root: str) -> None:
         await save_steps(checkpoints, 10)
     says = r"/7/step-10 is a checkpoint, not a run.*, here \S+/7:"
     with pytest.raises(errors.InvalidOption, match=says):
-        async with sidestream.Checkpointer(f"{url}/step-10") as wrong:
+        async with sidestream.Checkpointer(f"{url}/step-10", saver="thread") as wrong:
             await wrong.restore(blank())
     with pytest.raises(errors.InvalidOption, match=says):
         async with sidestream.Checkpointer(f"{url}/step-10", saver="thread") as wrong:
             await wrong.save(state_of(1), step=1)
     with pytest.raises(errors.InvalidOption, match=says):
-        async with sidestream.Checkpointer(f"{url}/step-10") as wrong:
+        async with sidestream.Checkpointer(f"{url}/step-10", saver="thread") as wrong:
             await wrong.steps()
-    async with sidestream.Checkpointer(url) as checkpoints:
+    async with sidestream.Checkpointer(url, saver="thread") as checkpoints:
         assert await checkpoints.steps() == [10]
         assert (await checkpoints.verify(10)).ok
 
