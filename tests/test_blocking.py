@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
 import sidestream.blocking
+from sidestream._runtime.caller import Caller
 from sidestream.errors import CheckpointNotFound, Conflict, WrongLoop
 
 
@@ -291,6 +294,33 @@ def test_an_interrupt_in_code_of_the_caller(method: str, tmp_path: Path) -> None
             sidestream.blocking.save({"i": one}, tmp_path / "b")
         assert not (tmp_path / "b").exists()
     sidestream.blocking.load({"i": Watching()}, tmp_path / "a")
+
+
+def test_an_error_of_the_callers_code_is_in_no_reference_cycle() -> None:
+    """What its frames refer to is freed with it, and not at the next garbage collection."""
+    freed: list[weakref.ref[object]] = []
+    caller = Caller()
+
+    def code() -> None:
+        local = torch.zeros(1)
+        freed.append(weakref.ref(local))
+        raise ValueError(f"refers to {local}")
+
+    def work() -> None:
+        with suppress(ValueError):
+            caller.run(code)
+        caller.end()
+
+    thread = threading.Thread(target=work)
+    gc.collect()
+    gc.disable()
+    try:
+        caller.wait(thread.start, caller.end)
+        thread.join()
+        caller.leave()
+        assert [one() for one in freed] == [None]
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_at_every_step(tmp_path: Path) -> None:

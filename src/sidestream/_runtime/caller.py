@@ -136,9 +136,13 @@ class _Piece(Generic[T]):
     def result(self) -> T:
         """Block until the code has run. Return its result or raise its error."""
         self._bell.get()
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+        if self._error is None:
+            return self._results.pop()
+        error, self._error = self._error, None  # or the error's traceback and this piece would refer to each other
+        try:
+            raise error
+        finally:
+            del error
 
 
 class Caller:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
 from .._format.digest import digest_of
@@ -219,6 +219,7 @@ class Writing:
         self._staging.release()
 
     def withdraw(self) -> None:
+        """End a save that nobody will await, and remove what it wrote. For the launching thread; does not wait."""
         self._withdrawn = True
         if hasattr(self, "_staging"):
             self.abandon()
@@ -235,12 +236,16 @@ class Writing:
     # --- the thread ---
 
     def _write(self, launched: SimpleQueue[bool]) -> None:
+        order, began = self._order, False
         try:
-            if launched.get():
+            began = launched.get(timeout=order.deadline.remaining_s())
+            if began:
                 self._write_files()
+        except Empty:
+            raise order.deadline.exceeded("launching the copies") from None
         finally:
             self._threads.close()
-            if self._withdrawn and hasattr(self, "_staging"):
+            if began and self._withdrawn:
                 self._discard()
 
     def _discard(self) -> None:
