@@ -1,14 +1,17 @@
 """Groups of ranks at a tenth of a second each: one process imports torch, and every rank is a fork of it.
 
-Reads one JSON object per line: case, world, directory, options. Answers with one per line: what each rank returned, how
-it ended, and what it said. A rank that takes longer than its deadline dumps all of its stacks and ends.
+Reads one JSON object per line: number, case, world, directory, options. Writes one per group when it has ended: number,
+what each rank returned, how it ended, and its output. Several groups can run at once. A rank that takes longer than its
+deadline dumps all of its stacks and ends.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -33,35 +36,62 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     _cases.warm_up()
+    gc.collect()
+    gc.freeze()  # a collection in a rank would otherwise copy the pages of every object that is here already
     print("ready", flush=True)
-    for number, line in enumerate(sys.stdin):
-        print(json.dumps(run(number, **json.loads(line))), flush=True)
+    orders, running = b"", list[Group]()
+    while True:
+        if select.select([0], [], [], 0.01 if running else None)[0]:
+            received = os.read(0, 1 << 16)
+            if not received:
+                break
+            *lines, orders = (orders + received).split(b"\n")
+            running += [Group(**json.loads(line)) for line in lines]
+        for group in [one for one in running if one.has_ended()]:
+            running.remove(group)
+            print(json.dumps(group.outcome()), flush=True)
+    for group in running:
+        group.end()
 
 
-def run(number: int, case: str, world: int, directory: str, options: dict[str, Any]) -> dict[str, Any]:
-    desk = Path(directory, f".group{number}")
-    desk.mkdir(parents=True)
-    started = time.monotonic()
-    children = [fork(rank, case, world, directory, desk, options) for rank in range(world)]
-    ended: dict[int, int] = {}
-    while len(ended) < world and time.monotonic() < started + _RANK_S + 30:
-        for rank, child in enumerate(children):
-            if rank not in ended:
+class Group:
+    """The processes of one group, and the directory for what they return and print."""
+
+    def __init__(self, number: int, case: str, world: int, directory: str, options: dict[str, Any]) -> None:
+        self._number = number
+        self._desk = Path(directory, f".group{number}")
+        self._desk.mkdir(parents=True)
+        self._began_at = time.monotonic()
+        self._codes: list[int | None] = [None] * world
+        self._children = [fork(rank, case, world, directory, self._desk, options) for rank in range(world)]
+
+    def has_ended(self) -> bool:
+        """Return whether every rank has ended. Ranks that have not ended long after their deadline are killed."""
+        for rank, child in enumerate(self._children):
+            if self._codes[rank] is None:
                 pid, status = os.waitpid(child, os.WNOHANG)
                 if pid:
-                    ended[rank] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    for rank, child in enumerate(children):
-        if rank not in ended:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            ended[rank] = -999
-    return {
-        "codes": [ended[rank] for rank in range(world)],
-        "results": [read_json(desk / f"{rank}.json") for rank in range(world)],
-        "said": [(desk / f"{rank}.err").read_text() for rank in range(world)],
-        "seconds": time.monotonic() - started,
-    }
+                    self._codes[rank] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > self._began_at + _RANK_S + 30:
+            self.end()
+        return None not in self._codes
+
+    def end(self) -> None:
+        for rank, child in enumerate(self._children):
+            if self._codes[rank] is None:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                self._codes[rank] = -999
+
+    def outcome(self) -> dict[str, Any]:
+        ranks = range(len(self._children))
+        return {
+            "number": self._number,
+            "codes": self._codes,
+            "results": [read_json(self._desk / f"{rank}.json") for rank in ranks],
+            "said": [(self._desk / f"{rank}.err").read_text() for rank in ranks],
+            "seconds": time.monotonic() - self._began_at,
+        }
 
 
 def find(case: str) -> Any:

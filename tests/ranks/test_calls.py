@@ -3,13 +3,14 @@ others."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Groups
+    from conftest import Begun, Groups
 
 TOP = ["10", "2", "b"]
 ALL = [*TOP, "c", "a", "m", "n"]  # "list" before "nested"; in the list by position
@@ -45,10 +46,43 @@ def test_a_rank_skips_the_objects_that_it_lacks(groups: Groups, tmp_path: Path) 
     assert held[0] & held[1]
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize(("method", "step"), [("state_dict", "match"), ("load_state_dict", "hand over")])
-def test_a_method_that_does_not_return(method: str, step: str, who: int, groups: Groups, tmp_path: Path) -> None:
-    ended = groups.run("stuck", 3, tmp_path, method=method, who=who)
+# --- ranks that wait: their groups run at the same time --------------------------------------------------------------
+
+METHODS = {"state_dict": "match", "load_state_dict": "hand over"}
+"""Methods of objects, and the steps of a load in which they are called."""
+NEVER = [
+    ("save", [1], "save"),
+    ("save", [0], "save"),
+    ("load", [0, 2], "load"),
+    ("load", [1, 2], "load"),
+    ("restore", [0], "restore"),
+    ("step", [2], "save"),
+]
+"""Calls, the ranks that do not make them, and what the warnings name the calls."""
+BEFORE = [False, True]
+WHO = [0, 1]
+
+
+@pytest.fixture(scope="module")
+def waiting(groups: Groups, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[object, ...], Begun]:
+    """Begin every group of the tests below: each waits for several seconds and computes for a fraction of one."""
+
+    def begin(case: str, world: int, **options: Any) -> Begun:
+        return groups.begin(case, world, tmp_path_factory.mktemp(case), **options)
+
+    begun = {("stuck", method, who): begin("stuck", 3, method=method, who=who) for method in METHODS for who in WHO}
+    for (verb, who, _), before in itertools.product(NEVER, BEFORE):
+        key = ("never_comes", verb, *who, before)
+        begun[key] = begin("never_comes", 3, verb=verb, who=who, before=before, rank_wait_s=9.0)
+    return {**begun, ("comes_late",): begin("comes_late", 2)}
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize(("method", "step"), METHODS.items())
+def test_a_method_that_does_not_return(
+    method: str, step: str, who: int, waiting: dict[tuple[object, ...], Begun]
+) -> None:
+    ended = waiting["stuck", method, who].wait()
     for rank, told in enumerate(ended.results):
         assert told["failures"] == [[who, step, "DeadlineExceeded"]], (rank, told)
         about = [said for said in told["said"] if "has not returned" in said]
@@ -60,23 +94,13 @@ def test_a_method_that_does_not_return(method: str, step: str, who: int, groups:
 REMEDY = 'make this call on every rank, or pass process_group="alone" to {} in this process only'
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
-@pytest.mark.parametrize(
-    ("verb", "who", "kind"),
-    [
-        ("save", [1], "save"),
-        ("save", [0], "save"),
-        ("load", [0, 2], "load"),
-        ("load", [1, 2], "load"),
-        ("restore", [0], "restore"),
-        ("step", [2], "save"),
-    ],
-)
+@pytest.mark.parametrize("before", BEFORE, ids=["first", "later"])
+@pytest.mark.parametrize(("verb", "who", "kind"), NEVER)
 def test_ranks_that_never_come(
-    verb: str, who: list[int], kind: str, before: bool, groups: Groups, tmp_path: Path
+    verb: str, who: list[int], kind: str, before: bool, waiting: dict[tuple[object, ...], Begun]
 ) -> None:
     """The others name them in a warning long before they raise, and say how to save alone."""
-    ended = groups.run("never_comes", 3, tmp_path, verb=verb, who=who, before=before, rank_wait_s=7.0)
+    ended = waiting["never_comes", verb, *who, before].wait()
     remedy = REMEDY.format(kind)
     for rank, told in enumerate(ended.results):
         if rank in who:
@@ -87,20 +111,20 @@ def test_ranks_that_never_come(
         (said,) = told["said"]
         assert f" s for {names}, which did not join this {kind}: {remedy}. " in said, said
         assert said.startswith(f"rank {rank} has waited ")
-        assert said.endswith("It waits for at most rank_wait_s=7")
+        assert said.endswith("It waits for at most rank_wait_s=9")
         assert told["events"] == [[kind, rank, known]]
         assert [one[:3] for one in told["failures"]] == [[one, "start", "DeadlineExceeded"] for one in known]
         first = told["failures"][0][3]
         assert remedy in first
-        assert "within rank_wait_s=7" in first
+        assert "within rank_wait_s=9" in first
 
 
 def _spelled(ranks: list[int]) -> str:
     return f"{ranks[0]}-{ranks[1]}" if ranks[1] == ranks[0] + 1 else f"{ranks[0]} and {ranks[1]}"
 
 
-def test_a_rank_that_comes_late(groups: Groups, tmp_path: Path) -> None:
-    ended = groups.run("comes_late", 2, tmp_path)
+def test_a_rank_that_comes_late(waiting: dict[tuple[object, ...], Begun]) -> None:
+    ended = waiting["comes_late",].wait()
     first, second = ended.results
     assert first["save_id"] == second["save_id"]
     assert ["rank 1" in said for said in first["said"]] == [True]
