@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import errno
 import os
+import runpy
 import signal
 import time
 from collections.abc import Coroutine
@@ -393,6 +395,12 @@ def sharded_tensors(rank: int, world: int, directory: Path) -> None:
         same(other, placed(ROWS, mesh, Shard(1)))
 
     run(both())
+
+
+def example(rank: int, world: int, directory: Path, into: str, steps: int, lose: int = -1, at: int = -1) -> None:
+    """One rank of ``examples/fsdp2_live.py``."""
+    train = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "fsdp2_live.py"))["train"]
+    run(train(argparse.Namespace(into=directory / into, steps=steps, lose=lose, at=at)))
 
 
 # --- what else ranks do ---------------------------------------------------------------------------------------------
