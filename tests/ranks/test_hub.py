@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
@@ -16,7 +18,7 @@ from _hub import LONG_S, Ranks, in_owner
 from sidestream._group import has_ended, this_process
 from sidestream._group.failure import Stopped
 from sidestream._group.frames import Frame, Kind
-from sidestream._group.hub import Hub
+from sidestream._group.hub import Hub, Spoke
 from sidestream._group.operation import Exchange, Operation
 from sidestream._group.rendezvous import deadline_of
 from sidestream._runtime.threads import Deadline
@@ -155,6 +157,20 @@ def test_a_deadline_in_many_days_leaves_the_thread_alive() -> None:
     for _ in range(3):  # it has slept in between
         in_owner(lambda: None)
     hub.close(operation)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_timer_keeps_an_operation_that_has_ended(rank: int) -> None:
+    """Its failures refer to the frames of the call, and those to tensors and to shared memory."""
+    group = Spoke(rank, 2) if rank else Hub(2, "token")
+    operation = group.begin("load", Deadline.after(LONG_S))
+    in_owner(lambda: None)
+    group.close(operation)
+    ended = weakref.ref(operation)
+    del operation
+    in_owner(lambda: None)
+    gc.collect()
+    assert ended() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

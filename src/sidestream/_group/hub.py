@@ -433,7 +433,8 @@ class Spoke(Group):
         if self._link is not None:
             self._come(operation)
         else:  # rank 0 is found when it has begun its first operation
-            self._owner.post_at(operation.began_at + NOTICE_S, lambda: self._notice(operation.number))
+            number = operation.number  # a timer that refers to the operation keeps all that failed in it alive
+            self._owner.post_at(operation.began_at + NOTICE_S, lambda: self._notice(number))
 
     def _come(self, operation: Operation) -> None:
         self._send(Frame(Kind.COME, operation.number, "", Coming.of(operation).pack()))
