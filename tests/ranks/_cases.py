@@ -357,9 +357,10 @@ def save_model(rank: int, world: int, directory: Path, kind: str) -> float:
 
 
 def load_model(rank: int, world: int, directory: Path, kind: str, names: list[str]) -> list[float]:
+    """The losses after two more steps from each checkpoint. Those steps leave another state for the next one."""
     losses = []
+    model, optimizer = trained(kind, world, 1)
     for name in names:
-        model, optimizer = trained(kind, world, 1)
         state = state_dicts(model, optimizer)
         run(sidestream.load(state, directory / name, timeout_s=TIMEOUT_S))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

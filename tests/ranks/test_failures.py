@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Groups
+    from conftest import Begun, Groups
 
 WORLD = 3
 PHASES = ["call", "plan", "assign", "stage", "write", "written", "receipt"]
@@ -79,10 +79,23 @@ def test_a_commit_that_fails(phase: str, groups: Groups, tmp_path: Path) -> None
         assert told["after"]
 
 
-@pytest.mark.parametrize("phase", ["plan", "write"])
-def test_a_rank_that_hangs(phase: str, groups: Groups, tmp_path: Path) -> None:
+HANGING = ["plan", "write"]
+
+
+@pytest.fixture(scope="module")
+def hanging(groups: Groups, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Begun]:
+    """Groups that wait for most of their time, at the same time."""
+    return {
+        phase: groups.begin(
+            "failing_save", WORLD, tmp_path_factory.mktemp(phase), phase=phase, how="hang", who=1, timeout_s=3.0
+        )
+        for phase in HANGING
+    }
+
+
+@pytest.mark.parametrize("phase", HANGING)
+def test_a_rank_that_hangs(phase: str, hanging: dict[str, Begun]) -> None:
     """The others are told at the deadline, whatever it does."""
-    ended = groups.run("failing_save", WORLD, tmp_path, phase=phase, how="hang", who=1, timeout_s=3.0)
-    for told in ended.results:
+    for told in hanging[phase].wait().results:
         assert 1 in [rank for rank, *_ in told["failures"]], told
         assert not told["visible"]

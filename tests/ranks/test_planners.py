@@ -209,7 +209,8 @@ async def test_a_cancel_while_the_planner_is_at_work(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_planner_that_takes_too_long(tmp_path: Path) -> None:
+async def test_a_planner_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sidestream._runtime.threads._GRACE_S", 0.2)
     planner = Gated()
     pending = sidestream.async_save(state_of(), tmp_path / "a", planner=planner, timeout_s=0.5)
     with pytest.raises(DeadlineExceeded):

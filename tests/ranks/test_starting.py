@@ -194,6 +194,7 @@ async def test_one_that_was_stopped_in_the_queue_waits_for_the_verdict_no_longer
 ) -> None:
     """Rank 0 has told all to stop and is silent then, while another save of this rank is still on its way."""
     monkeypatch.setattr("sidestream._group.hub._LATER_S", 0.0)
+    monkeypatch.setattr("sidestream._group.hub._STOP_S", 0.2)
     rank = Rank(three.spokes[0], 1, "")
     await rank.slots.acquire()
     operation, coming = await waiting_for_rank_0(rank)
