@@ -7,7 +7,9 @@ import asyncio
 import errno
 import os
 import runpy
+import select
 import signal
+import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -399,9 +401,19 @@ def sharded_tensors(rank: int, world: int, directory: Path) -> None:
 
 
 def example(rank: int, world: int, directory: Path, into: str, steps: int, lose: int = -1, at: int = -1) -> None:
-    """One rank of ``examples/fsdp2_live.py``."""
+    """One rank of ``examples/fsdp2_live.py``. The others end when rank ``lose`` has died, as under torchrun."""
     train = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "fsdp2_live.py"))["train"]
+    if lose >= 0:
+        pids: list[Any] = [None] * world
+        dist.all_gather_object(pids, os.getpid())
+        if rank != lose:
+            threading.Thread(target=end_after, args=(os.pidfd_open(pids[lose]),), daemon=True).start()
     run(train(argparse.Namespace(into=directory / into, steps=steps, lose=lose, at=at)))
+
+
+def end_after(process: int) -> None:
+    select.select([process], [], [])
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # --- what else ranks do ---------------------------------------------------------------------------------------------
