@@ -86,16 +86,44 @@ def ranks(session: nox.Session) -> None:
 
     The log says how long the survivors took to know (``-rP``)."""
     _install(session, ".[fast]", groups=("tests",))
-    session.run("python", "-m", "pytest", *SPREAD, *(session.posargs or ["-rP", "tests/ranks"]))
+    session.run("python", "-m", "pytest", *SPREAD, *SHORT, *(session.posargs or ["-rP", "tests/ranks"]))
+
+
+ALIKE = (
+    # They save nothing, or only what they read.
+    "runs/test_retention.py",
+    "runs/test_pruning.py::test_without_the_right_to_write_a_reader_reads_without_a_lease",
+    "runs/test_restoring.py::test_metadata_is_checked_before_anything_is_written",
+    "dcp/test_dcp_calls.py::test_errors_travel_between_ranks",
+    "test_saving.py::test_overlapping_views_of_any_dtypes",
+    "test_windows.py::test_any_run_of_row_major_bytes_of_any_view",
+    # Other processes save, and they do not get the option; or the test says who writes.
+    "runs/test_watching.py::test_a_server_follows_a_trainer_that_keeps_one_step",
+    "runs/test_watching.py::test_a_watch_sees_the_last_step_of_another_process",
+    "runs/test_wrong_places.py::test_a_checkpoint_is_not_a_run",
+    "runs/test_wrong_places.py::test_a_run_is_not_a_checkpoint",
+    "test_blocking.py::test_an_error_of_the_callers_code_is_in_no_reference_cycle",
+    "test_blocking.py::test_the_interpreter_ends_by_itself",
+    "test_windows.py::test_streaming_needs_little_memory_whatever_the_state_has",
+    "test_windows.py::test_what_is_sent_in_one_request_passes_through_it_too",
+    # Random states on one file system, random tensors on the other one.
+    "test_roundtrip.py::test_random_nested_states[disk]",
+    "test_roundtrip.py::test_random_tensors_in_place_and_by_rows[tmpfs]",
+)
+"""Tests that show the same, whoever writes."""
 
 
 @nox.session(python=ONE)
 def savers(session: nox.Session) -> None:
-    """Run the tests of saving once more, with a saver process where they do not say who writes."""
+    """Run the tests of saving once more, with a saver process where they do not say who writes.
+
+    ``-- --everything`` runs also the tests that no saver process changes."""
     _install(session, ".[fast]", groups=("tests",))
+    arguments = [one for one in session.posargs if one != "--everything"]
+    left_out = () if len(arguments) < len(session.posargs) else [f"--deselect=tests/{one}" for one in ALIKE]
     files = [f"tests/test_{name}.py" for name in ("saving", "roundtrip", "windows", "blocking")]
-    where = session.posargs or ["tests/runs", "tests/dcp/test_dcp_calls.py", *files]
-    session.run("python", "-m", "pytest", *SPREAD, "--saver=process", *where)
+    where = arguments or ["tests/runs", "tests/dcp/test_dcp_calls.py", *files]
+    session.run("python", "-m", "pytest", *SPREAD, *SHORT, *left_out, "--saver=process", *where)
 
 
 @nox.session(python=ONE)
