@@ -16,6 +16,10 @@ from pathlib import Path
 
 import nox
 
+# Sessions install without bytecode (see _install). With this variable, which some container images set, every process
+# of a session would compile what it imports of torch again, which takes longer than the import itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 CONSTRAINTS = ("-c", "constraints.txt")
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = [
