@@ -83,7 +83,8 @@ class _Child:
                 self.tell(error=type(error).__name__, number=getattr(error, "errno", None), message=str(error))
             except BaseException as error:
                 self.tell(error=type(error).__name__, untyped=True, message=str(error))
-        self.tell(operations=[operation.name for operation in intercept.log])
+        log = intercept.log
+        self.tell(operations=[one.name for one in log], visible=[one.visible for one in log])
         if trial.get("cut"):
             self.die()
 
