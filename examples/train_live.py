@@ -224,7 +224,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--alone", action="store_true", help=hidden)
     arguments = parser.parse_args()
     if arguments.steps is None:
-        arguments.steps = 12 if arguments.quick else 30
+        arguments.steps = 12 if arguments.quick else 18
     if arguments.steps < SAVES:
         parser.error(f"--steps must be at least {SAVES}, one for each save")
     return arguments
