@@ -207,10 +207,11 @@ def dcp_tests(folder: Path) -> list[Path]:
 
 @nox.session(python=ONE)
 def stores(session: nox.Session) -> None:
-    """Run tests/stores against object stores that are started here; arguments after ``--`` go to pytest."""
+    """Run tests/stores against object stores that are started here. Arguments after ``--`` go to pytest and replace the
+    list of tests: ``-- tests/stores -m long`` runs the long forms."""
     _install(session, ".[fast,cloud]", groups=("tests", "stores"))
     session.run(
-        "python", "-m", "pytest", *(session.posargs or ["-n2", "--dist=worksteal", "tests/stores"]),
+        "python", "-m", "pytest", *(session.posargs or ["-n2", "--dist=worksteal", *SHORT, "tests/stores"]),
         env={"SIDESTREAM_AZURITE": str(_azurite(session))},
     )  # fmt: skip
 
