@@ -19,6 +19,7 @@ import struct
 import sys
 import threading
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -336,6 +337,7 @@ async def _warm() -> None:
 
 def serve() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error", ResourceWarning)
     asyncio.run(_warm())
     gc.collect()
     gc.freeze()  # or every child would copy the pages of all that was imported

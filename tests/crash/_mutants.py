@@ -373,6 +373,7 @@ def in_child(asked: dict[str, Any], out: int) -> None:
 
 def serve() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error", ResourceWarning)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     async def warm() -> None:
