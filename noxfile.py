@@ -65,7 +65,7 @@ def _install(session: nox.Session, *what: str, groups: tuple[str, ...] = ()) -> 
 
 @nox.session(python=ONE)
 def demo(session: nox.Session) -> None:
-    """Train, kill, resume and compare with stock DCP (about two minutes)."""
+    """Train, kill, resume and compare with stock DCP (about a minute and a half)."""
     _install(session, ".[fast,demo]")
     session.run("python", "examples/train_live.py", *session.posargs)
 

@@ -15,7 +15,7 @@ process of its own, again and again:
 5.  with stock `dcp.async_save` instead of sidestream, for comparison.
 
 It prints one table, and writes `train_live.json` (all figures) and `train_live.png` (the loop's pauses over time)
-into DIR. A promise that does not hold ends it with an error. It needs about two minutes on two cores, and 3 GB of
+into DIR. A promise that does not hold ends it with an error. It needs about a minute on two cores, and 3 GB of
 free disk, which it gives back.
 
 Start reading at `play` below; what the trainer does is in `train_live_/trainer.py`.
