@@ -117,7 +117,9 @@ class _Child:
 
     async def prune(self, run: Path) -> None:
         """One save after which retention lets older steps go, and a pass of its own."""
-        async with self.stager() as stager, self.pruning(run, stager) as checkpoints:
+        # Its leases are long: nothing is deleted under a lease that may have ended before the deletion begins.
+        keep = sidestream.KeepLast(2)
+        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, keep=keep) as checkpoints:
             for step, seed in self.trial["saves"]:
                 info = await (await checkpoints.save(make_state(seed), step=step))
                 self.tell(acked=Path(info.url).name, seed=seed)

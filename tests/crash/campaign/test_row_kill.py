@@ -126,6 +126,8 @@ async def test_killed_at_every_operation(
     assert scenario.work in ("failing", "recover") or {"pwrite", "fsync", "rename", "chmod"} <= set(operations)
     assert scenario.work not in ("prune", "recover") or {"rename", "unlink", "rmdir"} <= set(operations)
 
+    assert scenario.work != "prune" or whole.get("pruned")["deleted"] == list(scenario.goes)
+
     # One point before each operation, which is just after the one before it, and one after the last. In the quick form,
     # where nothing that can be seen was done since the point before, a kill would leave the same files again.
     seen = [True, *whole.get("visible")]
