@@ -57,7 +57,7 @@ LACKING = (len(LACKS), 20 * len(LACKS))
 def test_no_memory_to_share(saver: str, tmp_path: Path, judge: Oracle, row: Callable[..., Row], size: Size) -> None:
     """Two saves that may be refused, with an error of ours, and one that lacks nothing; no signal ends the program."""
     counts = row("no memory to share", saver)
-    total = max(size.of(*LACKING), len(LACKS))  # each of them in the quick form too
+    total = size.of(*LACKING)
     for number in range(total):
         run, lack = tmp_path / str(number), LACKS[number % len(LACKS)]
         ended = warm.run(
