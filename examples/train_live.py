@@ -15,7 +15,7 @@ process of its own, again and again:
 5.  with stock `dcp.async_save` instead of sidestream, for comparison.
 
 It prints one table, and writes `train_live.json` (all figures) and `train_live.png` (the loop's pauses over time)
-into DIR. A promise that does not hold ends it with an error. It needs about two minutes on two cores, and 3 GB of
+into DIR. A promise that does not hold ends it with an error. It needs about a minute on two cores, and 3 GB of
 free disk, which it gives back.
 
 Start reading at `play` below; what the trainer does is in `train_live_/trainer.py`.
@@ -224,7 +224,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--alone", action="store_true", help=hidden)
     arguments = parser.parse_args()
     if arguments.steps is None:
-        arguments.steps = 12 if arguments.quick else 30
+        arguments.steps = 12 if arguments.quick else 18
     if arguments.steps < SAVES:
         parser.error(f"--steps must be at least {SAVES}, one for each save")
     return arguments

@@ -19,6 +19,7 @@ import struct
 import sys
 import threading
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -83,7 +84,8 @@ class _Child:
                 self.tell(error=type(error).__name__, number=getattr(error, "errno", None), message=str(error))
             except BaseException as error:
                 self.tell(error=type(error).__name__, untyped=True, message=str(error))
-        self.tell(operations=[operation.name for operation in intercept.log])
+        log = intercept.log
+        self.tell(operations=[one.name for one in log], visible=[one.visible for one in log])
         if trial.get("cut"):
             self.die()
 
@@ -115,7 +117,9 @@ class _Child:
 
     async def prune(self, run: Path) -> None:
         """One save after which retention lets older steps go, and a pass of its own."""
-        async with self.stager() as stager, self.pruning(run, stager) as checkpoints:
+        # Its leases are long: nothing is deleted under a lease that may have ended before the deletion begins.
+        keep = sidestream.KeepLast(2)
+        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, keep=keep) as checkpoints:
             for step, seed in self.trial["saves"]:
                 info = await (await checkpoints.save(make_state(seed), step=step))
                 self.tell(acked=Path(info.url).name, seed=seed)
@@ -335,6 +339,7 @@ async def _warm() -> None:
 
 def serve() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error", ResourceWarning)
     asyncio.run(_warm())
     gc.collect()
     gc.freeze()  # or every child would copy the pages of all that was imported

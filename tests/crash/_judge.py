@@ -85,6 +85,7 @@ async def save_further(run: Path, step: int, found: Found) -> list[str]:
 
 def serve() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error", ResourceWarning)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with asyncio.Runner() as runner:
         for line in sys.stdin:

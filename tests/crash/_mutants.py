@@ -1,7 +1,7 @@
 """The commit protocol with one thing wrong in it, once for each thing: every one has to be caught by a row.
 
-``python _mutants.py`` waits for lines ``{"source": DIR, "catcher": NAME, "place": DIR, "seed": N}``. For each it forks,
-takes sidestream from that source, and runs the row's own trials until one of them finds a violation.
+``python _mutants.py`` waits for lines ``{"source": DIR, "catcher": NAME, "first": PART, "place": DIR, "seed": N}``. For
+each it forks, takes sidestream from that source, and runs the row's own trials until one of them finds a violation.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ import torch.distributed.checkpoint  # so that children need not
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old``, which stands in ``file`` exactly once, becomes ``new``; the row ``catcher`` has to notice."""
+    """``old``, which stands in ``file`` exactly once, becomes ``new``; the row ``catcher`` has to notice. The trials of
+    its part ``first`` run first."""
 
     name: str
     file: str
     old: str
     new: str
     catcher: str
+    first: str = ""
 
 
 _SYNC_NEW = """            os.fsync(descriptor)
@@ -82,7 +84,7 @@ MUTANTS = (
     Mutant("the parent is not synced after the rename", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
            "_sync_directory(target.parent)", "pass"), "cuts"),
     Mutant("new directories are not synced", _LOCAL, _SYNC_NEW_DIRECTORY,
-           _SYNC_NEW_DIRECTORY.replace("_sync_directory(path.parent)", "pass"), "cuts"),
+           _SYNC_NEW_DIRECTORY.replace("_sync_directory(path.parent)", "pass"), "cuts", "a new run"),
     Mutant("directories are opened and not synced", _LOCAL, _SYNC_DIRECTORY,
            _SYNC_DIRECTORY.replace("os.fsync(descriptor)", "pass"), "cuts"),
     Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_RENAME,
@@ -97,14 +99,15 @@ MUTANTS = (
            "            os.fsync(descriptor)\n            durability = 'flush'\n"
            "            _Parts(descriptor, direct, body, deadline).write(stop, threads)\n", "cuts"),
     Mutant("a deletion is not synced before it goes on", _LOCAL, "            _sync_directory(root)\n        except",
-           "            pass\n        except", "cuts"),
+           "            pass\n        except", "cuts", "a retention pass"),
     Mutant("a saver process syncs nothing", "_worker/work.py", "                durability=order.durability,\n",
            '                durability="flush",\n', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
            "        shutil.copytree(attempt, target)\n        shutil.rmtree(attempt)\n" + _TRY, "kills"),
     Mutant("a deletion begins with the files", _LOCAL, "    hidden = _take_away(root, directory)\n",
-           "    _discard(root / directory)\n    hidden = _take_away(root, directory)\n", "kills"),
+           "    _discard(root / directory)\n    hidden = _take_away(root, directory)\n", "kills",
+           "a retention pass"),
     Mutant("the marker is written first and published alone", _LOCAL, _RENAME,
            "        target.mkdir()\n        for one in sorted(attempt.iterdir()):\n"
            "            os.rename(one, target / one.name)\n        attempt.rmdir()\n" + _TRY, "kills"),
@@ -117,7 +120,7 @@ MUTANTS = (
     Mutant("a short write counts as a whole one", _LOCAL,
            "            done += os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)\n",
            "            os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)\n"
-           "            done = len(buffer)\n", "faults"),
+           "            done = len(buffer)\n", "faults", "short"),
     Mutant("an error of a writer's thread is forgotten", _LOCAL,
            "        if self._error is not None:\n            raise self._error\n", "", "faults"),
     Mutant("a failed sync of a file is passed over", _LOCAL, _SYNC_NEW,
@@ -130,7 +133,7 @@ MUTANTS = (
            '    if verdict.outcome != "absent":\n        return\n',
            "    if verdict.outcome:\n        return\n", "faults"),
     Mutant("a commit that was sent counts as absent", "_save/commit.py", '    verdict.outcome = "unknown"\n',
-           '    verdict.outcome = "absent"\n', "faults"),
+           '    verdict.outcome = "absent"\n', "faults", "late_and_dead"),
     Mutant("a sent commit is not read back", "_save/commit.py",
            '    await finish(lambda: _read_back(store, name, tail, getattr(error, "left_behind", False), verdict))\n',
            '    verdict.outcome = "absent"\n', "faults"),
@@ -163,9 +166,12 @@ MUTANTS = (
 
 
 def mutate(mutant: Mutant, source: Path, to: Path) -> None:
-    """A copy of the package with the mutant in it."""
-    shutil.copytree(source / "sidestream", to / "sidestream", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the package with the mutant in it. The copies of its other modules have their bytecode."""
+    unfinished = shutil.ignore_patterns("*.pyc.*")  # which another process is about to rename
+    shutil.copytree(source / "sidestream", to / "sidestream", ignore=unfinished)
     path = to / "sidestream" / mutant.file
+    for stale in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        stale.unlink()
     text = path.read_text()
     assert text.count(mutant.old) == 1, f"{mutant.name}: found {text.count(mutant.old)} times in {mutant.file}"
     mutated = text.replace(mutant.old, mutant.new)
@@ -179,29 +185,31 @@ def mutate(mutant: Mutant, source: Path, to: Path) -> None:
 CUTS = ("nothing", "names", "chance", "chance", "chance")
 
 
-async def cuts(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def cuts(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     """Modelled power cuts."""
-    async for wrong in modelled(place, chance, CUTS, "threads"):
+    async for wrong in modelled(place, chance, first, CUTS, "threads"):
         yield wrong
 
 
-async def saver_cuts(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def saver_cuts(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     """Modelled power cuts, where a saver process writes."""
-    async for wrong in modelled(place, chance, CUTS, "a saver process"):
+    async for wrong in modelled(place, chance, first, CUTS, "a saver process"):
         yield wrong
 
 
-async def kills(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def kills(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     """What a kill leaves: all that was done until then."""
-    async for wrong in modelled(place, chance, ("everything",), "threads"):
+    async for wrong in modelled(place, chance, first, ("everything",), "threads"):
         yield wrong
 
 
-async def modelled(place: Path, chance: random.Random, keeps: tuple[Any, ...], writer: Any) -> AsyncIterator[list[str]]:
+async def modelled(
+    place: Path, chance: random.Random, first: str, keeps: tuple[Any, ...], writer: Any
+) -> AsyncIterator[list[str]]:
     from _cutting import WORK, judged, recorded
     from _look import look
 
-    for number, name in enumerate(WORK):
+    for number, name in enumerate(sorted(WORK, key=lambda name: name != first)):
         cut = place / f"cut-{number}"
         recording = await recorded(place / str(number), name, writer)
         new = "run/new/below" if name == "a new run" else "run"
@@ -217,7 +225,7 @@ async def modelled(place: Path, chance: random.Random, keeps: tuple[Any, ...], w
                 yield judged(found, recording.acknowledged(at), older, name)
 
 
-async def faults(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def faults(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     from _injecting import Bench, late, late_and_dead, once, short, sticky
     from _operations import Operation
 
@@ -227,7 +235,8 @@ async def faults(place: Path, chance: random.Random) -> AsyncIterator[list[str]]
         bench = Bench(place, stager)
         await bench.prepare()
         _, _, whole = await bench.save(Operation.call)
-        for way, number in ((once, errno.EIO), (late, errno.EIO), (late_and_dead, errno.EIO), (short, 1), (sticky, 28)):
+        ways = ((once, errno.EIO), (late, errno.EIO), (late_and_dead, errno.EIO), (short, 1), (sticky, errno.ENOSPC))
+        for way, number in sorted(ways, key=lambda way: way[0].__name__ != first):
             for at in range(1, len(whole.log) + 1):
                 error, outcome, intercept = await bench.save(way(at, number))
                 wrong = await bench.judge(error, outcome, removable=way is not late_and_dead)
@@ -235,7 +244,7 @@ async def faults(place: Path, chance: random.Random) -> AsyncIterator[list[str]]
                 yield [*wrong, *(["a fault that nobody was told of"] if changed and error is None else [])]
 
 
-async def reads(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def reads(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     from _injecting import short
     from _operations import Intercept
     from _seeded import blank_state, make_state, same
@@ -253,7 +262,7 @@ async def reads(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
                 yield [f"a short transfer became {error!r}"]
 
 
-async def corruption(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def corruption(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     from _corrupting import DAMAGES, OWN_READERS, damaged, judged
     from _seeded import make_state
 
@@ -268,7 +277,7 @@ async def corruption(place: Path, chance: random.Random) -> AsyncIterator[list[s
         yield wrong
 
 
-async def stock(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def stock(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     from _corrupting import STOCK_READERS, bit_flip, damaged, judged
     from _seeded import make_state
 
@@ -279,7 +288,7 @@ async def stock(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
         yield wrong
 
 
-async def renamed(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def renamed(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     """A directory under the name of another step."""
     from _seeded import blank_state, make_state
 
@@ -296,7 +305,7 @@ async def renamed(place: Path, chance: random.Random) -> AsyncIterator[list[str]
             yield [f"the copy of step 1 is loaded as step {step}"]
 
 
-async def conflicts(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def conflicts(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     from _look import look
     from _seeded import make_state
 
@@ -320,14 +329,14 @@ async def conflicts(place: Path, chance: random.Random) -> AsyncIterator[list[st
         yield wrong
 
 
-async def retention(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def retention(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     from _retaining import trial
 
     for number in range(60):
         yield await trial(place / str(number), chance)
 
 
-async def cancels(place: Path, chance: random.Random) -> AsyncIterator[list[str]]:
+async def cancels(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     from _cancelling import OPERATIONS, cancelled, made, sweep
 
     async with made(place) as bench:
@@ -337,7 +346,7 @@ async def cancels(place: Path, chance: random.Random) -> AsyncIterator[list[str]
             yield [str(one) for one in violations]
 
 
-CATCHERS: dict[str, Callable[[Path, random.Random], AsyncIterator[list[str]]]] = {
+CATCHERS: dict[str, Callable[[Path, random.Random, str], AsyncIterator[list[str]]]] = {
     each.__name__: each
     for each in (cuts, saver_cuts, kills, faults, reads, corruption, stock, renamed, conflicts, retention, cancels)
 }
@@ -346,9 +355,9 @@ CATCHERS: dict[str, Callable[[Path, random.Random], AsyncIterator[list[str]]]] =
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-async def catch(catcher: str, place: Path, seed: int) -> dict[str, Any]:
+async def catch(catcher: str, first: str, place: Path, seed: int) -> dict[str, Any]:
     trials = 0
-    async for wrong in CATCHERS[catcher](place, random.Random(f"{seed} {catcher}")):
+    async for wrong in CATCHERS[catcher](place, random.Random(f"{seed} {catcher}"), first):
         trials += 1
         if wrong:
             return {"caught": wrong[0][:300], "trials": trials}
@@ -358,12 +367,13 @@ async def catch(catcher: str, place: Path, seed: int) -> dict[str, Any]:
 def in_child(asked: dict[str, Any], out: int) -> None:
     sys.path.insert(0, asked["source"])
     importlib.import_module("sidestream")
-    told = asyncio.run(catch(asked["catcher"], Path(asked["place"]), asked["seed"]))
+    told = asyncio.run(catch(asked["catcher"], asked["first"], Path(asked["place"]), asked["seed"]))
     os.write(out, json.dumps(told).encode())
 
 
 def serve() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error", ResourceWarning)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     async def warm() -> None:

@@ -66,6 +66,12 @@ class Called:
     changes: bool
     target: str = ""
 
+    @property
+    def visible(self) -> bool:
+        """Whether another process can see what it did."""
+        removes = self.name in ("unlink", "remove", "rmdir")
+        return removes or (self.changes and self.name not in ("fsync", "fdatasync"))
+
 
 class Intercept:
     """Hands every operation on something at or below ``root`` to ``hook``, which does it with ``operation.call()``.

@@ -137,8 +137,11 @@ class Warm:
 
 @contextmanager
 def warm(script: Path, *arguments: str, source: Path = SOURCE) -> Iterator[Warm]:
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error::ResourceWarning", str(script), *arguments],
+    popen: type[subprocess.Popen[str]] = subprocess.Popen
+    if source == SOURCE:  # or sidestream would come from elsewhere than the process that forks has imported it from
+        from warm import Popen as popen
+    process = popen(
+        [sys.executable, str(script), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+import warnings
 from typing import Any
 
 import anyio.lowlevel
@@ -98,6 +99,7 @@ async def _warm() -> None:
 
 def serve() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error", ResourceWarning)
     asyncio.run(_warm())
     for line in sys.stdin:
         reading, writing = os.pipe()

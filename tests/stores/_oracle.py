@@ -71,6 +71,7 @@ def _stock(url: str, options: dict[str, Any], mib: int) -> int | str:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    warnings.simplefilter("error", ResourceWarning)
     for line in sys.stdin:
         try:
             found = answer(json.loads(line))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from warm import Popen
+
 import sidestream
 
 HERE = Path(__file__).parent
@@ -48,8 +50,8 @@ class Program:
 
     def __init__(self, name: str) -> None:
         source = str(Path(sidestream.__file__).parents[1])
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "error::ResourceWarning", str(HERE / name)],
+        self._process = Popen(
+            [sys.executable, str(HERE / name)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), source))},
         )  # fmt: skip

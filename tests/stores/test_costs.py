@@ -103,7 +103,7 @@ def test_a_save_needs_little_memory_beyond_staging(
     engine: str, seaweed: Endpoint, child: Children, prefix: str
 ) -> None:
     policy = {"engine": engine}
-    told = child.run(work="memory", run=seaweed.url(prefix), options=seaweed.options, policy=policy, mib=320)
+    told = child.run(work="memory", run=seaweed.url(prefix), options=seaweed.options, policy=policy, mib=200)
     assert told.exit == 0, told
     assert told.get("extra_bytes") is not None, told
     print(f"{engine}: {told.get('extra_bytes') / (1 << 20):.0f} MiB")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
 from _judge import Oracle
 from _no_shared_memory import LACKS
 from _rows import HERE, SOURCE, Row, Size, cannot
@@ -59,12 +60,11 @@ def test_no_memory_to_share(saver: str, tmp_path: Path, judge: Oracle, row: Call
     total = size.of(*LACKING)
     for number in range(total):
         run, lack = tmp_path / str(number), LACKS[number % len(LACKS)]
-        ended = subprocess.run(
+        ended = warm.run(
             [sys.executable, str(HERE / "_no_shared_memory.py"), str(run), saver, lack],
             capture_output=True,
             text=True,
             timeout=120,
-            check=False,
             env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1"},
         )
         told = json.loads(ended.stdout) if ended.stdout else {}
