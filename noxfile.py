@@ -37,6 +37,10 @@ AZURITE = "azurite@3.37.0"
 SPREAD = ("-n2", "--dist=loadfile", "--no-loadscope-reorder")
 """Two processes that share the files of a session, in the order that tests/conftest.py gives them."""
 
+SHORT = ("-m", "not long")
+ELSEWHERE = ("--ignore=tests/crash/campaign", "--ignore=tests/ranks")
+"""Tests that `campaign` and `ranks` run."""
+
 FOUND = [python for python in PYTHONS if _answers(python)]
 ONE = FOUND[0] if FOUND else PYTHONS[0]
 """For sessions that need only one interpreter."""
@@ -66,8 +70,14 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests against the built package; arguments after ``--`` go to pytest."""
     _install(session, ".[fast]", groups=("tests",))
-    elsewhere = ("--ignore=tests/crash/campaign", "--ignore=tests/ranks")  # which `campaign` and `ranks` run
-    session.run("python", "-m", "pytest", *SPREAD, *elsewhere, *session.posargs)
+    session.run("python", "-m", "pytest", *SPREAD, *SHORT, *ELSEWHERE, *session.posargs)
+
+
+@nox.session(python=ONE)
+def long(session: nox.Session) -> None:
+    """Run the long forms that `tests`, `ranks` and `savers` leave out; arguments after ``--`` go to pytest."""
+    _install(session, ".[fast]", groups=("tests",))
+    session.run("python", "-m", "pytest", *SPREAD, "-m", "long", *(session.posargs or ELSEWHERE[:1]))
 
 
 @nox.session(python=ONE)

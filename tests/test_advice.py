@@ -8,7 +8,6 @@ import dataclasses
 import datetime as dt
 import enum
 import random
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import warm
 from states import assert_same
 
 import sidestream
@@ -259,7 +259,7 @@ async def test_a_conversion_onto_a_file_that_exists(tmp_path: Path) -> None:
 def test_the_command_line_names_its_own_option(tmp_path: Path) -> None:
     sidestream.blocking.save({"w": torch.ones(2), "step": 1}, tmp_path / "c")
     command = [sys.executable, "-c", "from sidestream.cli import main; main()", "convert"]
-    done = subprocess.run(
+    done = warm.run(
         [*command, str(tmp_path / "c"), str(tmp_path / "m.safetensors")],
         capture_output=True,
         text=True,

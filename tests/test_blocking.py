@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from states import assert_same, model_and_optimizer
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
@@ -105,7 +105,7 @@ if len(sys.argv) > 2:
     print(pending.result().url)
 """
     for arguments in ([str(tmp_path / "a"), "wait"], [str(tmp_path / "b")]):
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 0, done.stderr

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = sorted(path for path in EXAMPLES.glob("*.py") if not path.stem.endswith("_live"))
@@ -14,7 +14,7 @@ SMALL = sorted(path for path in EXAMPLES.glob("*.py") if not path.stem.endswith(
 
 @pytest.mark.parametrize("example", SMALL, ids=lambda path: path.stem)
 def test_runs(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-W", "error", str(example)],
         cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip

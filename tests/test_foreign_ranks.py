@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from states import assert_same
 from stock import stock_load
 from stock_ranks import COLUMNS, ROWS
@@ -43,7 +44,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ranks")
     script = str(Path(__file__).with_name("stock_ranks.py"))
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, script, str(rank), str(WORLD), str(root / "store"), str(root), *KINDS],
             stderr=subprocess.PIPE,
             text=True,

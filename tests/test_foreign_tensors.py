@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import warm
 from stock import stock_save
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.utils import _pytree as pytree
@@ -219,7 +219,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
     def run(*words: str) -> str:
         command = [sys.executable, "-c", "from sidestream.cli import main; main()", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        return warm.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
     assert {row["name"] for row in json.loads(run("info", path, "--json"))} == {"m.weight", "m.bias", "other", "step"}
     assert "1 of a kind that this version does not read: m.weight" in run("verify", path)

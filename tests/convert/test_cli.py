@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from _s3_server import KEY, SECRET, serving
 from safetensors.torch import load_file
 
@@ -40,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sidestream_(*words: object, code: int = 0, shown: str = "") -> str:
     """Run it and return what it prints, of an error what it says."""
-    done = subprocess.run(
+    done = warm.run(
         [*COMMAND, *map(str, words)], env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == code, (done.stdout, done.stderr)
@@ -92,9 +93,7 @@ def test_convert(run: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
     ours, theirs = pty.openpty()
     words = ("convert", str(run / "step-2"), str(tmp_path / "shown.pt"))
-    child = subprocess.Popen(
-        [*COMMAND, *words], env={**ENVIRONMENT, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=theirs
-    )
+    child = warm.Popen([*COMMAND, *words], env={**ENVIRONMENT, "TERM": "xterm"}, stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
     shown = b""
     with suppress(OSError):  # the other end is closed
@@ -222,7 +221,7 @@ def test_interrupted_nothing_half_done_is_left(verb: str, tmp_path: Path) -> Non
 
 
 def started(*words: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return warm.Popen(
         [*COMMAND, *map(str, words), "--budget-mib", "96"],
         env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

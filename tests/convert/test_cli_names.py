@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+import warm
 from test_cli import COMMAND, ENVIRONMENT
 
 import sidestream
@@ -52,7 +53,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def printed(*words: object, code: int = 0, environment: dict[str, str] = ASCII) -> str:
     """Return both output streams, read from pipes, after checking that they contain no control character."""
-    done = subprocess.run(
+    done = warm.run(
         [*COMMAND, *map(str, words)],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
     )  # fmt: skip
@@ -66,7 +67,7 @@ def printed(*words: object, code: int = 0, environment: dict[str, str] = ASCII) 
 def on_a_terminal(*words: object, code: int = 0) -> str:
     ours, theirs = pty.openpty()
     environment = {**UTF_8, "TERM": "xterm-256color", "COLUMNS": "300"}
-    child = subprocess.Popen([*COMMAND, *map(str, words)], env=environment, stdout=theirs, stderr=subprocess.DEVNULL)
+    child = warm.Popen([*COMMAND, *map(str, words)], env=environment, stdout=theirs, stderr=subprocess.DEVNULL)
     os.close(theirs)
     shown = b""
     with suppress(OSError):  # the other end is closed
@@ -140,7 +141,7 @@ def test_json_has_no_number_that_json_lacks(tmp_path: Path) -> None:
 def test_advice_in_brackets_is_shown() -> None:
     missing = "import sys; sys.modules['obstore'] = None"
     command = [*COMMAND[:-1], f"{missing}; {COMMAND[-1]}", "doctor"]
-    done = subprocess.run(command, env=UTF_8, capture_output=True, text=True, timeout=300, check=True)
+    done = warm.run(command, env=UTF_8, capture_output=True, text=True, timeout=300, check=True)
     assert "pip install 'sidestream[cloud]'" in done.stdout
 
 

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from _look import attempts_in, descriptors
 from _operations import Intercept, Operation, exists
 from _seeded import blank_state, make_state, same
@@ -438,7 +438,7 @@ held.wait(0.1)
 @pytest.mark.parametrize("end", ["", "loop.close()", "loop.close(); pending.done()", "raise SystemExit(3)"])
 def test_at_exit(end: str, elements: int, tmp_path: Path) -> None:
     program = textwrap.dedent(AT_EXIT) + end
-    ended = subprocess.run(
+    ended = warm.run(
         [sys.executable, "-W", "ignore", "-c", program, str(tmp_path), str(elements)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,

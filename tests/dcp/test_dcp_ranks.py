@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import warm
 from _dcp_rank import CASES, COLUMNS, LARGE, ROWS
 from _s3_server import serving
 from stock import stock_load
@@ -51,7 +52,7 @@ def _run(directory: Path, target: Path, environment: dict[str, str]) -> None:
         for rank in range(WORLD):
             arguments = [str(rank), str(WORLD), str(directory / "store"), str(target)]
             with (directory / f"{rank}.out").open("wb") as out, (directory / f"{rank}.err").open("wb") as err:
-                child = subprocess.Popen(
+                child = warm.Popen(
                     [*command, *arguments],
                     stdout=out,
                     stderr=err,

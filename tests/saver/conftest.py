@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import warm
 from fsspec.asyn import get_loop
 
 from sidestream._worker.client import close_all
@@ -28,6 +29,7 @@ def _no_saver_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     close_all()
     run_anywhere(_nothing)  # the loops that this process keeps have descriptors of their own
     get_loop()
+    warm.start()
     gc.collect()
     before = _descriptors()
     yield

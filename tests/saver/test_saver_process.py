@@ -20,6 +20,7 @@ from typing import Literal
 
 import pytest
 import torch
+import warm
 from _saver_trial import alive, environment, happened, wait_until_gone
 from states import assert_same
 
@@ -487,7 +488,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_it_ends_with_its_trainer(how: str, tmp_path: Path, until: Until) -> None:
-    with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as trainer:
+    with warm.Popen([sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
         for process in (pid, trainer.pid):  # what was never there is not left there

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from _places import s3_place
 from _s3_server import S3Server
 
@@ -47,7 +47,7 @@ def killed_while_uploading(server: S3Server, engine: str) -> None:
         asyncio.run(sidestream.save(state, "s3://{server.bucket}/run/step-1", storage_options={server.options!r},
                                     store_policy=policy))
     """)
-    child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    child = warm.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     try:
         server.wait_for("complete")
     finally:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+import warm
 from _s3_server import S3Server
 
 pytest.importorskip("obstore")
@@ -15,7 +16,7 @@ pytest.importorskip("obstore")
 
 def run(code: str, server: S3Server) -> subprocess.CompletedProcess[str]:
     setting = f"OPTIONS = {server.options!r}\nBASE = 's3://{server.bucket}/run'\n"
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-c", setting + textwrap.dedent(code)],
         capture_output=True,
         text=True,
