@@ -57,7 +57,7 @@ SECONDS = 60.0  # of processor time: a bound against what is quadratic, which ta
 
 @pytest.mark.parametrize("kind", colliding())
 def test_keys_that_share_a_hash_are_refused_before_a_container_has_them(kind: str) -> None:
-    keys = (colliding()[kind] * 11)[:MANY]
+    keys = (colliding()[kind] * 17)[:MANY]
     assert len({hash(key) for key in keys}) <= 4
     with processor_budget(SECONDS):
         for build in (check_hashes, set_of, lambda keys: fill({}, [(key, None) for key in keys])):
