@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from _hostile import STATE, colliding, described, forged, item, opcodes, scattered, stock, with_records
 from hangs import processor_budget
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -417,13 +417,12 @@ asyncio.run(main(int(sys.argv[1]), *sys.argv[2:]))
 
 def in_a_process(sound: Path, *urls: Path, limit_mib: int = 0) -> list[dict[str, Any]]:
     """What one process is told of each url, and by how much each call raises the peak of its memory."""
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", _LIMITED, str(limit_mib), str(sound), *map(str, urls)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=500,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     told: list[dict[str, Any]] = json.loads(done.stdout)
