@@ -8,6 +8,7 @@ package, and over small wrong snippets that it has to catch.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import pickle
@@ -53,16 +54,22 @@ def package_sources() -> dict[str, str]:
     return found
 
 
-def packages_of(modules: Mapping[str, str]) -> frozenset[str]:
-    """The names among ``modules`` that are packages, as far as relative imports are concerned."""
-    on_disk = {name for name in modules if (SOURCES.parent / Path(*name.split(".")) / "__init__.py").exists()}
-    return frozenset(on_disk | {name for name in modules if any(other.startswith(name + ".") for other in modules)})
+def is_package(name: str, modules: Mapping[str, str]) -> bool:
+    """Whether relative imports of the module ``name`` start at its own name."""
+    on_disk = (SOURCES.parent / Path(*name.split(".")) / "__init__.py").exists()
+    return on_disk or any(other.startswith(name + ".") for other in modules)
+
+
+@functools.cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of ``source``. Cached, because each check reads every module of the package."""
+    return tuple(ast.walk(ast.parse(source)))
 
 
 def imported(name: str, source: str, known: Mapping[str, str]) -> Iterator[tuple[int, str]]:
     """Line and dotted target of each import in ``source``; type-only ones and those inside functions count too."""
-    base = name.split(".") if name in packages_of(known) else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
+    base = name.split(".") if is_package(name, known) else name.split(".")[:-1]
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -100,10 +107,11 @@ def dotted(node: ast.expr) -> str | None:
     return ".".join([node.id, *reversed(parts)])
 
 
-def aliases(tree: ast.AST) -> dict[str, str]:
+@functools.cache
+def aliases(source: str) -> Mapping[str, str]:
     """What each imported local name stands for, e.g. ``F`` for ``torch.nn.functional``."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 names[alias.asname or alias.name.split(".")[0]] = (
@@ -212,10 +220,9 @@ def private_torch_names(name: str, source: str) -> list[str]:
     """Uses of torch's private names: imports, and attributes of torch modules and of what was imported from them."""
     if name == f"{PACKAGE}._runtime.torch_probes":
         return []
-    tree = ast.parse(source)
-    names = aliases(tree)
+    names = aliases(source)
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -241,11 +248,10 @@ def misplaced_calls(name: str, source: str, wanted: frozenset[str], home: str) -
     """Uses of the names ``wanted`` outside the module ``home``, by attribute or by import."""
     if name == f"{PACKAGE}.{home}":
         return []
-    tree = ast.parse(source)
-    names = aliases(tree)
+    names = aliases(source)
     bare = {want for want in wanted if "." not in want}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         hits: set[str] = set()
         if isinstance(node, ast.Attribute):
             chain = dotted(node) or node.attr

@@ -182,16 +182,18 @@ async def test_rank_local_is_what_stock_reads_by_rank(written: Path) -> None:
     assert json.loads((written / "hf-consolidated-floats" / "model.safetensors.index.json").read_text())["weight_map"]
 
 
+@pytest.mark.parametrize("places", [30, pytest.param(150, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["collective-zstd", "collective-safetensors", "local", "hf-only-tensors"])
-async def test_every_flipped_bit_is_told_or_read(written: Path, kind: str, tmp_path: Path) -> None:
+async def test_every_flipped_bit_is_told_or_read(written: Path, kind: str, places: int, tmp_path: Path) -> None:
     """An error of ours says what is wrong; where there are checksums no other value comes back."""
     path = copied(written, kind, tmp_path)
     state = await (await sidestream.open_checkpoint(path)).state_dict()
     checked = kind in ("collective-zstd", "local")
-    found = 0
+    found = tried = 0
     for file in sorted(path.iterdir()):
         raw = file.read_bytes()
-        for at in range(0, len(raw), max(7, len(raw) // 150)):
+        for at in range(0, len(raw), max(7, len(raw) // places)):
+            tried += 1
             file.write_bytes(raw[:at] + bytes([raw[at] ^ (1 << at % 8)]) + raw[at + 1 :])
             try:
                 back = await (await sidestream.open_checkpoint(path)).state_dict()
@@ -201,4 +203,4 @@ async def test_every_flipped_bit_is_told_or_read(written: Path, kind: str, tmp_p
                 if checked and file.suffix == ".distcp":
                     assert_same(state, back)
         file.write_bytes(raw)
-    assert found > 50
+    assert found > tried // 8, (found, tried)

@@ -20,6 +20,7 @@ from leases import all_returned
 
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager, DeviceEngine
+from sidestream._staging import stager as stager_module
 from sidestream._staging.arena import _Memory
 from sidestream._staging.registration import settle
 from sidestream.errors import ArenaExhausted, DeadlineExceeded, DeviceFailed
@@ -236,7 +237,10 @@ async def closed(stager: AsyncStager) -> None:
 
 
 @pytest.mark.parametrize("call", [trimmed, closed, AsyncStager.aclose], ids=["trim", "close", "aclose"])
-async def test_a_device_that_does_not_answer_is_not_waited_for_beyond_the_deadline(call: Callable[..., Any]) -> None:
+async def test_a_device_that_does_not_answer_is_not_waited_for_beyond_the_deadline(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager_module, "_GRACE_S", 0.5)
     driver = FakeDriver()
     stager = on_fake(driver, timeout_s=0.5)
     await staged_and_released(driver, stager)

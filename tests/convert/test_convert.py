@@ -356,7 +356,7 @@ def slowly(*args):
     global calls
     calls += 1
     if calls <= 4:
-        time.sleep(1.5)  # whoever reads ahead without a bound has all of the source in memory by then
+        time.sleep(0.5)  # whoever reads ahead without a bound has all of the source in memory by then
     return write(*args)
 
 local._write_buffer = slowly

@@ -23,7 +23,7 @@ from sidestream._layout.checks import Piece
 
 MIB = 1 << 20
 LEAST = 96 * MIB
-TENSORS = {"large": torch.arange(3 * MIB), "small": torch.arange(7, dtype=torch.int16), "none": torch.empty(0, 3)}
+TENSORS = {"large": torch.arange(3 * MIB // 2), "small": torch.arange(7, dtype=torch.int16), "none": torch.empty(0, 3)}
 STATE: dict[str, Any] = {**TENSORS, "step": 7, "nested": [{"x": torch.ones(3)}, (1, "two")]}
 
 

@@ -148,6 +148,7 @@ async def test_one_that_is_killed_while_it_copies(tmp_path: Path, asked: list[bo
     assert_same(state_of(3.0), await back(tmp_path / "c"))
 
 
+@pytest.mark.usefixtures("short_patience")
 async def test_one_that_is_stopped_while_it_copies_and_a_cancel(
     tmp_path: Path, asked: list[bool | None], children: Children, until: Until
 ) -> None:

@@ -300,7 +300,7 @@ async def test_without_retries_it_is_a_typed_error(
 
 
 async def test_a_stopped_one_is_noticed(tmp_path: Path, children: Children) -> None:
-    saver = SaverProcess(silence_s=5)
+    saver = SaverProcess(silence_s=2)
     await sidestream.save(state_of(1.0), tmp_path / "a", saver=saver)
     (pid,) = children()
     os.kill(pid, signal.SIGSTOP)
@@ -330,6 +330,7 @@ async def test_memory_that_others_wanted_is_not_there_for_a_second_time(
     assert_same(state_of(6.0, 24), await back(url))
 
 
+@pytest.mark.usefixtures("short_patience")
 @pytest.mark.parametrize("where", ["pwrite", "fsync"])
 async def test_one_that_hangs_is_ended_at_the_deadline(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -338,7 +339,7 @@ async def test_one_that_hangs_is_ended_at_the_deadline(
         monkeypatch.setenv(name, value)
     await saver_process(SaverProcess()).up(Deadline.after(60))  # so that the time is not over before it gets there
     with pytest.raises(DeadlineExceeded):
-        await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process", timeout_s=10)
+        await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process", timeout_s=4)
     assert happened(tmp_path / "notes")
     assert wait_until_gone(tmp_path / "notes") == []
     assert list((tmp_path / "run").iterdir()) == []
@@ -391,16 +392,18 @@ async def test_a_save_that_was_stopped_before_it_was_asked_for_ends_no_other(
     assert children() == [pid]
 
 
+@pytest.mark.usefixtures("short_patience")
 async def test_a_stopped_one_does_not_hold_up_a_deadline(tmp_path: Path, children: Children) -> None:
     saver = SaverProcess(silence_s=3600)
     await sidestream.save(state_of(1.0), tmp_path / "a", saver=saver)
     os.kill(children()[0], signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded):
-        await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver, timeout_s=2)
+        await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver, timeout_s=1)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver)
 
 
+@pytest.mark.usefixtures("short_patience")
 async def test_nor_when_it_takes_nothing_any_more(tmp_path: Path, children: Children, until: Until) -> None:
     """More is sent than the socket has room for: neither a cancel nor a deadline reaches the thread that sends."""
     saver = SaverProcess(silence_s=3600)
@@ -408,7 +411,7 @@ async def test_nor_when_it_takes_nothing_any_more(tmp_path: Path, children: Chil
     (pid,) = children()
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(DeadlineExceeded):
-        await sidestream.save({"blob": b"x" * (32 << 20)}, tmp_path / "b", saver=saver, timeout_s=2)
+        await sidestream.save({"blob": b"x" * (4 << 20)}, tmp_path / "b", saver=saver, timeout_s=2)
     until(lambda: pid not in children())
     await sidestream.save(state_of(2.0), tmp_path / "b", saver=saver)
     assert_same(state_of(2.0), await back(tmp_path / "b"))

@@ -20,7 +20,8 @@ from sidestream.errors import SidestreamError
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
-    return {f"t{number}": torch.full((3 << 20,), value + number) for number in range(4)}  # 48 MiB: parts
+    """Each tensor is a file of two parts."""
+    return {f"t{number}": torch.full((3 << 19,), value + number) for number in range(2)}
 
 
 @pytest.fixture(autouse=True)
