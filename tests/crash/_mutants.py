@@ -47,28 +47,32 @@ _SYNC_DIRECTORY = """        os.fsync(descriptor)
         os.close(descriptor)
 
 
-def _discard"""
+def remove_tree"""
 _SUPPRESSED = "with suppress(OSError):\n                    os.fsync(descriptor)"
 _IN_USE = (
     '        return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)\n'
 )
 _CANDIDATES = "                candidates = [steps[name] for name in chosen if steps[name].order < newest.order]\n"
-_LOCAL = "_storage/local/store.py"
+_LOCAL = "_storage/local/transaction.py"
+_DIRECTORIES = "_storage/local/directories.py"
+_STORE = "_storage/local/store.py"
+_WRITE = "_storage/local/write.py"
+_TRANSACTION = "_storage/transaction.py"
 _RENAME = "        exchange(attempt, target) if swap else os.rename(attempt, target)\n        try:\n"
 _TRY = "        try:\n"
 _SYNC_AND_RENAME = (
     """        if durability == "fsync":
-            _sync_directory(attempt)
-        swap = replacing and not _is_vacant(target)
+            sync_directory(attempt)
+        swap = replacing and not is_vacant(target)
         _check_whole(attempt, names, target)
 """
     + _RENAME
 )
 _SYNC_NEW_DIRECTORY = """        made.append(path)
         if durability == "fsync":
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 """
-_SYNC_PARENT = """            _sync_directory(target.parent)
+_SYNC_PARENT = """            sync_directory(target.parent)
         except OSError as error:
             raise NotDurable(
                 error.errno, "the checkpoint"""
@@ -78,35 +82,35 @@ _PRUNING = "_run/pruning.py"
 
 MUTANTS = (
     # syncs left out, or in the wrong place
-    Mutant("files are not synced", _LOCAL, _SYNC_NEW, _SYNC_NEW.replace("os.fsync(descriptor)", "pass"), "cuts"),
-    Mutant("the attempt's directory is not synced", _LOCAL, "            _sync_directory(attempt)\n",
+    Mutant("files are not synced", _WRITE, _SYNC_NEW, _SYNC_NEW.replace("os.fsync(descriptor)", "pass"), "cuts"),
+    Mutant("the attempt's directory is not synced", _LOCAL, "            sync_directory(attempt)\n",
            "            pass\n", "cuts"),
     Mutant("the parent is not synced after the rename", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
-           "_sync_directory(target.parent)", "pass"), "cuts"),
-    Mutant("new directories are not synced", _LOCAL, _SYNC_NEW_DIRECTORY,
-           _SYNC_NEW_DIRECTORY.replace("_sync_directory(path.parent)", "pass"), "cuts", "a new run"),
-    Mutant("directories are opened and not synced", _LOCAL, _SYNC_DIRECTORY,
+           "sync_directory(target.parent)", "pass"), "cuts"),
+    Mutant("new directories are not synced", _DIRECTORIES, _SYNC_NEW_DIRECTORY,
+           _SYNC_NEW_DIRECTORY.replace("sync_directory(path.parent)", "pass"), "cuts", "a new run"),
+    Mutant("directories are opened and not synced", _DIRECTORIES, _SYNC_DIRECTORY,
            _SYNC_DIRECTORY.replace("os.fsync(descriptor)", "pass"), "cuts"),
     Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_RENAME,
            "        swap = False\n        os.rename(attempt, target)\n"
-           "        if durability == 'fsync':\n            _sync_directory(target)\n" + _TRY,
+           "        if durability == 'fsync':\n            sync_directory(target)\n" + _TRY,
            "cuts"),
     Mutant("the parent is synced before the rename", _LOCAL, _SYNC_AND_RENAME,
-           "        _sync_directory(attempt)\n        _sync_directory(target.parent)\n"
+           "        sync_directory(attempt)\n        sync_directory(target.parent)\n"
            "        os.rename(attempt, target)\n        return\n" + _TRY, "cuts"),
-    Mutant("files are synced before they are written", _LOCAL,
+    Mutant("files are synced before they are written", _WRITE,
            "            _Parts(descriptor, direct, body, deadline).write(stop, threads)\n",
            "            os.fsync(descriptor)\n            durability = 'flush'\n"
            "            _Parts(descriptor, direct, body, deadline).write(stop, threads)\n", "cuts"),
-    Mutant("a deletion is not synced before it goes on", _LOCAL, "            _sync_directory(root)\n        except",
+    Mutant("a deletion is not synced before it goes on", _STORE, "            sync_directory(root)\n        except",
            "            pass\n        except", "cuts", "a retention pass"),
-    Mutant("a saver process syncs nothing", "_worker/work.py", "                durability=order.durability,\n",
-           '                durability="flush",\n', "saver_cuts"),
+    Mutant("a saver process syncs nothing", "_worker/work.py", 'asked["save_id"], asked["durability"], deadline)',
+           'asked["save_id"], "flush", deadline)', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
            "        shutil.copytree(attempt, target)\n        shutil.rmtree(attempt)\n" + _TRY, "kills"),
-    Mutant("a deletion begins with the files", _LOCAL, "    hidden = _take_away(root, directory)\n",
-           "    _discard(root / directory)\n    hidden = _take_away(root, directory)\n", "kills",
+    Mutant("a deletion begins with the files", _STORE, "    hidden = take_away(root, directory)\n",
+           "    remove_tree(root / directory)\n    hidden = take_away(root, directory)\n", "kills",
            "a retention pass"),
     Mutant("the marker is written first and published alone", _LOCAL, _RENAME,
            "        target.mkdir()\n        for one in sorted(attempt.iterdir()):\n"
@@ -117,28 +121,28 @@ MUTANTS = (
            "    return max((found.generation for found in found), default=0) + 1",
            "    return 1", "conflicts"),
     # failures
-    Mutant("a short write counts as a whole one", _LOCAL,
+    Mutant("a short write counts as a whole one", _WRITE,
            "            done += os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)\n",
            "            os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)\n"
            "            done = len(buffer)\n", "faults", "short"),
-    Mutant("an error of a writer's thread is forgotten", _LOCAL,
+    Mutant("an error of a writer's thread is forgotten", _WRITE,
            "        if self._error is not None:\n            raise self._error\n", "", "faults"),
-    Mutant("a failed sync of a file is passed over", _LOCAL, _SYNC_NEW,
+    Mutant("a failed sync of a file is passed over", _WRITE, _SYNC_NEW,
            _SYNC_NEW.replace("os.fsync(descriptor)", _SUPPRESSED), "faults"),
     Mutant("a failed sync of the parent is passed over", _LOCAL, """            raise NotDurable(
                 error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
             ) from error
 """, "            return\n", "faults"),
-    Mutant("a failed save leaves its attempt", "_save/commit.py",
-           '    if verdict.outcome != "absent":\n        return\n',
-           "    if verdict.outcome:\n        return\n", "faults"),
-    Mutant("a commit that was sent counts as absent", "_save/commit.py", '    verdict.outcome = "unknown"\n',
-           '    verdict.outcome = "absent"\n', "faults", "late_and_dead"),
-    Mutant("a sent commit is not read back", "_save/commit.py",
-           '    await finish(lambda: _read_back(store, name, tail, getattr(error, "left_behind", False), verdict))\n',
-           '    verdict.outcome = "absent"\n', "faults"),
+    Mutant("a failed save leaves its attempt", _TRANSACTION,
+           '        if self.outcome != "absent":\n            return\n',
+           "        if self.outcome:\n            return\n", "faults"),
+    Mutant("a commit that was sent counts as absent", _TRANSACTION, '        self.outcome = "unknown"\n        try:\n',
+           '        self.outcome = "absent"\n        try:\n', "faults", "late_and_dead"),
+    Mutant("a sent commit is not read back", _TRANSACTION,
+           '        await finish(lambda: self._read_back(name, tail, getattr(error, "left_behind", False)))\n',
+           '        self.outcome = "absent"\n', "faults"),
     Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
-    Mutant("a short read counts as a whole one", _LOCAL, "        buffers = _rest(buffers, count)\n",
+    Mutant("a short read counts as a whole one", "_storage/local/read.py", "        buffers = _rest(buffers, count)\n",
            "        break\n", "reads"),
     # checks left out
     Mutant("blocks are not verified", "_load/reader.py",

@@ -360,7 +360,7 @@ def test_a_reader_finds_one_or_the_other_while_it_is_overwritten(tmp_path: Path)
 
 
 def test_overwriting_where_directories_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sidestream._storage.local import store as local
+    from sidestream._storage.local import transaction as local
 
     OURS.save({"n": 1}, tmp_path / "c")
     monkeypatch.setattr(local, "exchanges", lambda directory: False)

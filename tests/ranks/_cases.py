@@ -30,7 +30,8 @@ from sidestream._runtime import threads as _threads
 from sidestream._save import group_planning as planning
 from sidestream._save import writing
 from sidestream._staging import HostEngine
-from sidestream._storage.local import store as local
+from sidestream._storage.local import transaction as local
+from sidestream._storage.local import write as local_write
 
 TIMEOUT_S = 60.0
 ROWS = torch.arange(70.0).reshape(10, 7)
@@ -241,9 +242,9 @@ def arm(phase: str, how: str) -> Fault:
     elif phase == "stage":
         fault.before(HostEngine, "fill")
     elif phase == "write":
-        fault.before(local, "_write_buffer")
+        fault.before(local_write, "_write_buffer")
     elif phase == "written":
-        fault.after(local._Parts, "write")
+        fault.after(local_write._Parts, "write")
     elif phase == "receipt":
         fault.before(local, "_put")
     elif phase == "publish":

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import sidestream
 from sidestream._run import restore as restoring
-from sidestream._save.planner import independent as parts
+from sidestream._storage import Transaction
 from sidestream.errors import (
     AccessDenied,
     CheckpointNotFound,
@@ -183,14 +183,14 @@ async def test_a_part_of_another_save_that_comes_with_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await save_part(1, tmp_path / "other", save_id="step 6")
-    commit_part = parts.commit_part
+    commit = Transaction.commit
 
     async def with_another(*args: Any, **options: Any) -> None:
-        await commit_part(*args, **options)
+        await commit(*args, **options)
         for path in (tmp_path / "other").iterdir():
             shutil.copy(path, tmp_path / "a" / path.name)
 
-    monkeypatch.setattr(parts, "commit_part", with_another)
+    monkeypatch.setattr(Transaction, "commit", with_another)
     apart = sidestream.Apart(rank=0, world_size=WORLD, save_id="step 5")
     pending = sidestream.async_save(part_of(0), tmp_path / "a", apart=apart)
     with pytest.raises(Conflict, match="rank 1 of 'step 6'"):

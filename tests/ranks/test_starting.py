@@ -20,8 +20,8 @@ from sidestream._run.group import call_together
 from sidestream._run.slots import QueuedSave, Slots
 from sidestream._run.starting import JointTurn, Starts
 from sidestream._runtime.threads import Deadline
-from sidestream._save.commit import Verdict
 from sidestream._save.pending import PendingSave, SaveInfo, SaveProgress
+from sidestream._storage.transaction import Outcome
 from sidestream.errors import RankFailures, Skipped
 
 WORLD = 3
@@ -42,7 +42,7 @@ class Work:
     """What a save has to do with others: it plans with them while no other of this rank can, and ends with them."""
 
     def __init__(self, rank: Rank, operation: Operation, step: int) -> None:
-        self.verdict = Verdict()
+        self.outcome: Outcome = "absent"
         self.url = str(step)
         self.progress = SaveProgress()
         self._rank = rank

@@ -20,8 +20,8 @@ from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
 from sidestream._run.leases import Leases
 from sidestream._run.pruning import Pruner
 from sidestream._runtime.threads import Deadline, Stop, Threads
-from sidestream._save.commit import BytesBody
-from sidestream._storage import LocalStore, ReadRange
+from sidestream._storage import LocalStore, ReadRange, Terms
+from sidestream._storage.bodies import BytesBody
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 
 
@@ -348,23 +348,23 @@ async def test_an_attempt_without_a_lease_is_collected_by_age(tmp_path: Path) ->
 async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path: Path) -> None:
     """As after a suspension that was longer than every lease: an error, and nothing torn."""
     writer, collector = LocalStore(tmp_path), LocalStore(tmp_path)
-    attempt = f".step-1.{'a' * 32}.partial"
+    transaction = writer.begin(Terms("step-1", "directory", "a" * 32, "flush", _soon()))
     threads = Threads("test-writer", 1)
     files = [("__0_1.distcp", BytesBody(b"x")), ("__0_2.distcp", BytesBody(b"y"))]
 
     def write() -> None:
-        writer.write(attempt, "step-1", files, threads=threads, durability="flush", stop=Stop(), deadline=_soon())
+        transaction.write(files, threads=threads, stop=Stop())
 
     await threads.run(write)
     (left,) = await collector.leftovers(deadline=_soon())
-    assert (left.name, left.kind) == (attempt, "attempt")
-    await collector.discard(attempt, deadline=_soon())
+    assert (left.name, left.kind) == (transaction.terms.attempt, "attempt")
+    await collector.discard(left.name, deadline=_soon())
     for name in ("manifest", ".metadata"):
         with pytest.raises(StorageError):
-            await writer.put(f"{attempt}/{name}", BytesBody(b"z"), durability="flush", deadline=_soon())
+            await transaction.put(name, BytesBody(b"z"))
     with pytest.raises(StorageError):
-        await writer.publish(attempt, "step-1", durability="flush", deadline=_soon())
-    await writer.discard(attempt, deadline=_soon())
+        await transaction.publish()
+    await transaction.discard(_soon())
     threads.close()
     assert entries(tmp_path) == []
 

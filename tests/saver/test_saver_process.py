@@ -31,7 +31,7 @@ from sidestream._format.layout_bytes import pack_layout
 from sidestream._format.records import BLOCK_BYTES
 from sidestream._format.shard import PAGE_BYTES, lay_out
 from sidestream._runtime.threads import Deadline, Stop
-from sidestream._storage import LocalStore, locate_run
+from sidestream._storage import LocalStore, Terms, locate_run
 from sidestream._worker.client import close_all, saver_process
 from sidestream._worker.job import Job, Order
 from sidestream._worker.wire import Channel, Frame, Kind, Outbox, pack
@@ -191,7 +191,7 @@ def test_memory_that_was_let_go_of_is_told_by_what_was_handed_over() -> None:
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        asked = {"at": time.time(), "timeout_s": None, "attempt": "a", "target": "t", "durability": "fsync"}
+        asked = {"at": time.time(), "timeout_s": None, "save_id": "a" * 32, "target": "t", "durability": "fsync"}
         request = Request(1, asked, LocalStore, Noting(Channel(ours)), Rate(None), lambda number: None)
         (layout,) = lay_out([frame_tensor("uint8", (BLOCK_BYTES,))] * 4, 1 << 40, BLOCK_BYTES + PAGE_BYTES)
         said = pack(["file", None])
@@ -383,11 +383,12 @@ async def test_a_save_that_was_stopped_before_it_was_asked_for_ends_no_other(
     store, _ = locate_run(tmp_path)
     assert isinstance(store, LocalStore)
     assert store.address is not None
-    order = Order(store.address, "attempt", "a", "a", "fsync", Deadline.after(60))
+    terms = Terms("a", "directory", "a" * 32, "fsync", Deadline.after(60))
+    order = Order(store.address, terms, "a")
     stop, link = Stop(), saver._current()
     stop.set()
     with pytest.raises(Closed):
-        Job(order, (), stop).run(store, lambda: link, 0)
+        Job(order, (), stop).run(store.begin(terms), lambda: link, 0)
     await sidestream.save(state_of(1.0), tmp_path / "a", saver="process")
     assert children() == [pid]
 

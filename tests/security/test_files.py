@@ -15,8 +15,8 @@ import sidestream
 from sidestream import errors
 from sidestream._runtime.redact import redacted
 from sidestream._runtime.threads import Deadline, Stop, Threads
-from sidestream._save.commit import BytesBody
-from sidestream._storage import LocalStore
+from sidestream._storage import LocalStore, Terms
+from sidestream._storage.bodies import BytesBody
 
 CANARY = "c4n4ry"
 
@@ -55,15 +55,13 @@ async def test_private_while_it_is_written(tmp_path: Path) -> None:
     old = os.umask(0)
     threads = Threads("test", 1)
     body = Looking(b"content")
-    object.__setattr__(body, "directory", tmp_path / ".c.partial")
+    terms = Terms("c", "directory", "a" * 32, "flush", Deadline.after(60))
+    transaction = LocalStore(tmp_path).begin(terms)
+    object.__setattr__(body, "directory", tmp_path / terms.attempt)
     object.__setattr__(body, "modes", modes := [])
-    store = LocalStore(tmp_path)
     try:
-        store.write(
-            ".c.partial", "c", [("f", body)], threads=threads, durability="flush", stop=Stop(),
-            deadline=Deadline.after(60),
-        )  # fmt: skip
-        await store.publish(".c.partial", "c", durability="flush", deadline=Deadline.after(60))
+        transaction.write([("f", body)], threads=threads, stop=Stop())
+        await transaction.publish()
     finally:
         os.umask(old)
         threads.close()

@@ -163,7 +163,7 @@ async def test_readers_may_keep_files(s3: S3Server, tmp_path: Path) -> None:
 async def test_a_file_system_that_only_looks_first(tmp_path: Path) -> None:
     """Its creations are not exclusive, and that is told: once, as a warning and as an event."""
     from sidestream import events
-    from sidestream._storage.object_store import store as objects
+    from sidestream._storage.object_store import transaction as objects
 
     objects._warned.clear()
     seen: list[events.Event] = []

@@ -114,7 +114,7 @@ async def test_saves_share_a_client(s3: S3Server) -> None:
     from sidestream._storage import Where, locate_directory
 
     where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
-    engines = [vars(locate_directory(place.url(), where).store)["_engine"] for _ in range(2)]
+    engines = [vars(locate_directory(place.url(), where).store)["_bucket"].engine for _ in range(2)]
     assert await engines[0]._engine() is await engines[1]._engine()
 
 

@@ -11,11 +11,10 @@ from _places import s3_place
 
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, Stop, Threads
-from sidestream._save.commit import BytesBody
-from sidestream._storage import ReadRange, Store, Where, locate_run
+from sidestream._storage import ReadRange, Store, Terms, Transaction, Where, locate_run
+from sidestream._storage.bodies import BytesBody
 
-ATTEMPT = f".ckpt.{'a' * 32}.partial"
-OTHER = f".ckpt.{'b' * 32}.partial"
+ID, OTHER_ID = "a" * 32, "b" * 32
 MARKER = b"a marker that is long enough to be looked at"
 
 
@@ -35,28 +34,37 @@ def soon() -> Deadline:
     return Deadline.after(60)
 
 
-def write(store: Store, attempt: str, files: dict[str, bytes], stop: Stop | None = None) -> None:
+def begin(store: Store, save_id: str = ID) -> Transaction:
+    return store.begin(Terms("ckpt", "directory", save_id, "fsync", soon()))
+
+
+def write(transaction: Transaction, files: dict[str, bytes], stop: Stop | None = None) -> None:
     threads = Threads("test", 2)
     bodies = ((name, BytesBody(content)) for name, content in files.items())
     try:
-        store.write(attempt, "ckpt", bodies, threads=threads, durability="fsync", stop=stop or Stop(), deadline=soon())
+        transaction.write(bodies, threads=threads, stop=stop or Stop())
     finally:
         threads.close()
 
 
-async def publish(store: Store, attempt: str, marker: bytes = MARKER) -> None:
-    await store.put(f"{attempt}/.metadata", BytesBody(marker), durability="fsync", deadline=soon())
-    await store.publish(attempt, "ckpt", durability="fsync", deadline=soon())
+def written(store: Store, files: dict[str, bytes], save_id: str = ID) -> Transaction:
+    transaction = begin(store, save_id)
+    write(transaction, files)
+    return transaction
+
+
+async def publish(transaction: Transaction, marker: bytes = MARKER) -> None:
+    await transaction.commit({".metadata": [marker]})
 
 
 async def test_an_attempt_is_published(store: Store) -> None:
     content = bytes(range(256)) * 100
-    write(store, ATTEMPT, {"__0_0.distcp": content, "__0_1.distcp": b""})
+    transaction = written(store, {"__0_0.distcp": content, "__0_1.distcp": b""})
     with pytest.raises(FileNotFoundError):
         await store.read_tail("ckpt/.metadata", 10, deadline=soon())
-    await publish(store, ATTEMPT)
-    name = store.published_name(ATTEMPT, "__0_0.distcp")
-    empty = store.published_name(ATTEMPT, "__0_1.distcp")
+    await publish(transaction)
+    name = transaction.published_name("__0_0.distcp")
+    empty = transaction.published_name("__0_1.distcp")
     sizes = await store.sizes("ckpt", deadline=soon())
     assert sizes == {name: len(content), empty: 0, ".metadata": len(MARKER)}
     assert await store.directories(deadline=soon()) == ["ckpt"]
@@ -68,9 +76,9 @@ async def test_an_attempt_is_published(store: Store) -> None:
 
 async def test_ranges(store: Store) -> None:
     content = bytes(index % 251 for index in range(100_000))
-    write(store, ATTEMPT, {"__0_0.distcp": content})
-    await publish(store, ATTEMPT)
-    name = f"ckpt/{store.published_name(ATTEMPT, '__0_0.distcp')}"
+    transaction = written(store, {"__0_0.distcp": content})
+    await publish(transaction)
+    name = f"ckpt/{transaction.published_name('__0_0.distcp')}"
     arrived: list[int] = []
     places = [(90_000, 10_000), (0, 1), (5, 1000), (500, 1000), (7, 0), (50_000, 3)]
     buffers = [bytearray(length) for _, length in places]
@@ -90,9 +98,9 @@ async def test_ranges(store: Store) -> None:
 
 
 async def test_what_arrives_may_fail(store: Store) -> None:
-    write(store, ATTEMPT, {"__0_0.distcp": b"content"})
-    await publish(store, ATTEMPT)
-    name = f"ckpt/{store.published_name(ATTEMPT, '__0_0.distcp')}"
+    transaction = written(store, {"__0_0.distcp": b"content"})
+    await publish(transaction)
+    name = f"ckpt/{transaction.published_name('__0_0.distcp')}"
 
     def refuse() -> None:
         raise errors.Corrupt("not this")
@@ -102,32 +110,42 @@ async def test_what_arrives_may_fail(store: Store) -> None:
 
 
 async def test_a_target_belongs_to_the_first(store: Store) -> None:
-    write(store, ATTEMPT, {"__0_0.distcp": b"first"})
-    write(store, OTHER, {"__0_0.distcp": b"second"})
-    await publish(store, ATTEMPT)
+    transaction = written(store, {"__0_0.distcp": b"first"})
+    other = written(store, {"__0_0.distcp": b"second"}, OTHER_ID)
+    await publish(transaction)
     with pytest.raises(errors.Conflict):
-        await publish(store, OTHER, b"another marker, of the same length as it is")
-    await store.discard(OTHER, deadline=soon())
-    name = store.published_name(ATTEMPT, "__0_0.distcp")
+        await publish(other, b"another marker, of the same length as it is")
+    await other.discard(soon())
+    name = transaction.published_name("__0_0.distcp")
     assert set(await store.sizes("ckpt", deadline=soon())) == {name, ".metadata"}
     assert await store.read_tail("ckpt/.metadata", 4096, deadline=soon()) == MARKER
     with pytest.raises(errors.Conflict):
-        write(store, f".ckpt.{'c' * 32}.partial", {"__0_0.distcp": b"third"})
+        written(store, {"__0_0.distcp": b"third"}, "c" * 32)
 
 
 async def test_what_is_discarded_is_gone(store: Store) -> None:
-    write(store, ATTEMPT, {"__0_0.distcp": b"content"})
-    await store.discard(ATTEMPT, deadline=soon())
-    await store.discard(ATTEMPT, deadline=soon())
-    write(store, OTHER, {"__0_0.distcp": b"content"})
-    store.discard_here(OTHER)
+    transaction = written(store, {"__0_0.distcp": b"content"})
+    await transaction.discard(soon())
+    await transaction.discard(soon())
+    other = written(store, {"__0_0.distcp": b"content"}, OTHER_ID)
+    other.discard_here()
     with pytest.raises(FileNotFoundError):
         await store.sizes("ckpt", deadline=soon())
     assert await store.directories(deadline=soon()) == []
 
 
+async def test_a_transaction_that_was_discarded_makes_no_attempt(store: Store) -> None:
+    """A thread may come to its first write after another one has ended the save."""
+    transaction = begin(store)
+    transaction.discard_here()
+    with pytest.raises(errors.Closed, match="was discarded"):
+        write(transaction, {"__0_0.distcp": b"content"})
+    assert await store.leftovers(deadline=soon()) == []
+    assert "ckpt" not in await store.directories(deadline=soon())
+
+
 async def test_a_small_file_is_made_once(store: Store) -> None:
-    write(store, ATTEMPT, {})  # makes the root
+    written(store, {})  # makes the root
     await store.put("note", BytesBody(b"mine, and nobody else's"), durability="fsync", deadline=soon())
     with pytest.raises(errors.Conflict):
         await store.put("note", BytesBody(b"yours, as it seems to me"), durability="fsync", deadline=soon())
@@ -146,4 +164,4 @@ def test_a_stop_before_anything_is_written(store: Store) -> None:
     stop = Stop()
     stop.set()
     with pytest.raises(errors.Closed):
-        write(store, ATTEMPT, {"__0_0.distcp": b"content"}, stop)
+        write(begin(store), {"__0_0.distcp": b"content"}, stop)

@@ -115,7 +115,7 @@ async def test_no_secret_is_ever_shown(
             seen += [repr(error), str(error), *map(str, getattr(error, "__notes__", ()))]
     where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
     location = locate_directory(place.url(), where)
-    engine_object = vars(location.store)["_engine"]
+    engine_object = vars(location.store)["_bucket"].engine
     seen += [repr(where), repr(location), repr(location.store), repr(engine_object), repr(vars(location.store))]
     for one in (where, location.store, engine_object):
         with pytest.raises(TypeError, match="not pickled"):

@@ -50,11 +50,10 @@ def store(run: tuple[str, dict[str, Any]]) -> Store:
 
 async def test_what_is_discarded_is_gone(store: Store) -> None:
     """In place of the suite's: SeaweedFS goes on listing the empty directory until it cleans up by itself."""
-    suite.write(store, suite.ATTEMPT, {"__0_0.distcp": b"content"})
-    await store.discard(suite.ATTEMPT, deadline=suite.soon())
-    await store.discard(suite.ATTEMPT, deadline=suite.soon())
-    suite.write(store, suite.OTHER, {"__0_0.distcp": b"content"})
-    store.discard_here(suite.OTHER)
+    transaction = suite.written(store, {"__0_0.distcp": b"content"})
+    await transaction.discard(suite.soon())
+    await transaction.discard(suite.soon())
+    suite.written(store, {"__0_0.distcp": b"content"}, suite.OTHER_ID).discard_here()
     with pytest.raises(FileNotFoundError):
         await store.sizes("ckpt", deadline=suite.soon())
 

@@ -21,20 +21,19 @@ from .._layout.select import selected
 from .._load.foreign.single_file import TORCH_SUFFIXES
 from .._runtime.abandoned import watch
 from .._runtime.public import public
-from .._runtime.tasks import finish, running_loop
+from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, io_threads, politely
 from .._runtime.torch_probes import dtype_from_name, dtype_name
-from .._save.commit import Unfinished, Verdict, clean_up, commit
-from .._storage import Location, Naming, Where, locate_directory
-from .._storage.names import attempt_name
+from .._save.commit import commit
+from .._storage import Kind, Location, Terms, Transaction, Where, locate_directory
+from .._storage.transaction import Unfinished
 from ..errors import InvalidOption, UnsupportedTensor
 from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
 from .dcp_target import DcpTarget
 from .pipeline import Pipeline
-from .publish import publish
 from .source import Source, SourceOpaque, SourceTensor, open_source
 from .targets import OutTensor, OutValue, TargetFile, check_names, renamed_path, safetensors_files, torch_file
-from .windows import WINDOWS, Destination
+from .windows import WINDOWS
 
 __all__ = ["ConvertReport", "Format", "Rename", "convert"]
 
@@ -263,33 +262,28 @@ class _Conversion:
 
     async def run(self) -> None:
         store, target = self._where.store, self._where.name
-        attempt = attempt_name(target, self._save_id)
         if self._verify == "always":
             pieces = [piece for _, tensor in self._selection.origin.values() for piece in tensor.checks]
             await self._pipeline.check(pieces)
-        verdict = Verdict()
-        left = Unfinished(f"converting to {self._where.url}", store, attempt, verdict, self._deadline.at)
-        watched = watch(left)
+        kind: Kind = "directory" if self._dcp is not None else "file" if self._single else "files"
+        into = store.begin(Terms(target, kind, self._save_id, self._durability, self._deadline))
+        watched = watch(Unfinished(f"converting to {self._where.url}", into))
         try:
-            naming: Naming = "attempt" if self._dcp is not None else "single" if self._single else "given"
-            into = Destination(store, attempt, target, naming, self._durability)
             await self._pipeline.write(self.files, into)
             if self._dcp is not None:
-                await self._commit(self._dcp, attempt, verdict)
+                await self._commit(self._dcp, into)
             else:
-                await finish(lambda: publish(into, verdict, self._deadline))
+                await into.show()
         except BaseException as error:
-            await clean_up(store, attempt, verdict, error)
+            await into.clean_up(error)
             raise
         finally:
             watched.end()
 
-    async def _commit(self, dcp: DcpTarget, attempt: str, verdict: Verdict) -> None:
-        store, target = self._where.store, self._where.name
-        names = {file.name: store.published_name(attempt, file.name) for file in self.files}
+    async def _commit(self, dcp: DcpTarget, into: Transaction) -> None:
+        names = {file.name: into.published_name(file.name) for file in self.files}
         entries = await io_threads().run(dcp.entries, self._selection.order, names, deadline=self._deadline)
-        manifest = Manifest(self._save_id, entries, {names[file.name]: file.nbytes for file in self.files})
-        await commit(store, attempt, target, manifest, verdict, durability=self._durability, deadline=self._deadline)
+        await commit(into, Manifest(self._save_id, entries, {names[file.name]: file.nbytes for file in self.files}))
 
 
 # --- what was asked for ---------------------------------------------------------------------------------------------

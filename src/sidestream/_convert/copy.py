@@ -26,15 +26,13 @@ from .._load.verify import Verification
 from .._runtime.abandoned import watch
 from .._runtime.caller import call
 from .._runtime.public import public
-from .._runtime.tasks import finish, in_parallel, running_loop
+from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, io_threads, politely
-from .._save.commit import Unfinished, Verdict, clean_up, commit_files
-from .._storage import Location, Naming, Place, ReadRange, Where, locate_directory
-from .._storage.names import attempt_name
+from .._storage import Kind, Location, ReadRange, Terms, Transaction, Where, locate_directory
+from .._storage.transaction import Unfinished
 from ..errors import Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
-from .publish import publish
-from .windows import WINDOWS, Destination, WindowedFile, Windows
+from .windows import WINDOWS, WindowedFile, Windows
 
 __all__ = ["CopyReport", "copy"]
 
@@ -245,39 +243,34 @@ class _Copy:
             _CopiedFile(target if found.single else name, nbytes, found.pieces.get(name, ()), self.window_bytes)
             for name, nbytes in found.sizes.items()
         ]
-        naming: Naming = "single" if found.single else "given"
-        into = Destination(store, attempt_name(target, uuid.uuid4().hex), target, naming, self.durability)
-        verdict = Verdict()
-        left = Unfinished(f"copying to {self.where.url}", store, into.attempt, verdict, self.deadline.at)
-        watched = watch(left)
+        kind: Kind = "file" if found.single else "files"
+        into = store.begin(Terms(target, kind, uuid.uuid4().hex, self.durability, self.deadline))
+        watched = watch(Unfinished(f"copying to {self.where.url}", into))
         self._tell(0)
         try:
             *others, last = files
             if others:
-                await self._write(others, into, "new")
+                await self._write(others, into)
             if last.name == METADATA_NAME:
-                await self._commit(into, verdict)
+                await self._commit(into)
             else:
-                await self._write([last], into, "joined" if others else "new")
-                await finish(lambda: publish(into, verdict, self.deadline))
+                await self._write([last], into)
+                await into.show()
         except BaseException as error:
-            await clean_up(store, into.attempt, verdict, error)
+            await into.clean_up(error)
             raise
         finally:
             watched.end()
 
-    async def _commit(self, into: Destination, verdict: Verdict) -> None:
+    async def _commit(self, into: Transaction) -> None:
         found, location, nbytes = self.found, self.found.location, self.found.sizes[METADATA_NAME]
         raw = await read_file(location.store, f"{location.name}/{METADATA_NAME}", nbytes, self.deadline)
         if crc32(raw) != found.marker_crc:
             raise Corrupt(f"{location.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME)
         self._tell(2 * nbytes)
-        files = {METADATA_NAME: [bytes(raw)]}
-        await commit_files(
-            into.store, into.attempt, into.target, files, verdict, durability=self.durability, deadline=self.deadline
-        )
+        await into.commit({METADATA_NAME: [bytes(raw)]})
 
-    async def _write(self, files: Sequence[_CopiedFile], into: Destination, place: Place) -> None:
+    async def _write(self, files: Sequence[_CopiedFile], into: Transaction) -> None:
         found, location = self.found, self.found.location
         names = {file.name: next(iter(found.sizes)) if found.single else file.name for file in files}
 
@@ -291,10 +284,10 @@ class _Copy:
                 raise Corrupt(f"{error.filename} was deleted while it was copied", file=names[file.name]) from error
             self._tell(len(view))
 
-        await Windows(fill, self.deadline).write(files, into, place=place)
+        await Windows(fill, self.deadline).write(files, into)
         await self._read_back(files, into)
 
-    async def _read_back(self, files: Sequence[_CopiedFile], into: Destination) -> None:
+    async def _read_back(self, files: Sequence[_CopiedFile], into: Transaction) -> None:
         queue = ((file, index) for file in files for index in range(len(file.windows)))
         scratch = Scratch()
 
@@ -305,7 +298,7 @@ class _Copy:
                 view = memoryview(memory)[: end - start]
                 name = into.path_of(file.name)
                 try:
-                    await into.store.read(name, [ReadRange(start, view)], deadline=self.deadline)
+                    await self.where.store.read(name, [ReadRange(start, view)], deadline=self.deadline)
                 except (Corrupt, FileNotFoundError) as error:
                     raise StorageError(errno.EIO, f"what was written did not arrive: {error}", name) from error
                 if await io_threads().run(crc32, view, deadline=self.deadline) != file.crcs[index]:

@@ -16,12 +16,12 @@ from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Deadline, io_threads, politely
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import ReadRange
+from .._storage import ReadRange, Transaction
 from ..errors import allocating
 from ..options import Progress, Verify
 from .source import Source, SourceTensor
 from .targets import Slice, TargetFile
-from .windows import Destination, WindowedFile, Windows
+from .windows import WindowedFile, Windows
 
 __all__ = ["Pipeline"]
 
@@ -54,7 +54,7 @@ class Pipeline:
 
         await in_parallel(work)
 
-    async def write(self, files: Sequence[TargetFile], into: Destination) -> None:
+    async def write(self, files: Sequence[TargetFile], into: Transaction) -> None:
         """Write all of ``files``; when this returns or raises, no thread works on them any more."""
         self._tell(0)
         by_name = {file.name: file for file in files}

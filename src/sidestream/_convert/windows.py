@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from .._runtime.tasks import first_error
 from .._runtime.threads import Deadline, Stop, Threads
-from .._storage import Naming, Place, Store
+from .._storage import Transaction
 from ..errors import Closed, allocating
-from ..options import Durability
 
-__all__ = ["WINDOWS", "Destination", "WindowedFile", "Windows"]
+__all__ = ["WINDOWS", "WindowedFile", "Windows"]
 
 WINDOWS = 4
 """So many windows are in memory at once."""
@@ -44,23 +44,6 @@ class WindowedFile(Protocol):
 
     def seal(self, index: int, view: memoryview, stop: Stop, deadline: Deadline) -> None:
         """In a thread: finish a window whose payloads are in ``view``; it may wait for the windows before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where files go: the ``attempt`` that is to become ``target``, and what they are called there."""
-
-    store: Store
-    attempt: str
-    target: str
-    naming: Naming
-    durability: Durability
-
-    def path_of(self, file: str) -> str:
-        """Where a file with a name of its own lies before it is published."""
-        if self.store.appears_whole:
-            return f"{self.attempt}/{file}"
-        return self.target if self.naming == "single" else f"{self.target}/{file}"
 
 
 class _Part:
@@ -117,7 +100,7 @@ class Windows:
         self._spare: list[mmap.mmap] = []
         self._keeping = True
 
-    async def write(self, files: Iterable[WindowedFile], into: Destination, *, place: Place = "new") -> None:
+    async def write(self, files: Iterable[WindowedFile], into: Transaction) -> None:
         """Write all of ``files``; when this returns or raises, no thread works on them any more, and their memory goes
         back to the system."""
         parts = [(file, [_Part(file, index) for index in range(len(file.windows))]) for file in files]
@@ -125,21 +108,8 @@ class Windows:
         self._largest = max((part.nbytes for _, one in parts for part in one), default=1)
         threads, stop = Threads("sidestream-convert", _WRITE_THREADS), Stop()
 
-        def write() -> None:
-            into.store.write(
-                into.attempt,
-                into.target,
-                bodies,
-                threads=threads,
-                durability=into.durability,
-                stop=stop,
-                deadline=self._deadline,
-                place=place,
-                naming=into.naming,
-            )
-
         try:
-            done = threads.submit(write)
+            done = threads.submit(partial(into.write, bodies, threads=threads, stop=stop))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._fill_all([part for _, one in parts for part in one]))
                 await threads.wait(done, "writing", stop=stop, deadline=self._deadline)

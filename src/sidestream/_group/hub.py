@@ -8,13 +8,14 @@ import math
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from .._runtime.threads import Deadline
+from .._runtime.threads import Deadline, look_for_abandoned
 from ..errors import ForkedProcess, RankFailure, RankFailures
 from ..options import RANK_WAIT_S
 from .absence import NOTICE_S, Coming, give_notice, remedy
@@ -31,6 +32,8 @@ _STOP_S = 10.0
 """How long ranks that were told to stop have, before the verdict is given without them."""
 _LATER_S = VERDICT_GRACE_S / 3
 """How long past its deadline a rank above 0 leaves the judgement to rank 0."""
+_LOOK_S = 1.0
+"""How often a rank looks for operations on event loops that have ended."""
 _REMEMBERED = 256
 _UNKNOWN = "unknown"  # how far rank 0 has come
 
@@ -58,7 +61,19 @@ class Group(ABC):
             self._number += 1
             operation = Operation(self, self._number, kind, deadline, rank_wait_s)
             self._owner.post(lambda: self._begin(operation))
+            self._look_later(weakref.ref(operation))
         return operation
+
+    def _look_later(self, operation: weakref.ref[Operation]) -> None:
+        self._owner.post_at(time.monotonic() + _LOOK_S, lambda: self._look(operation))
+
+    def _look(self, operation: weakref.ref[Operation]) -> None:
+        """End what was in flight on loops that have ended, for as long as the operation goes on: the other ranks wait
+        for this one, and no other thread of this process may come to look."""
+        one = operation()
+        if one is not None and not one.ended:
+            look_for_abandoned()
+            self._look_later(operation)
 
     def id_of(self, number: int) -> str:
         """Known once this rank has heard of rank 0, which it has when it was answered once."""

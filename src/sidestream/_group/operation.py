@@ -217,6 +217,11 @@ class Operation:
         A rank 0 that fails or is cancelled takes the seal back with ``failed``."""
         return await asyncio.shield(awaited(self.group.seal(self)))  # it is set whether awaited or not
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended for this rank, well or with a verdict."""
+        return self._ended or self.verdict.done()
+
     def close(self) -> None:
         """It has ended well for this rank."""
         with self._lock:

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
-from .._save.commit import Verdict
 from .._save.pending import SaveInfo, SaveProgress, SaveWork
+from .._storage.transaction import Outcome
 from ..errors import Skipped
 from .leases import Lease
 
@@ -98,8 +98,8 @@ class LeasedSave:
         self._lease = lease
 
     @property
-    def verdict(self) -> Verdict:
-        return self._job.verdict
+    def outcome(self) -> Outcome:
+        return self._job.outcome
 
     @property
     def url(self) -> str:
@@ -137,7 +137,7 @@ class SkippedSave:
 
     def __init__(self, url: str, why: str) -> None:
         self.url = url
-        self.verdict = Verdict()
+        self.outcome: Outcome = "absent"
         self.progress = SaveProgress()
         self._why = why
 
@@ -201,15 +201,14 @@ class QueuedSave:
         self._turn = turn
         self._start: Callable[[], Awaitable[SaveWork]] | None = start  # with the state: not kept once it has begun
         self._begun: SaveWork | None = None
-        self._verdict = Verdict()
 
     @property
     def url(self) -> str:
         return self._url if self._begun is None else self._begun.url
 
     @property
-    def verdict(self) -> Verdict:
-        return self._verdict if self._begun is None else self._begun.verdict
+    def outcome(self) -> Outcome:
+        return "absent" if self._begun is None else self._begun.outcome
 
     @property
     def progress(self) -> SaveProgress:

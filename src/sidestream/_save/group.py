@@ -25,9 +25,10 @@ from .._load.open.steps import read_marker
 from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, Stop, Threads, io_threads, politely
 from .._runtime.torch_probes import TORCH_VERSION
-from .._storage import Store
+from .._storage import Transaction
+from .._storage.bodies import BytesBody
+from .._storage.transaction import Outcome
 from ..errors import NotDurable, NotShared, OutcomeUnknown, RankFailures, SidestreamError
-from .commit import BytesBody, Outcome, Verdict, clean_up, commit_files, settle
 from .group_planning import Planned, Planning, Terms
 from .operation import Job, Writer
 from .pending import SaveInfo, SaveProgress
@@ -62,15 +63,7 @@ def maker_of_attempt(order: SaveOrder) -> Callable[[], None]:
     def prepare() -> None:
         threads = Threads("sidestream-write", 1)
         try:
-            order.location.store.write(
-                order.attempt,
-                order.location.name,
-                (),
-                threads=threads,
-                durability=order.durability,
-                stop=Stop(),
-                deadline=order.deadline,
-            )
+            order.transaction.write((), threads=threads, stop=Stop())
         finally:
             threads.close()
 
@@ -84,7 +77,7 @@ class FailedSave:
     operation: Operation
     url: str
     error: BaseException
-    verdict: Verdict = field(default_factory=Verdict)
+    outcome: Outcome = "absent"
     progress: SaveProgress = field(default_factory=SaveProgress)
 
     @property
@@ -111,7 +104,7 @@ class JointSave(Job):
     """On rank 0, once the commit has been sent: the reply to the other ranks for when it has taken place."""
 
     def abandon(self) -> None:
-        if self.verdict.outcome == "absent":
+        if self.outcome == "absent":
             self.operation.report(asyncio.CancelledError())
         self.source.abandon()
 
@@ -124,11 +117,11 @@ class JointSave(Job):
 
     def _leave_first(self, stuck: bool) -> None:
         """On rank 0: send the outcome of a commit to the other ranks."""
-        operation, order = self.operation, self.order
+        operation = self.operation
         try:
-            settle(order.location.store, order.attempt, self.verdict, stuck=stuck)
+            self.order.transaction.settle(stuck=stuck)
         finally:
-            if self.verdict.outcome == "committed" and self._reply is not None:
+            if self.outcome == "committed" and self._reply is not None:
                 operation.answer("commit", self._reply)
                 operation.close()
             else:
@@ -136,18 +129,17 @@ class JointSave(Job):
 
     def _leave_other(self) -> None:
         """On any other rank: find out whether rank 0 has committed."""
-        order, operation = self.order, self.operation
-        order.location.store.forget(order.attempt)
+        operation = self.operation
         if operation.step != "commit":
             return
         from .._storage.clients.io_loop import Call  # imports fsspec
 
         wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
         deadline = Deadline.after(_READ_BACK_S)
-        self.verdict.outcome = "unknown"
+        self.order.transaction.outcome = "unknown"
         seen = Call(self._seen_by(deadline)).result("reading back", stop=Stop(), deadline=deadline)
         if seen == "committed" or operation.verdict.done():
-            self.verdict.outcome = seen
+            self.order.transaction.outcome = seen
 
     def _seen_by(self, deadline: Deadline) -> Callable[[], Coroutine[Any, Any, Outcome]]:
         return partial(self._seen, deadline)
@@ -165,8 +157,6 @@ class JointSave(Job):
         finally:
             if writing is not None:
                 await finish(writing.release)
-            if self.operation.rank:
-                self.order.location.store.forget(self.order.attempt)
         self.operation.close()
         return info
 
@@ -180,7 +170,7 @@ class JointSave(Job):
         return self._info(json.loads(answer))
 
     def _info(self, told: Mapping[str, Any]) -> SaveInfo:
-        self.verdict.outcome = "committed"
+        self.order.transaction.outcome = "committed"
         if told.get("not_durable"):
             raise NotDurable(told["not_durable"])
         order = self.order
@@ -199,24 +189,24 @@ class JointSave(Job):
     async def _fail(self, error: BaseException) -> SaveInfo:
         """Raises what all ranks raise; returns only if the checkpoint turns out to be there."""
         operation = self.operation
-        if operation.went_on or (isinstance(error, NotDurable) and self.verdict.outcome == "committed"):
-            self.verdict.outcome = "committed"
+        if operation.went_on or (isinstance(error, NotDurable) and self.outcome == "committed"):
+            self.order.transaction.outcome = "committed"
             operation.close()
             raise error
         verdict = await operation.failed(self._reason(error))
         if operation.rank == 0:
-            await clean_up(self.order.location.store, self.order.attempt, self.verdict, verdict)
+            await self.order.transaction.clean_up(verdict)
         else:
             await self._look_back(verdict)
         if isinstance(error, asyncio.CancelledError):
             raise error
-        if self.verdict.outcome == "committed":
+        if self.outcome == "committed":
             return await self._info_read_back()
         raise verdict from error
 
     def _reason(self, error: BaseException) -> BaseException:
         """What the others are told. Of a cancel only that nothing came of this save, so not where that is not known."""
-        if isinstance(error, asyncio.CancelledError) and self.verdict.outcome == "unknown":
+        if isinstance(error, asyncio.CancelledError) and self.outcome == "unknown":
             return OutcomeUnknown(
                 f"rank 0 was cancelled after the commit of {self.url} was sent, and whether it took place could not be "
                 "read back. Nothing was deleted; look whether it is there"
@@ -227,21 +217,21 @@ class JointSave(Job):
         """Rank 0 has gone while it committed, or does not know what came of it."""
         first = verdict.failures[0]
         if first.rank == 0 and first.kind == "OutcomeUnknown":
-            self.verdict.outcome = "unknown"
+            self.order.transaction.outcome = "unknown"
         alone = first.rank == 0 and first.kind in ("RankDied", "DeadlineExceeded") and first.step != "commit"
         if self.operation.step != "commit" or not alone:
             return
         planned = self.planning.planned
         assert planned is not None
         deadline = Deadline.after(_READ_BACK_S)
-        self.verdict.outcome = "unknown"
+        self.order.transaction.outcome = "unknown"
         while True:
             # In this order: what a process has not done when it has ended, it will not do.
             ended = self.order.location.store.appears_whole and has_ended(planned.first)
-            self.verdict.outcome = await self._seen(deadline)
-            if self.verdict.outcome == "absent" and not ended:
-                self.verdict.outcome = "unknown"  # it may be about to publish
-            if self.verdict.outcome != "unknown" or not deadline.remaining_s():
+            self.order.transaction.outcome = await self._seen(deadline)
+            if self.outcome == "absent" and not ended:
+                self.order.transaction.outcome = "unknown"  # it may be about to publish
+            if self.outcome != "unknown" or not deadline.remaining_s():
                 return
             await asyncio.sleep(_LOOK_S)
 
@@ -266,12 +256,11 @@ class JointSave(Job):
     async def _receipt(self, planned: Any, written: Any) -> bytes:
         """This rank's part of the manifest is on storage when this returns, and rank 0 can do without it."""
         order = self.order
-        store, deadline = order.location.store, order.deadline
-        made = await io_threads().run(_make_part, planned, written, store, order.attempt, deadline=deadline)
+        transaction = order.transaction
+        made = await io_threads().run(_make_part, planned, written, transaction, deadline=order.deadline)
         if made.part:
             name = part_name(manifest_name(order.save_id), self.operation.rank)
-            body = BytesBody(made.part)
-            await store.put(f"{order.attempt}/{name}", body, durability=order.durability, deadline=deadline)
+            await transaction.put(name, BytesBody(made.part))
         told = {
             "new": made.new,
             "stable": made.stable,
@@ -289,28 +278,19 @@ class JointSave(Job):
         order = self.order
         planned = self.planning.planned
         assert planned is not None
-        store, deadline = order.location.store, order.deadline
-        told = await io_threads().run(self._take, receipts, planned, deadline=deadline)
-        await self._check_files(told, store)
+        told = await io_threads().run(self._take, receipts, planned, deadline=order.deadline)
+        await self._check_files(told)
         nbytes = sum(one["nbytes"] for one in told)
-        files = await io_threads().run(self._files, told, planned, deadline=deadline)
+        files = await io_threads().run(self._files, told, planned, deadline=order.deadline)
         if not await self.operation.seal():
             raise Stopped
         self._reply = self._answer(told, nbytes)
         try:
-            await commit_files(
-                store,
-                order.attempt,
-                order.location.name,
-                files,
-                self.verdict,
-                durability=order.durability,
-                deadline=deadline,
-            )
+            await order.transaction.commit(files)
         except NotDurable as error:
             return json.dumps({"not_durable": str(error)}).encode()
         except asyncio.CancelledError:
-            if self.verdict.outcome != "committed":
+            if self.outcome != "committed":
                 raise
             self.operation.went_on = True
             self.operation.answer("commit", self._answer(told, nbytes))
@@ -325,12 +305,11 @@ class JointSave(Job):
                 seconds[phase] = max(seconds.get(phase, 0.0), value)
         return json.dumps({"nbytes": nbytes, "seconds": seconds}).encode()
 
-    async def _check_files(self, told: Sequence[Mapping[str, Any]], store: Store) -> None:
+    async def _check_files(self, told: Sequence[Mapping[str, Any]]) -> None:
         order = self.order
-        where = order.attempt if store.appears_whole else order.location.name
         expected = {name: nbytes for one in told for name, nbytes in one["files"].items()}
         try:
-            found = await store.sizes(where, deadline=order.deadline)
+            found = await order.location.store.sizes(order.transaction.path_of(), deadline=order.deadline)
         except FileNotFoundError:
             found = {}
         lost = [name for name, nbytes in expected.items() if found.get(name) != nbytes]
@@ -407,9 +386,9 @@ class _Made:
     stable: bool
 
 
-def _make_part(planned: Planned, sums: Sequence[BlockSums], store: Store, attempt: str) -> _Made:
+def _make_part(planned: Planned, sums: Sequence[BlockSums], transaction: Transaction) -> _Made:
     plan: RankPlan = planned.plan
-    names = {name: store.published_name(attempt, name) for name in plan.files}
+    names = {name: transaction.published_name(name) for name in plan.files}
     chunks = list(politely(plan.chunks(sums, names)))
     values = [
         (row, fqn, names[plan.values_file], offset, nbytes, node)

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from .._format.records import Manifest
 from .._runtime.tasks import finish
-from .commit import Verdict, clean_up, commit, settle
+from .._storage.transaction import Outcome
+from .commit import commit
 from .pending import SaveInfo, SaveProgress
 from .writing import SaveOrder
 
@@ -55,13 +56,16 @@ class Job:
 
     order: SaveOrder
     source: Source
-    verdict: Verdict = field(default_factory=Verdict)
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     @property
     def url(self) -> str:
         return self.order.location.url
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.order.outcome
 
     @property
     def progress(self) -> SaveProgress:
@@ -84,7 +88,7 @@ class SaveJob(Job):
 
     def leave(self, *, stuck: bool) -> None:
         self.source.leave()
-        settle(self.order.location.store, self.order.attempt, self.verdict, stuck=stuck)
+        self.order.transaction.settle(stuck=stuck)
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         staged.add_done_callback(lambda _: self._mark("staged"))
@@ -96,7 +100,7 @@ class SaveJob(Job):
             self._mark("written")
             nbytes = await self._commit(plan, written)
         except BaseException as error:
-            await clean_up(order.location.store, order.attempt, self.verdict, error)
+            await order.transaction.clean_up(error)
             raise
         finally:
             await finish(writing.release)
@@ -113,20 +117,10 @@ class SaveJob(Job):
     async def _commit(self, plan: Any, written: Any) -> int:
         """Returns the bytes of the data files."""
         order = self.order
-        store, attempt = order.location.store, order.attempt
-        names = {name: store.published_name(attempt, name) for name in plan.files}
+        names = {name: order.transaction.published_name(name) for name in plan.files}
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
         manifest = Manifest(order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata)
-        await commit(
-            store,
-            attempt,
-            order.location.name,
-            manifest,
-            self.verdict,
-            durability=order.durability,
-            deadline=order.deadline,
-            saved_at=order.saved_at,
-            render=partial(plan.describe, written, names),
-        )
+        render = partial(plan.describe, written, names)
+        await commit(order.transaction, manifest, saved_at=order.saved_at, render=render)
         self._mark("committed")
         return sum(files.values())

@@ -15,9 +15,9 @@ from .._runtime.abandoned import watch
 from .._runtime.public import public
 from .._runtime.tasks import supervise
 from .._runtime.threads import in_background, look_for_abandoned
+from .._storage.transaction import Outcome
 from ..errors import Aborted, Skipped, printable_lines
 from ..options import Durability
-from .commit import Outcome, Verdict
 
 __all__ = ["PendingSave", "SaveInfo", "SaveProgress", "SaveWork"]
 
@@ -58,10 +58,10 @@ class SaveProgress:
 
 
 class SaveWork(Protocol):
-    """The work behind a ``PendingSave``; ``verdict`` tells the truth whenever ``run`` has ended."""
+    """The work behind a ``PendingSave``; ``outcome`` is true whenever ``run`` has ended."""
 
     @property
-    def verdict(self) -> Verdict: ...
+    def outcome(self) -> Outcome: ...
 
     @property
     def url(self) -> str: ...
@@ -81,7 +81,7 @@ class SaveWork(Protocol):
         afterwards."""
 
     def leave(self, *, stuck: bool) -> None:
-        """Wait until no thread uses the resources of the work, settle ``verdict``, remove an attempt that did not
+        """Wait until no thread uses the resources of the work, settle ``outcome``, remove an attempt that did not
         commit, and release all memory. Called in a thread, after ``abandon``. ``stuck``: a thread is left behind in a
         system call. Raises what the storage raises."""
 
@@ -120,7 +120,7 @@ class PendingSave:
     def outcome(self) -> Outcome | None:
         """None while the save goes on; then ``"committed"``, ``"absent"``, or ``"unknown"`` if the commit was sent and
         could not be read back."""
-        return self._work.verdict.outcome if self.done() else None
+        return self._work.outcome if self.done() else None
 
     @property
     def progress(self) -> SaveProgress:
@@ -221,7 +221,7 @@ class PendingSave:
             _log.warning("the files of the attempt to save %s could not be removed: %s", self.url, error)
 
     def _aborted(self) -> Aborted:
-        outcome = self._work.verdict.outcome
+        outcome = self._work.outcome
         return Aborted(f"the event loop was closed while {self.url} was being saved (outcome: {outcome})")
 
     def _fail(self, error: BaseException) -> None:
@@ -274,7 +274,7 @@ class _Unfinished:
             removed = "its files were removed"
         except Exception as error:  # reported in the log line
             removed = f"its files could not be removed: {error}"
-        outcome = pending._work.verdict.outcome
+        outcome = pending._work.outcome
         pending._resolve_from_outside()
         told = {
             "absent": removed,

@@ -7,6 +7,7 @@ waits for the event loop, so that code on the loop may block at the fence while 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +31,9 @@ from .._runtime.state_dict_calls import Found, ask, in_order, key_order
 from .._runtime.threads import Deadline, Stop, Threads, in_background, io_threads
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager, Captured, PlanCache, Staging, capture
-from .._storage import Location
+from .._storage import Kind, Location, Terms, Transaction
 from .._storage.bodies import BytesBody, ShardBody
-from .._storage.names import attempt_name
+from .._storage.transaction import Outcome
 from .._worker.client import Saver
 from ..errors import Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
 from ..options import Apart, Digest, Durability
@@ -54,7 +55,7 @@ class Stager(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """What a save was asked to do; the files of an attempt are private to ``save_id``."""
+    """What a save was asked to do, and the transaction that it does it in."""
 
     location: Location
     durability: Durability
@@ -75,6 +76,24 @@ class SaveOrder:
     """Of one that this process saves as a part, in the target itself."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    _begun: list[Transaction] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def transaction(self) -> Transaction:
+        """Begin the transaction at the first call, which several ranks make when they have planned."""
+        with self._lock:
+            if not self._begun:
+                kind: Kind = "directory" if self.operation is None or self.operation.rank == 0 else "joined"
+                if self.apart is not None:
+                    kind = "part"
+                terms = Terms(self.location.name, kind, self.save_id, self.durability, self.deadline)
+                self._begun.append(self.location.store.begin(terms))
+            return self._begun[0]
+
+    @property
+    def outcome(self) -> Outcome:
+        return self._begun[0].outcome if self._begun else "absent"
 
     @property
     def save_id(self) -> str:
@@ -85,10 +104,6 @@ class SaveOrder:
     def told_id(self) -> str:
         """What its caller calls it."""
         return self.save_id if self.apart is None else self.apart.save_id
-
-    @property
-    def attempt(self) -> str:
-        return attempt_name(self.location.name, self.save_id)
 
 
 class FilePlan(Protocol):
@@ -250,28 +265,20 @@ class Writing:
 
     def _discard(self) -> None:
         """Remove what was written, and free the memory of a save whose caller was interrupted. Called in a thread."""
-        self._order.location.store.discard_here(self._order.attempt)
+        self._order.transaction.discard_here()
         if self._own is not None:
             with suppress(SidestreamError):  # a device may hang
                 self._own.close_by(Deadline.after(_GRACE_S))
 
     def _write_files(self) -> None:
         order = self._order
-        write = order.location.store.write
         if order.saver is not None:
             order.saver.start()  # while the plan is made
-            write = partial(order.saver.write, order.location.store, fall_back=order.fall_back, url=order.location.url)
         plan = self._plan()  # what cannot be saved is refused before anything is made
-        write(
-            order.attempt,
-            order.location.name,
-            self._files(plan),
-            threads=self._threads,
-            durability=order.durability,
-            stop=self._stop,
-            deadline=order.deadline,
-            place="new" if order.operation is None else "joined",
-        )
+        write = order.transaction.write  # ranks know the id of the save now
+        if order.saver is not None:
+            write = partial(order.saver.write, order.transaction, fall_back=order.fall_back, url=order.location.url)
+        write(self._files(plan), threads=self._threads, stop=self._stop)
 
     def _files(self, plan: FilePlan) -> Iterator[tuple[str, BytesBody | ShardBody]]:
         """Small values first, then shard after shard in the order in which they are staged."""

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from .address import StoreAddress
+from .bodies import Body
 from .local.store import LocalStore
-from .store import Body, Leftover, MappingStore, Naming, Place, ReadRange, SharedStore, Store, StoreAddress
+from .store import Leftover, MappingStore, ReadRange, Store
+from .transaction import Kind, Terms, Transaction
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
 
 __all__ = [
     "EVERYDAY",
     "Body",
+    "Kind",
     "Leftover",
     "LocalStore",
     "Location",
     "MappingStore",
-    "Naming",
-    "Place",
     "ReadRange",
-    "SharedStore",
     "Store",
     "StoreAddress",
+    "Terms",
+    "Transaction",
     "Where",
     "locate_directory",
     "locate_run",

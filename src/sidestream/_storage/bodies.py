@@ -5,14 +5,53 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from .._format.digest import digest_of
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window
 from .._runtime.threads import Deadline, Stop, politely
 from ..options import Digest
 
-__all__ = ["BytesBody", "Image", "PiecesBody", "ShardBody"]
+__all__ = ["Body", "BytesBody", "Image", "Part", "PiecesBody", "ShardBody", "ShowingPart"]
+
+
+class Part(Protocol):
+    """Some of a file. Whoever takes it releases it, when it has been written or will not be."""
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+        """Block until the content is there. Raises what staging raised, ``Closed`` when ``stop`` is set."""
+
+    def release(self) -> None:
+        """The memory may be used for something else. Idempotent; also for a part that was never taken."""
+
+
+@runtime_checkable
+class ShowingPart(Part, Protocol):
+    """A part that goes through its content anyway, and can show it while it is still in the processor's cache."""
+
+    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
+        """``take``; ``seen`` is given the content first, run by run in its order."""
+
+
+class Body(Protocol):
+    """The content of a file, one part after the other. Several threads may take parts at once, each in this order: a
+    part may wait for what comes of those before it."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every part begins on a page of memory and is a multiple of 4096 bytes, as direct I/O needs it."""
+
+    @property
+    def parts(self) -> Sequence[Part]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,14 @@ from fsspec.utils import get_protocol
 from .._runtime.redact import redacted
 from ..errors import InvalidOption, MissingExtra
 from ..options import StorePolicy
+from .address import StoreAddress
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine
 from .clients.fsspec import FsspecEngine
 from .clients.lazy import Kept, LateEngine, frozen
 from .local.store import LocalStore
 from .object_store.store import ObjectStore
-from .store import Store, StoreAddress
+from .store import Store
 from .wrappers.file_cache import FileCache
 
 __all__ = ["EVERYDAY", "Location", "Where", "locate_directory", "locate_run"]

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from .._runtime.threads import Deadline, Stop, Threads, io_threads
-from .._storage import Body, Place, SharedStore, Store, StoreAddress
+from .._storage import Body, Store, Transaction
 from ..errors import InvalidOption, SaverLost
-from ..options import Durability, SaverChoice, SaverProcess, check_saver
+from ..options import SaverChoice, SaverProcess, check_saver
 from .filling import LinkFiller
 from .job import Job, Order
 from .link import Handed, Link
@@ -76,34 +77,29 @@ class Saver:
 
     def write(
         self,
-        store: Store,
-        attempt: str,
-        target: str,
+        transaction: Transaction,
         files: Iterable[tuple[str, Body]],
         *,
         threads: Threads,
-        durability: Durability,
         stop: Stop,
-        deadline: Deadline,
-        place: Place = "new",
         fall_back: bool = False,
         url: str = "",
     ) -> None:
-        """``Store.write``, with the same promises, in the process. This side makes the attempt; the process joins it.
+        """``Transaction.write``, with the same promises, in the process. This side makes the attempt; the process joins
+        it.
 
         Raises ``SaverLost`` too, unless ``fall_back`` lets threads write where no process can be started.
         """
-        how = {"threads": threads, "durability": durability, "stop": stop, "deadline": deadline}
-        store.write(attempt, target, (), place=place, **how)  # type: ignore[arg-type]
-        if fall_back and not self._starts(stop, deadline):
-            store.write(attempt, target, files, place="joined", **how)  # type: ignore[arg-type]
+        terms = transaction.terms
+        transaction.write((), threads=threads, stop=stop)
+        if fall_back and not self._starts(stop, terms.deadline):
+            transaction.write(files, threads=threads, stop=stop)
             return
-        assert isinstance(store, SharedStore)
-        assert store.address is not None
-        order = Order(store.address, attempt, target, url or target, durability, deadline)
+        assert transaction.address is not None
+        order = Order(transaction.address, replace(terms, kind="joined"), url or terms.target)
         self.hold()  # or it might end between being up and being asked
         try:
-            Job(order, files, stop).run(store, lambda: self._ready(stop, deadline), self.options.retries)
+            Job(order, files, stop).run(transaction, lambda: self._ready(stop, terms.deadline), self.options.retries)
         finally:
             self.let_go()
 
@@ -184,7 +180,7 @@ _KNOWN = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 def _obstacle(store: Store, *, known_only: bool) -> str | None:
     """Why another process cannot open ``store``; None if it can, as far as this one knows."""
-    address: StoreAddress | None = store.address if isinstance(store, SharedStore) else None
+    address = store.address
     if address is None:
         return (
             "another process cannot open this store (memory:// is this process's own; instead of a filesystem= object "

@@ -15,11 +15,10 @@ from typing import Any, Protocol
 
 from .._format.layout_bytes import pack_layout, unpack_sums
 from .._runtime.threads import Deadline, Stop
-from .._storage import Body, SharedStore, StoreAddress
+from .._storage import Body, StoreAddress, Terms, Transaction
 from .._storage.bodies import BytesBody, ShardBody
 from ..errors import Closed, InvalidOption, SaverLost, SidestreamError, without_frames
 from ..events import SaverGone, emit
-from ..options import Durability
 from .faults import unpack_error
 from .link import ACKNOWLEDGE_S, Handed, Link
 from .wire import Frame, Kind, pack
@@ -45,11 +44,12 @@ class Order:
     """What is asked of a process, and of every one that takes its place."""
 
     address: StoreAddress
-    attempt: str
-    target: str
+    terms: Terms
     url: str
-    durability: Durability
-    deadline: Deadline
+
+    @property
+    def deadline(self) -> Deadline:
+        return self.terms.deadline
 
     def packed(self) -> bytes:
         """For one process; with the umask as it is now."""
@@ -57,9 +57,9 @@ class Order:
         where = {"url": self.address.url, "storage_options": self.address.storage_options, "policy": policy}
         return pack({
             "address": where,
-            "attempt": self.attempt,
-            "target": self.target,
-            "durability": self.durability,
+            "target": self.terms.target,
+            "save_id": self.terms.save_id,
+            "durability": self.terms.durability,
             "at": self.deadline.at,
             "timeout_s": self.deadline.timeout_s,
             "umask": _umask(),
@@ -120,7 +120,7 @@ class Job:
         self._stop = stop
         self._files: list[_File] = []
 
-    def run(self, store: SharedStore, link: Callable[[], Link], retries: int) -> None:
+    def run(self, transaction: Transaction, link: Callable[[], Link], retries: int) -> None:
         """Return when everything is written, synced and receipted. Blocks: for a thread of the save's own.
 
         Raises what writing raises in threads of this process, and ``SaverLost``. No process writes any more then, or
@@ -144,10 +144,10 @@ class Job:
                     file.begin_again()
                 left = [file.name for file in self._files if not file.done]
                 if left:
-                    store.clear(self._order.attempt, left, deadline=self._order.deadline)
+                    transaction.clear(left)
         for file in self._files:
             _settle(file)
-        store.wrote(self._order.attempt, {file.name: file.nbytes for file in self._files})
+        transaction.wrote({file.name: file.nbytes for file in self._files})
 
     def _to_write(self) -> Iterator[_File]:
         """Those without a receipt, then what is new."""

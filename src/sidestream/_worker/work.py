@@ -9,16 +9,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
 
 from .._format.layout_bytes import pack_sums, unpack_layout
 from .._runtime.threads import Deadline, Stop, Threads
-from .._storage import Body, Store
+from .._storage import Body, Store, Terms
 from .._storage.bodies import BytesBody, ShardBody
 from ..errors import Closed
-from ..options import Durability
 from .faults import pack_error
 from .wire import Frame, Kind, Outbox, unpack
 
@@ -91,14 +89,6 @@ class _Image:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    attempt: str
-    target: str
-    durability: Durability
-    deadline: Deadline
-
-
 class _Windows:
     """How many have come, and were let go of: finalizers take no locks, and ``append`` needs none."""
 
@@ -131,7 +121,7 @@ class Request:
         ended: Callable[[int], None],
     ) -> None:
         deadline = Deadline(asked["at"], asked["timeout_s"])
-        self._order = _Order(asked["attempt"], asked["target"], asked["durability"], deadline)
+        self._terms = Terms(asked["target"], "joined", asked["save_id"], asked["durability"], deadline)
         self._number = number
         self._store = store
         self._outbox = outbox
@@ -207,22 +197,11 @@ class Request:
             """The trainer is gone: the thread that reads hears of it too, and ends this process."""
 
     def _write(self) -> None:
-        order, store = self._order, self._store()
         threads = Threads("sidestream-write", _THREADS)
         try:
-            store.write(
-                order.attempt,
-                order.target,
-                self._bodies(),
-                threads=threads,
-                durability=order.durability,
-                stop=self._stop,
-                deadline=order.deadline,
-                place="joined",
-            )
+            self._store().begin(self._terms).write(self._bodies(), threads=threads, stop=self._stop)
         finally:
             threads.close()
-            store.forget(order.attempt)
 
     def _bodies(self) -> Iterator[tuple[str, Body]]:
         """Whoever asks for the next one has written the last one, synced."""
@@ -237,9 +216,9 @@ class Request:
 
     def _next(self) -> tuple[str, Body] | None:
         try:
-            item = self._files.get(timeout=self._order.deadline.remaining_s())
+            item = self._files.get(timeout=self._terms.deadline.remaining_s())
         except queue.Empty:
-            raise self._order.deadline.exceeded("waiting for the next file") from None
+            raise self._terms.deadline.exceeded("waiting for the next file") from None
         self._stop.check()
         return item
 

@@ -14,14 +14,13 @@ _here = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Rank 0's word: write into ``attempt``, with files of number ``rank``.
+    """Rank 0's word: write into its attempt to save ``target``, with files of number ``rank``.
 
     DCP sends it in the plan of each rank. A planner that caches its plans throws that plan away and goes on with the
     one of an earlier save, so whoever receives an order notes it in passing (``order_received``).
     """
 
     save_id: str
-    attempt: str
     target: str
     rank: int
 

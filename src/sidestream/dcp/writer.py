@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
@@ -24,13 +24,11 @@ from torch.futures import Future
 from .._format.records import Manifest
 from .._layout.objects import allowed_types
 from .._runtime.threads import Deadline, Stop, Threads, io_threads
-from .._save.commit import Verdict, clean_up, commit_files
 from .._save.planner.independent import commit_as_part, look_for_room, tag_of
 from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.metadata import as_stock, check_files, complete, files_of_commit
-from .._storage import Body, Location, Place, Store
+from .._storage import Body, Kind, Location, Store, Terms, Transaction
 from .._storage.clients.io_loop import in_io_thread
-from .._storage.names import attempt_name
 from .._worker.client import choose_saver
 from ..blocking import run_anywhere
 from ..errors import InvalidOption, SidestreamError
@@ -56,8 +54,8 @@ class _Save:
     location: Location
     deadline: Deadline
     order: Order | None = None
+    transaction: Transaction | None = None
     alone: bool = True
-    verdict: Verdict = field(default_factory=Verdict)
     known: frozenset[str] = frozenset()
     """What there is nothing to say against in the target of a part."""
     process: Callable[..., None] | None = None
@@ -128,7 +126,7 @@ class StorageWriter(DcpStorageWriter):
         self._address = Address(url, storage_options, filesystem, store_policy)
         check_saver(saver)
         self._saver: SaverChoice = saver
-        self._place: Place = "replacing" if overwrite else "new"
+        self._kind: Kind = "part" if apart is not None else "replacement" if overwrite else "directory"
         self._durability: Durability = durability
         self._timeout_s = timeout_s
         self._extensions = extensions
@@ -171,14 +169,15 @@ class StorageWriter(DcpStorageWriter):
         if session.used == self.save_id:  # of an earlier save, if reset() was not called
             session.save_id = uuid.uuid4().hex
         save_id = session.used = session.save_id
-        orders = [Order(save_id, attempt_name(target, save_id), target, rank) for rank in range(len(plans))]
+        orders = [Order(save_id, target, rank) for rank in range(len(plans))]
         apart = self._apart
         if apart is not None:
             orders = [replace(orders[0], rank=apart.rank)]
             save.known = run_anywhere(lambda: look_for_room(save.location, apart, save.deadline))
         save.order, save.alone = orders[0], len(plans) == 1
-        self._write(save, orders[0], (), self._place if apart is None else "apart")
-        save.net = weakref.finalize(self, _discard, save.location.store, orders[0].attempt, save.verdict)
+        save.transaction = self._begin(save, orders[0], self._kind)
+        self._write(save, save.transaction, ())
+        save.net = weakref.finalize(self, _discard, save.transaction)
         return [replace(plan, storage_data=order) for plan, order in zip(plans, orders, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -188,12 +187,14 @@ class StorageWriter(DcpStorageWriter):
             meant = "nothing" if order is None else repr(order.target)
             raise InvalidOption(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
         save.order = order
+        if save.transaction is None:
+            save.transaction = self._begin(save, order, "joined")
         if self._apart is None:
             self._sessions.current().save_id = order.save_id
         process, fall_back = choose_saver(self._saver, save.location.store)
         save.process = None if process is None else partial(process.write, fall_back=fall_back)
         try:
-            results = self._write_items(save, order, plan, planner)
+            results = self._write_items(save, save.transaction, order, plan, planner)
         except BaseException:
             if save.alone:  # other ranks may be writing there still
                 self._sessions.current().drop()
@@ -244,18 +245,23 @@ class StorageWriter(DcpStorageWriter):
             raise InvalidOption("set_up_storage_writer() comes first; DCP's save() calls everything in its order")
         return save
 
-    def _write_items(self, save: _Save, order: Order, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _begin(self, save: _Save, order: Order, kind: Kind) -> Transaction:
+        return save.location.store.begin(Terms(order.target, kind, order.save_id, self._durability, save.deadline))
+
+    def _write_items(
+        self, save: _Save, transaction: Transaction, order: Order, plan: SavePlan, planner: SavePlanner
+    ) -> list[WriteResult]:
         shared = save.process is not None
         tag = "" if self._apart is None else tag_of(order.save_id)
         outgoing = Outgoing(
             plan, planner, order.rank, self._extensions, save.deadline, shared=shared, tag=tag, allow=self._allow
         )
         try:
-            self._write(save, order, outgoing.files(), "joined" if self._apart is None else "apart")
+            self._write(save, transaction, outgoing.files())
             self._warn(outgoing, save.location.url)
             if self._apart is not None:
                 return outgoing.results(lambda name: name)
-            return outgoing.results(lambda name: save.location.store.published_name(order.attempt, name))
+            return outgoing.results(transaction.published_name)
         finally:
             outgoing.close()
 
@@ -267,64 +273,43 @@ class StorageWriter(DcpStorageWriter):
         self._warned.update(refused)
         warn_of_refused(refused, url, _REMEDY)
 
-    def _write(self, save: _Save, order: Order, files: Iterable[tuple[str, Body]], place: Place) -> None:
+    def _write(self, save: _Save, transaction: Transaction, files: Iterable[tuple[str, Body]]) -> None:
         threads = Threads("sidestream-write", _WRITE_THREADS)
         stop = Stop()
-        write = save.location.store.write
+        write = transaction.write
         if save.process is not None:
-            write = partial(save.process, save.location.store, url=save.location.url)
+            write = partial(save.process, transaction, url=save.location.url)
         try:
-            write(
-                order.attempt,
-                order.target,
-                files,
-                threads=threads,
-                durability=self._durability,
-                stop=stop,
-                deadline=save.deadline,
-                place=place,
-            )
+            write(files, threads=threads, stop=stop)
         finally:
             stop.set()
             threads.close()
 
     async def _commit(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        order, store, deadline = save.order, save.location.store, save.deadline
-        assert order is not None
+        transaction = save.transaction
+        assert transaction is not None
         try:
-            found = await _found(store, order, deadline, apart=self._apart is not None)
-            sizes = check_files(results, found, save.location.url)
-            about = Manifest(order.save_id, {}, sizes)
+            sizes = check_files(results, await _found(save.location.store, transaction), save.location.url)
+            about = Manifest(transaction.terms.save_id, {}, sizes)
             if self._apart is not None:
                 await commit_as_part(
+                    transaction,
                     save.location,
-                    order.attempt,
                     self._apart,
                     metadata,
                     about,
-                    save.verdict,
-                    durability=self._durability,
-                    deadline=deadline,
                     saved_at=int(time.time()),
                     known=save.known,
                 )
                 return
-            files = await io_threads().run(files_of_commit, metadata, about, deadline=deadline)
-            await commit_files(
-                store,
-                order.attempt,
-                order.target,
-                {name: [content] for name, content in files.items()},
-                save.verdict,
-                durability=self._durability,
-                deadline=deadline,
-            )
+            files = await io_threads().run(files_of_commit, metadata, about, deadline=save.deadline)
+            await transaction.commit({name: [content] for name, content in files.items()})
         except BaseException as error:
-            await clean_up(store, order.attempt, save.verdict, error)
+            await transaction.clean_up(error)
             raise
-        if self._place == "replacing":
+        if transaction.terms.kind == "replacement":
             try:
-                await store.discard(order.attempt, deadline=deadline)
+                await transaction.discard(save.deadline)
             except SidestreamError as error:  # the new checkpoint is committed all the same
                 _log.warning("what %s replaced could not be removed: %s", save.location.url, error)
 
@@ -359,25 +344,24 @@ class _Session:
             save.net()
 
 
-async def _found(store: Store, order: Order, deadline: Deadline, *, apart: bool) -> Mapping[str, int]:
-    """What there is of the attempt, as the publish will show it."""
-    hidden = store.appears_whole and not apart
+async def _found(store: Store, transaction: Transaction) -> Mapping[str, int]:
+    """What there is of the attempt, as the commit will show it."""
     try:
-        return await store.sizes(order.attempt if hidden else order.target, deadline=deadline)
+        return await store.sizes(transaction.path_of(), deadline=transaction.terms.deadline)
     except FileNotFoundError:
         return {}
 
 
-def _discard(store: Store, attempt: str, verdict: Verdict) -> None:
+def _discard(transaction: Transaction) -> None:
     """Once, after DCP has told every rank how the save ended, so that no rank writes there any more.
 
     Also called by the garbage collector, in whichever thread it runs: the loop of storage clients must not wait for
     itself.
     """
-    if verdict.outcome != "absent":
+    if transaction.outcome != "absent":
         return
     if in_io_thread():
-        io_threads().submit(store.discard_here, attempt)
+        io_threads().submit(transaction.discard_here)
         return
     with suppress(SidestreamError):
-        store.discard_here(attempt)
+        transaction.discard_here()

@@ -9,11 +9,10 @@ from ..._format.marker import METADATA_NAME
 from ..._format.records import Manifest
 from ..._load.foreign.independent_parts import read_part_markers
 from ..._runtime.threads import Deadline, Stop, Threads, io_threads
-from ..._storage import Location, Store
+from ..._storage import Location, Transaction
 from ..._storage.bodies import BytesBody
 from ...errors import Conflict, NotDurable, SidestreamError
-from ...options import Apart, Durability
-from ..commit import Verdict, commit_part
+from ...options import Apart
 from .metadata import files_of_part
 
 __all__ = ["commit_as_part", "look_for_room", "tag_of"]
@@ -53,15 +52,12 @@ async def look_for_room(
 
 
 async def commit_as_part(
+    transaction: Transaction,
     location: Location,
-    attempt: str,
     apart: Apart,
     metadata: Metadata,
     about: Manifest,
-    verdict: Verdict,
     *,
-    durability: Durability,
-    deadline: Deadline,
     saved_at: int,
     known: frozenset[str] = frozenset(),
 ) -> None:
@@ -69,13 +65,13 @@ async def commit_as_part(
 
     Raises ``Conflict`` too if another save has come to the same place meanwhile, also when this part is committed by
     then: what readers take there may be the other one. ``known`` as ``look_for_room`` returned it."""
+    deadline = transaction.terms.deadline
     threads, part_id = io_threads(), about.save_id[:_ID_CHARS]
     files = await threads.run(files_of_part, metadata, about, apart, part_id, saved_at, deadline=deadline)
     (manifest, raw), (name, content) = files.items()
-    store, target = location.store, location.name
-    await threads.run(_write, store, attempt, target, manifest, raw, durability, deadline, deadline=deadline)
+    await threads.run(_write, transaction, manifest, raw, deadline=deadline)
     known = await look_for_room(location, apart, deadline, known)
-    await commit_part(store, attempt, target, name, content, verdict, durability=durability, deadline=deadline)
+    await transaction.commit({name: [content]})
     try:
         await look_for_room(location, apart, deadline, known | {name})
     except Conflict:
@@ -87,20 +83,9 @@ async def commit_as_part(
         ) from error
 
 
-def _write(
-    store: Store, attempt: str, target: str, name: str, raw: bytes, durability: Durability, deadline: Deadline
-) -> None:
+def _write(transaction: Transaction, name: str, raw: bytes) -> None:
     threads = Threads("sidestream-write", 1)
     try:
-        store.write(
-            attempt,
-            target,
-            [(name, BytesBody(raw))],
-            threads=threads,
-            durability=durability,
-            stop=Stop(),
-            deadline=deadline,
-            place="apart",
-        )
+        transaction.write([(name, BytesBody(raw))], threads=threads, stop=Stop())
     finally:
         threads.close()

@@ -20,9 +20,7 @@ from ..._runtime.tasks import finish
 from ..._runtime.threads import Stop, Threads, io_threads
 from ..._staging import AsyncStager, Staging
 from ..._staging.tree import StagedState
-from ..._storage import Place
 from ...errors import InvalidOption, SidestreamError
-from ..commit import commit_files
 from ..group import JointSave, maker_of_attempt, terms_of
 from ..operation import SaveJob
 from ..pending import SaveInfo, SaveProgress
@@ -207,9 +205,8 @@ class PlannedWriting:
         self._stop.check()
 
     def _write(self, decided: Decided) -> list[WriteResult]:
-        order, store = self._order, self._order.location.store
+        order, transaction = self._order, self._order.transaction
         tag = "" if order.apart is None else tag_of(order.save_id)
-        place: Place = "new" if order.operation is None else "joined"
         outgoing = Outgoing(
             decided.plan,
             self._deciding.planner,  # type: ignore[arg-type]
@@ -219,27 +216,18 @@ class PlannedWriting:
             shared=order.saver is not None,
             tag=tag,
         )
-        write = store.write
+        write = transaction.write
         try:
             if order.apart is not None:
                 self._wait_to_write()
             if order.saver is not None:
                 order.saver.start()
-                write = partial(order.saver.write, store, fall_back=order.fall_back, url=order.location.url)
-            write(
-                order.attempt,
-                order.location.name,
-                outgoing.files(),
-                threads=self._threads,
-                durability=order.durability,
-                stop=self._stop,
-                deadline=order.deadline,
-                place=place if order.apart is None else "apart",
-            )
+                write = partial(order.saver.write, transaction, fall_back=order.fall_back, url=order.location.url)
+            write(outgoing.files(), threads=self._threads, stop=self._stop)
             warn_of_refused(outgoing.refused, order.location.url, "Pass allow=[...] with the types to sidestream.load.")
             if order.apart is not None:
                 return outgoing.results(lambda name: name)
-            return outgoing.results(lambda name: store.published_name(order.attempt, name))
+            return outgoing.results(transaction.published_name)
         finally:
             outgoing.close()
 
@@ -270,15 +258,7 @@ class PlannedJob(SaveJob):
         order = self.order
         sizes = _sizes(written)
         files = await io_threads().run(_files, order, plan, [written], sizes, deadline=order.deadline)
-        await commit_files(
-            order.location.store,
-            order.attempt,
-            order.location.name,
-            files,
-            self.verdict,
-            durability=order.durability,
-            deadline=order.deadline,
-        )
+        await order.transaction.commit(files)
         self._mark("committed")
         return sum(sizes.values())
 
@@ -307,7 +287,7 @@ class PartJob(SaveJob):
 
     def _withdraw(self) -> None:
         self.source.leave()
-        self.order.location.store.discard_here(self.order.attempt)
+        self.order.transaction.discard_here()
 
     async def _commit(self, plan: Any, written: Any) -> int:
         order, sizes = self.order, _sizes(written)
@@ -318,14 +298,11 @@ class PartJob(SaveJob):
         )
         about = Manifest(order.save_id, {}, sizes, metadata=order.metadata)
         await commit_as_part(
+            order.transaction,
             order.location,
-            order.attempt,
             order.apart,
             metadata,
             about,
-            self.verdict,
-            durability=order.durability,
-            deadline=order.deadline,
             saved_at=order.saved_at,
             known=self._known,
         )

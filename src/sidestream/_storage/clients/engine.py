@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Literal, Protocol
 
 from ..._runtime.threads import Deadline, Stop
-from ..store import Body
+from ..bodies import Body
 from .requests import Requests
 
 __all__ = ["Creation", "Engine", "Listing", "ObjectInfo"]

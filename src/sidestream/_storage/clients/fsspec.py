@@ -14,8 +14,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 from ..._runtime.threads import Deadline, Stop, io_threads
 from ...errors import InvalidOption, StorageError
 from ...options import StorePolicy
+from ..bodies import Body, Part
 from ..object_store.parts import part_bytes_for
-from ..store import Body, Part
 from .bounded import Bounded, is_asynchronous
 from .engine import Creation, Listing, ObjectInfo
 from .io_loop import Call

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..._runtime.gil import awaited
 from ..._runtime.threads import Deadline, Stop, io_threads
-from ..store import Body
+from ..bodies import Body
 from .engine import Creation, Engine, Listing
 from .io_loop import Call
 from .requests import Requests

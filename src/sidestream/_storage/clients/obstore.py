@@ -20,8 +20,8 @@ from ..._runtime.threads import Deadline, Stop
 from ...errors import AccessDenied, Closed, ForkedProcess, StorageError
 from ...events import SlowPart, emit
 from ...options import StorePolicy
+from ..bodies import Body, Part, ShowingPart
 from ..object_store.parts import Checksum, part_bytes_for
-from ..store import Body, Part, ShowingPart
 from .credentials import Client
 from .engine import Creation, Engine, Listing, ObjectInfo
 from .feed import Feed

@@ -1,0 +1,144 @@
+"""One new file, written at the offsets of its parts by several threads, with direct I/O where that works."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from pathlib import Path
+
+from ..._runtime.threads import Deadline, Stop, Threads
+from ...errors import Conflict, SidestreamError, from_os_error, without_frames
+from ...options import Durability
+from ..bodies import Body, Part
+
+__all__ = ["write_file"]
+
+_MAX_TRANSFER_BYTES = 0x7FFFF000  # what one Linux write moves at most
+_WRITERS = 4  # so many direct writes in flight keep a fast disk busy
+_NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+
+
+def write_file(
+    path: Path, body: Body, durability: Durability, stop: Stop, deadline: Deadline, threads: Threads | None = None
+) -> None:
+    try:
+        descriptor, direct = _open_new(path, direct=body.aligned)
+        try:
+            if body.nbytes:
+                _preallocate(descriptor, body.nbytes)
+            _Parts(descriptor, direct, body, deadline).write(stop, threads)
+            if durability == "fsync":
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # an error that NFS kept for close() is one of this write
+    except FileExistsError as error:
+        raise Conflict(f"{path} exists already: two saves share one attempt's name") from error
+    except OSError as error:
+        if isinstance(error, SidestreamError):  # of the staging: some are also an OSError
+            raise
+        raise from_os_error(error, "writing", str(path)) from error
+
+
+class _Parts:
+    """The parts of one file, written at their offsets by several threads."""
+
+    def __init__(self, descriptor: int, direct: bool, body: Body, deadline: Deadline) -> None:
+        self._descriptor = descriptor
+        self._direct = direct
+        self._parts = body.parts
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._next = 0
+        self._error: BaseException | None = None
+
+    def write(self, stop: Stop, threads: Threads | None) -> None:
+        """Return or raise when no thread writes any more; of several errors the first is raised."""
+        failed = Stop()
+        others: list[Future[None]] = []
+        with stop.waking(failed.set):
+            stop.check()
+            try:
+                if threads is not None:
+                    for _ in range(min(len(self._parts), _WRITERS) - 1):
+                        others.append(threads.submit(self._work, failed))
+                self._work(failed)
+            except BaseException:
+                failed.set()
+                raise
+            finally:  # also when there is no thread for the next one: the descriptor is closed after this
+                wait([other for other in others if not other.cancel()])
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, failed: Stop) -> None:
+        while (part := self._take_one()) is not None:
+            try:
+                self._write_part(part, failed)
+            except BaseException as error:
+                with self._lock:  # whoever keeps the error in order to retry shall not keep the memory with it
+                    self._error = self._error or without_frames(error)
+                failed.set()
+            finally:
+                part.release()
+
+    def _take_one(self) -> Part | None:
+        with self._lock:
+            if self._error is not None or self._next == len(self._parts):
+                return None
+            self._next += 1
+            return self._parts[self._next - 1]
+
+    def _write_part(self, part: Part, failed: Stop) -> None:
+        view = part.take(failed, self._deadline)
+        failed.check()
+        self._direct = _write_buffer(self._descriptor, view, part.offset, self._direct)
+
+
+def _open_new(path: Path, *, direct: bool) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    if direct and hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666), True
+        except OSError as error:
+            if error.errno not in _NO_DIRECT_IO:
+                raise
+            with suppress(FileNotFoundError):  # some kernels create the file before they refuse the flag
+                os.unlink(path)
+    return os.open(path, flags, 0o666), False
+
+
+def _preallocate(descriptor: int, nbytes: int) -> None:
+    """A full disk is noticed before anything is written; file systems without preallocation notice it later."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT_IO:
+            raise
+
+
+def _write_buffer(descriptor: int, buffer: memoryview, position: int, direct: bool) -> bool:
+    """Write all of ``buffer``; returns whether direct I/O still works on this file."""
+    done = 0
+    while done < len(buffer):
+        if direct and (len(buffer) % 4096 or done % 4096):
+            direct = _leave_direct_io(descriptor)
+        try:
+            done += os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)
+        except OSError as error:
+            if not direct or error.errno not in _NO_DIRECT_IO:
+                del buffer  # as in write_file
+                raise
+            direct = _leave_direct_io(descriptor)
+    return direct
+
+
+def _leave_direct_io(descriptor: int) -> bool:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return False

@@ -1,0 +1,20 @@
+"""Names of the objects that a save writes: they carry its id, because attempts share the prefix of their target."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["id_of", "name_with_id"]
+
+_OURS = re.compile(r"(?:__[0-9]+_[0-9]+|manifest)-([0-9a-f]{32})(?:\.distcp|\.[0-9]+)?")
+
+
+def name_with_id(name: str, save_id: str) -> str:
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}-{save_id}{dot}{suffix}" if dot else f"{name}-{save_id}"
+
+
+def id_of(file: str) -> str | None:
+    """Return the id of the save that wrote this object; None for an object with another kind of name."""
+    match = _OURS.fullmatch(file)
+    return None if match is None else match[1]

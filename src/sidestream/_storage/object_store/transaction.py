@@ -1,0 +1,321 @@
+"""An attempt on object storage: objects with names of their own below the target, and a create-only put that commits.
+
+Nothing can be renamed there, so the files of a checkpoint carry the id of the save, and what readers look for is
+written last. A prefix without it is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+
+from ..._runtime.threads import Deadline, Stop, Threads, io_threads
+from ...errors import (
+    AccessDenied,
+    Conflict,
+    DeadlineExceeded,
+    InvalidOption,
+    SidestreamError,
+    StorageError,
+    without_frames,
+)
+from ...events import PromiseLost, emit
+from ..address import StoreAddress
+from ..bodies import Body
+from ..clients.io_loop import Call, on_io_loop
+from ..clients.requests import is_uncertain, translated
+from ..transaction import Terms, Transaction
+from .bucket import Bucket
+from .names import id_of, name_with_id
+from .parts import part_bytes_for
+
+__all__ = ["ObjectTransaction"]
+
+_MARKER = ".metadata"
+_CLEAN_UP_S = 60.0
+_warned: set[str] = set()
+
+
+class _NotSent(StorageError):
+    """A commit that was not even sent."""
+
+
+class ObjectTransaction(Transaction):
+    """A ``Transaction`` in ``bucket``."""
+
+    def __init__(self, bucket: Bucket, address: StoreAddress | None, terms: Terms) -> None:
+        super().__init__(terms)
+        self._bucket = bucket
+        self._address = address
+        self._carries_id = terms.kind in ("directory", "replacement", "joined")
+        self._made = False
+        self._in_parts = False  # an upload may have been left open
+        self._sizes: dict[str, int] = {}  # of what was acknowledged, by file
+        self._begun: set[str] = set()  # names of what this attempt wrote, or may have written
+        self._last: tuple[str, bytes] | None = None
+
+    @property
+    def address(self) -> StoreAddress | None:
+        return self._address
+
+    async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
+        return await self._bucket.tail(name, nbytes, deadline)
+
+    def published_name(self, name: str) -> str:
+        return name_with_id(name, self.terms.save_id)
+
+    def path_of(self, name: str = "") -> str:
+        target = self.terms.target
+        return f"{target}/{name}" if name and self.terms.kind != "file" else target
+
+    # --- files ---
+
+    def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
+        try:
+            self._write(files, stop)
+        except BaseException as error:
+            raise without_frames(error)  # noqa: B904  # whoever keeps the error shall not keep staging memory with it
+
+    def _write(self, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
+        terms, bucket = self.terms, self._bucket
+        stop.check()
+        _check_promises(bucket)
+        if not self._made and terms.kind not in ("joined", "part"):
+            call = Call(self._check_vacant)
+            call.result(f"looking at {bucket.url}/{terms.target}", stop=stop, deadline=terms.deadline)
+        with self._make_once():
+            self._made = True
+        for given, body in files:
+            file = self.published_name(given) if self._carries_id else given
+            name = self.path_of(file)
+            if body.nbytes <= part_bytes_for(body.nbytes, bucket.policy.part_bytes):
+                self._send_whole(name, body, stop)
+            else:
+                self._in_parts = True
+                self._begun.add(name)
+                self._send_parts(bucket.key(name), body, stop)
+            self._sizes[name.rpartition("/")[2]] = body.nbytes
+            del body
+
+    async def _check_vacant(self) -> None:
+        """What attempts have left behind is no obstacle to another one: their names are their own."""
+        bucket, target, deadline = self._bucket, self.terms.target, self.terms.deadline
+        listing = await bucket.listing(target, deadline)
+        taken = [name for name in listing.files if not self._carries_id or id_of(name) is None]
+        if listing.directories or taken:
+            raise Conflict(
+                f"{bucket.url}/{target} is not empty: save to a new prefix, or let a Checkpointer make generations of "
+                "a step"
+            )
+        if self.terms.kind == "file":
+            key = bucket.key(target)
+            try:
+                await bucket.requests.run("looking at", target, lambda: bucket.engine.size(key), deadline)
+            except FileNotFoundError:
+                return
+            raise Conflict(f"{bucket.url}/{target} already exists: choose another name, or delete it first")
+
+    def _send_whole(self, name: str, body: Body, stop: Stop) -> None:
+        bucket, deadline = self._bucket, self.terms.deadline
+        key = bucket.key(name)
+        try:
+            content = _in_one_piece(body, stop, deadline)
+            if self._carries_id:
+                call = Call(lambda: bucket.put(key, content, deadline))
+                call.result(f"writing {key}", stop=stop, deadline=deadline)
+                return
+            creation = Call(lambda: bucket.create(name, content, deadline, whole=True))
+            self._begun.add(name)  # also what a cancel leaves in doubt is ours: it was created, or is not there
+            try:
+                if not creation.result(f"writing {key}", stop=stop, deadline=deadline):
+                    self._begun.discard(name)  # another writer's, perhaps, and good: it stays, whatever becomes of us
+            except Conflict:
+                self._begun.discard(name)
+                raise
+        finally:
+            for part in body.parts:
+                part.release()
+
+    def _send_parts(self, key: str, body: Body, stop: Stop) -> None:
+        bucket = self._bucket
+        try:
+            bucket.engine.upload(key, body, bucket.requests, stop=stop, deadline=self.terms.deadline)
+        except Exception as error:
+            failure = translated(error, "uploading", bucket.shown(key))
+            if isinstance(failure, FileNotFoundError) and not isinstance(failure, SidestreamError):
+                failure = StorageError(errno.ENOENT, "the bucket, or the upload, is not there", bucket.shown(key))
+            raise failure from error
+
+    async def put(self, name: str, body: Body) -> None:
+        bucket, deadline = self._bucket, self.terms.deadline
+        content = await content_of(body, deadline)
+        self._check_writable(name)
+        key = bucket.key(self.path_of(name))
+        self._sizes[name] = len(content)
+        await on_io_loop(
+            lambda: bucket.put(key, memoryview(content), deadline), f"writing {self._shown(name)}", deadline=deadline
+        )
+
+    async def hold(self, name: str, body: Body) -> None:
+        self._last = name, await content_of(body, self.terms.deadline)
+        self._check_writable(name)
+
+    def _check_writable(self, name: str) -> None:
+        if self._bucket.engine.creation == "none":
+            where = f"{self._bucket.url}/{self._shown(name)}"
+            raise AccessDenied(errno.EROFS, "it can be read and not written", where)
+
+    def _shown(self, name: str) -> str:
+        return f"{self.terms.attempt}/{name}"
+
+    def wrote(self, sizes: Mapping[str, int]) -> None:
+        self._in_parts = True  # for all that is known: one that is open is looked for
+        for name, nbytes in sizes.items():
+            file = self.published_name(name)
+            self._begun.add(self.path_of(file))
+            self._sizes[file] = nbytes
+
+    def clear(self, names: Sequence[str]) -> None:
+        self._in_parts = True
+        bucket, target, deadline = self._bucket, self.terms.target, self.terms.deadline
+        files = [self.published_name(name) for name in names]
+        self._begun.update(self.path_of(file) for file in files)
+
+        async def clear() -> None:
+            await bucket.delete(target, files, deadline)
+            uploads: Mapping[str, datetime | None] = {}
+            with suppress(StorageError):  # the publish looks for them again, and says so where it may not
+                uploads = await bucket.uploads(target, deadline)
+            for file in files:  # not those of other ranks, which have the same id
+                await bucket.abort([upload for upload in uploads if f"/{file}?upload=" in upload], file, deadline)
+
+        Call(clear).result(f"removing files of {self.terms.attempt}", stop=Stop(), deadline=deadline)
+
+    # --- the end ---
+
+    async def publish(self) -> None:
+        """One create-only put. It is never cut short: a cancel is raised when its outcome is known."""
+        target, deadline = self.terms.target, self.terms.deadline
+        await on_io_loop(self._check_complete, f"looking at {target}", deadline=deadline)
+        if self._last is not None:  # or else the last of the files has made the attempt visible
+            name, content = self._last
+            await self._create(f"{target}/{name}", content)
+        self._made = False
+
+    async def _create(self, name: str, content: bytes) -> None:
+        uncertain: list[BaseException] = []
+
+        async def create() -> None:
+            try:
+                await self._bucket.create(name, content, self.terms.deadline)
+            except Exception as error:
+                if is_uncertain(error) and not isinstance(error, Conflict):
+                    error.left_behind = True  # type: ignore[attr-defined]  # it may still arrive
+                    uncertain.append(error)
+                raise
+
+        try:
+            await on_io_loop(create, f"publishing {name}", deadline=self.terms.deadline, unstoppable=True)
+        except asyncio.CancelledError as cancel:
+            if uncertain:
+                cancel.left_behind = True  # type: ignore[attr-defined]
+            raise
+
+    async def _check_complete(self) -> None:
+        """Whoever took this attempt for dead has deleted it; a client that cut a file short has lost some. And where an
+        upload was begun and the answer lost, one is open that nobody knows."""
+        bucket, target, deadline = self._bucket, self.terms.target, self.terms.deadline
+        if self._in_parts and self._carries_id:
+            try:
+                await bucket.abort_uploads(target, self.terms.save_id, deadline)
+            except (StorageError, DeadlineExceeded) as error:  # all the same, what was acknowledged is there
+                deadline.check("listing uploads")
+                unknown = f"what fails leaves nothing: an upload of which nobody heard may stay open ({error})"
+                emit(PromiseLost(f"{bucket.url}/{target}", unknown))
+        listing = await bucket.listing(self._directory, deadline)
+        for name, nbytes in self._sizes.items():
+            info = listing.files.get(name)
+            if info is None or info.nbytes != nbytes:
+                found = "is gone" if info is None else f"has {info.nbytes} bytes"
+                raise _NotSent(
+                    5,
+                    f"{name} {found}, {nbytes} were written: the attempt was removed, or the storage lost a part",
+                    bucket.url,
+                )
+
+    @property
+    def _directory(self) -> str:
+        target = self.terms.target
+        return (target.rpartition("/")[0] or ".") if self.terms.kind == "file" else target
+
+    async def discard(self, deadline: Deadline) -> None:
+        await on_io_loop(lambda: self._discard(deadline), f"removing {self.terms.attempt}", deadline=deadline)
+
+    def discard_here(self) -> None:
+        deadline = Deadline.after(_CLEAN_UP_S)
+        Call(lambda: self._discard(deadline)).result("removing", stop=Stop(), deadline=deadline)
+
+    async def _discard(self, deadline: Deadline) -> None:
+        self._end_making()
+        if not self._made:
+            return
+        if self._carries_id:
+            await self._bucket.delete_of(self.terms.target, self.terms.save_id, deadline)
+        else:
+            await self._delete_begun(deadline)
+        self._made = False
+
+    async def _delete_begun(self, deadline: Deadline) -> None:
+        """What this attempt wrote under names that others may use too; nothing, where another writer has committed."""
+        bucket, terms = self._bucket, self.terms
+        shared = terms.kind in ("files", "part")
+        committed = shared and _MARKER in (await bucket.listing(terms.target, deadline)).files
+        try:
+            await bucket.delete("", () if committed else sorted(self._begun), deadline)
+        finally:
+            keys = {bucket.key(name) for name in self._begun}
+            uploads = await bucket.uploads(self._directory, deadline) if self._in_parts else {}
+            mine = [upload for upload in uploads if upload.partition("?upload=")[0] in keys]
+            await bucket.abort(mine, terms.target, deadline)
+        await bucket.engine.forget(bucket.key(terms.target))
+
+
+def _check_promises(bucket: Bucket) -> None:
+    engine = bucket.engine
+    if engine.creation == "none":
+        raise InvalidOption(f"{bucket.url} can be read and not written: save to object storage or a directory")
+    if engine.creation == "checked" and engine.name not in _warned:
+        _warned.add(engine.name)
+        emit(
+            PromiseLost(
+                bucket.url,
+                f"{engine.name} has no conditional put: of two saves to one name at the same time both may report "
+                "success, and the marker of the later one stays",
+            )
+        )
+
+
+async def content_of(body: Body, deadline: Deadline) -> bytes:
+    """Return the content of a small file. A manifest of many tensors has tens of megabytes: the loop copies none."""
+    taken = [part.take(Stop(), deadline) for part in body.parts]
+    whole = taken[0].obj if len(taken) == 1 else None
+    if isinstance(whole, bytes) and len(whole) == taken[0].nbytes:
+        return whole
+    return await io_threads().run(b"".join, taken, deadline=deadline)
+
+
+def _in_one_piece(body: Body, stop: Stop, deadline: Deadline) -> memoryview:
+    """Each part is released when it is copied: together they may be more than a stager's budget has room for."""
+    if len(body.parts) == 1:
+        return body.parts[0].take(stop, deadline)
+    content, filled = bytearray(body.nbytes), 0
+    for part in body.parts:
+        piece = part.take(stop, deadline)
+        content[filled : filled + piece.nbytes] = piece
+        filled += piece.nbytes
+        del piece
+        part.release()
+    return memoryview(content).toreadonly()

@@ -1,0 +1,302 @@
+"""A transaction: the files of one attempt on a store, which become visible together or not at all.
+
+The transaction knows its attempt: the name, how its files are called, which ones were written, whether it committed. A
+store makes it with ``begin``, which changes nothing on the storage; the first ``write`` makes the attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from .._format.marker import TAIL_BYTES
+from .._runtime.tasks import finish
+from .._runtime.threads import Deadline, Stop, Threads
+from ..errors import Closed, Conflict, DeadlineExceeded, NotDurable, OutcomeUnknown, SidestreamError
+from ..options import Durability
+from .address import StoreAddress
+from .bodies import Body, BytesBody, PiecesBody
+from .names import attempt_name
+
+__all__ = ["Kind", "Outcome", "Terms", "Transaction", "Unfinished"]
+
+Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
+
+Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "file", "part"]
+"""What a transaction makes visible.
+
+``"directory"``: a checkpoint in a directory that does not exist or is empty. ``"replacement"``: the same, exchanged in
+one step with the directory that is there. ``"joined"``: files of a directory that another process has begun and will
+commit. ``"files"``: a directory of files that keep the names that they are given on every store. ``"file"``: one file,
+which is the target itself. ``"part"``: files in the target itself, which other processes write to as well.
+"""
+
+_READ_BACK_S = 10.0
+_CLEAN_UP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What ``begin`` is asked for. ``target``: the name below the root of the store. The attempt is private to
+    ``save_id``, 32 hexadecimal digits. ``deadline`` is that of every step up to the commit."""
+
+    target: str
+    kind: Kind
+    save_id: str
+    durability: Durability
+    deadline: Deadline
+
+    @property
+    def attempt(self) -> str:
+        """The name of the attempt, in messages and in listings of what saves have left behind."""
+        return attempt_name(self.target, self.save_id)
+
+
+class Transaction(ABC):
+    """One attempt. One thread or task at a time calls its methods."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.outcome: Outcome = "absent"
+        """``"absent"`` until the commit has been sent."""
+        self._look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
+        self._making = threading.Lock()
+        self._discarded = False
+
+    # --- what each store does in its own way ---
+
+    @property
+    @abstractmethod
+    def address(self) -> StoreAddress | None:
+        """What another process opens the store with, to join this attempt; None where only this process has it."""
+
+    @abstractmethod
+    async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
+        """As ``Store.read_tail``."""
+
+    @abstractmethod
+    def published_name(self, name: str) -> str:
+        """Return what the file ``name`` given to ``write`` is called once it is visible."""
+
+    @abstractmethod
+    def path_of(self, name: str = "") -> str:
+        """Return where a file with this published name lies before the commit, relative to the root of the store;
+        without a name, the directory of the files."""
+
+    @abstractmethod
+    def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
+        """Write ``files``, one after the other, in the calling thread and in ``threads``. Needs no event loop.
+
+        The first call makes the attempt and, durably, every missing parent directory. ``files`` may block until it
+        knows the next one.
+
+        Raises:
+            Conflict: the target exists and is not what the kind of the transaction allows. Nothing has been made.
+            NotShared: the attempt of another process, or of an earlier call, is not there.
+            Closed: ``stop`` is set.
+            StorageError, DeadlineExceeded: an attempt may be left behind, for ``discard``.
+        """
+
+    @abstractmethod
+    async def put(self, name: str, body: Body) -> None:
+        """Write a small file. Its content is durable when this returns, as far as ``durability`` says; its name is so
+        after the commit. Raises ``Conflict`` if it exists."""
+
+    @abstractmethod
+    async def hold(self, name: str, body: Body) -> None:
+        """Take the file that makes the attempt visible. It is written now where a rename follows, and by ``publish``
+        where it is the commit itself."""
+
+    @abstractmethod
+    async def publish(self) -> None:
+        """Make all files visible in one atomic step, then durable.
+
+        Raises ``Conflict``, having changed nothing, if the target is taken; ``NotDurable`` if the files are visible and
+        a sync failed. What a ``"replacement"`` replaced is in the attempt afterwards. A commit that may still be
+        carried out after this has raised is marked on the error, as ``left_behind``."""
+
+    @abstractmethod
+    def discard_here(self) -> None:
+        """Delete what the attempt wrote, in the calling thread. Does nothing if nothing is there. From now on no
+        attempt is made: the first ``write`` raises ``Closed``."""
+
+    @abstractmethod
+    async def discard(self, deadline: Deadline) -> None:
+        """``discard_here``, from an event loop."""
+
+    @abstractmethod
+    def wrote(self, sizes: Mapping[str, int]) -> None:
+        """Note the files that another process has written into this attempt, by the names given to it, so that the
+        commit expects them."""
+
+    @abstractmethod
+    def clear(self, names: Sequence[str]) -> None:
+        """Remove what a dead process has left of these files of the attempt, in the calling thread. What is not there
+        is passed over."""
+
+    # --- what is the same for all ---
+
+    @contextmanager
+    def _make_once(self) -> Iterator[None]:
+        """Keep ``discard`` out while the attempt is made, and refuse to make one that was discarded before: a thread
+        may come to its first write when another thread has already ended the save."""
+        with self._making:
+            if self._discarded:
+                raise Closed(f"{self.terms.attempt} was discarded")
+            yield
+
+    def _end_making(self) -> None:
+        with self._making:
+            self._discarded = True
+
+    async def commit(self, files: Mapping[str, Sequence[bytes]]) -> None:
+        """Write ``files``, given in pieces, and make the attempt visible. Readers look for the last of them, whose end
+        no other save has.
+
+        When this returns the files are visible and, with ``durability="fsync"``, durable. Once the commit has been
+        sent, an error or a cancel leads to a read-back, shielded, so that ``outcome`` is true whatever is raised.
+
+        Raises:
+            asyncio.CancelledError: see ``outcome``.
+            Conflict: the target is taken; ``"absent"``.
+            NotDurable: ``"committed"``, but a sync failed or timed out.
+            OutcomeUnknown: ``"unknown"``, because the read-back failed too. Nothing was deleted.
+        """
+        *others, (name, last) = files.items()
+        for other, pieces in others:
+            await self.put(other, _body(pieces))
+        await self.hold(name, _body(last))
+        await self._send(f"{self.terms.target}/{name}", _tail_of(last))
+
+    async def show(self) -> None:
+        """Make files visible that carry no id to read back. Runs to its end through cancels.
+
+        Raises what ``publish`` raises. ``outcome`` is ``"unknown"`` if the deadline passes meanwhile.
+        """
+
+        async def publish() -> None:
+            try:
+                await self.publish()
+            except DeadlineExceeded:
+                self.outcome = "unknown"
+                raise
+            except NotDurable:
+                self.outcome = "committed"
+                raise
+            self.outcome = "committed"
+
+        await finish(publish)
+
+    async def _send(self, name: str, tail: bytes) -> None:
+        """Publish, and find out what happened: whether the file ``name`` is there and ends with ``tail``."""
+        target = name if self.terms.kind == "part" else self.terms.target
+        self._look = lambda stuck: self._read_back(name, tail, stuck)
+        self.outcome = "unknown"
+        try:
+            await self.publish()
+            self.outcome = "committed"
+        except Conflict:
+            self.outcome = "absent"
+            raise
+        except NotDurable:
+            self.outcome = "committed"
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            outcome = await self._after_failure(name, tail, error)
+            if isinstance(error, asyncio.CancelledError) or outcome == "absent":
+                raise
+            if outcome == "committed":
+                raise NotDurable(
+                    f"{target} is committed and complete, but publishing it did not end well: {error}"
+                ) from error
+            raise OutcomeUnknown(
+                f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing "
+                f"was deleted; look for {target}, and remove {self.terms.attempt} if it is still there"
+            ) from error
+        finally:
+            if asyncio._get_running_loop() is not None:  # else the loop has ended, and ``settle`` reads back
+                self._look = None  # which refers to this object
+
+    async def _after_failure(self, name: str, tail: bytes, error: BaseException) -> Outcome:
+        await finish(lambda: self._read_back(name, tail, getattr(error, "left_behind", False)))
+        return self.outcome
+
+    async def _read_back(self, name: str, tail: bytes, stuck: bool) -> None:
+        try:
+            found = await self.read_tail(name, TAIL_BYTES, deadline=Deadline.after(_READ_BACK_S)) == tail
+        except FileNotFoundError:
+            found = False
+        except (SidestreamError, OSError):
+            return
+        if found:
+            self.outcome = "committed"
+        elif not stuck:  # a thread that was left behind may still commit
+            self.outcome = "absent"
+
+    def settle(self, *, stuck: bool) -> None:
+        """Find out the outcome, and delete what an absent attempt wrote. Called in a thread, when no other code uses
+        the transaction. ``stuck``: a thread is left behind in a system call. Raises what the storage raises."""
+        from .clients.io_loop import Call  # imports fsspec
+
+        look = self._look
+        if self.outcome == "unknown" and look is not None:
+            deadline = Deadline.after(_READ_BACK_S)
+            Call(lambda: look(stuck)).result("reading back the outcome of the commit", stop=Stop(), deadline=deadline)
+        if self.outcome == "absent":
+            self.discard_here()
+
+    async def clean_up(self, error: BaseException) -> None:
+        """Delete what an absent attempt wrote. Whatever prevents that is added to ``error`` as a note."""
+        if self.outcome != "absent":
+            return
+
+        async def discard() -> None:
+            try:
+                await self.discard(Deadline.after(_CLEAN_UP_S))
+            except SidestreamError as failure:
+                error.add_note(f"what it had written could not be removed: {failure}")
+
+        await finish(discard)
+        if getattr(error, "left_behind", False):
+            attempt = self.terms.attempt
+            error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """The transaction of an operation that runs in its caller's task, registered in case the loop of that task ends."""
+
+    what: str
+    transaction: Transaction
+
+    @property
+    def expires_at(self) -> float:
+        return self.transaction.terms.deadline.at
+
+    def abandon(self) -> None:
+        """Do nothing: the hops that wait for the threads stop them."""
+
+    def leave(self, *, stuck: bool) -> str:
+        try:
+            self.transaction.settle(stuck=stuck)
+        except (SidestreamError, OSError) as error:
+            return f"outcome: {self.transaction.outcome}; its files could not be removed: {error}"
+        return f"outcome: {self.transaction.outcome}"
+
+
+def _body(pieces: Sequence[bytes]) -> Body:
+    return BytesBody(pieces[0]) if len(pieces) == 1 else PiecesBody(pieces)
+
+
+def _tail_of(pieces: Sequence[bytes]) -> bytes:
+    tail = b""
+    for piece in reversed(pieces):
+        if len(tail) >= TAIL_BYTES:
+            break
+        tail = piece[-TAIL_BYTES:] + tail
+    return tail[-TAIL_BYTES:]
