@@ -97,7 +97,16 @@ def busy_threads() -> list[str]:
     end = time.monotonic() + 2.0
     while (busy := _sample()) and time.monotonic() < end:
         time.sleep(0.001)
-    return busy
+    return list(busy.values())
+
+
+def leave_out_busy_threads() -> None:
+    """Threads that are busy now belong to an earlier test, of another file perhaps: ``busy_threads`` leaves them out."""
+    _of_others.clear()
+    _of_others.update(_sample())
+
+
+_of_others: set[int] = set()
 
 
 def owned_threads(besides: list[str], before: Collection[threading.Thread] = ()) -> list[str]:
@@ -117,8 +126,9 @@ def owned_threads(besides: list[str], before: Collection[threading.Thread] = ())
         time.sleep(0.001)
 
 
-def _sample() -> list[str]:
-    busy = []
+def _sample() -> dict[int, str]:
+    """By the number of the thread."""
+    busy = {}
     for number, frame in sys._current_frames().items():
         names = []
         walk = frame
@@ -129,6 +139,6 @@ def _sample() -> list[str]:
         pooled = any(file.endswith(pool) for file, _ in names)
         inside = [f"{file}:{name}" for file, name in names if "/sidestream/" in file or "_operations.py" in file]
         inside = [place for place in inside if pool not in place]  # not the pool's own frames
-        if pooled and inside:
-            busy.append(f"{number}: {inside}")
+        if pooled and inside and number not in _of_others:
+            busy[number] = f"{number}: {inside}"
     return busy

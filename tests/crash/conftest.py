@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from _stepping import leave_out_busy_threads
 from _trials import Trials, trials
 
 
@@ -14,6 +15,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _others_are_left_out() -> None:
+    leave_out_busy_threads()
 
 
 @pytest.fixture(scope="session")
