@@ -581,6 +581,26 @@ async def closed(stager: AsyncStager) -> None:
 
 
 @pytest.mark.parametrize("close", [closed, AsyncStager.aclose], ids=["close", "aclose"])
+async def test_closing_waits_until_no_thread_refers_to_a_result(close: Callable[..., Any]) -> None:
+    driver = FakeDriver()
+    stager = on_fake(driver)
+
+    async def release(future: Any) -> None:
+        (await future).release()
+
+    future = stager.stage({"t": put(driver, 1.0)})
+    released = asyncio.create_task(release(future))
+    await asyncio.sleep(0)  # the task awaits the future: it is resumed before the next callback returns
+    never = threading.Event()
+    future.add_done_callback(lambda _: never.wait(0.3) and None)  # in the thread that resolves the future
+    await driver.drive(released)
+    del future, released
+    await close(stager)
+    assert not driver.registered
+    assert stager.statistics().reserved_bytes == 0
+
+
+@pytest.mark.parametrize("close", [closed, AsyncStager.aclose], ids=["close", "aclose"])
 async def test_closing_says_what_becomes_of_a_stage_whose_device_hangs(close: Callable[..., Any]) -> None:
     driver = FakeDriver()
     stager = on_fake(driver, timeout_s=0.2)

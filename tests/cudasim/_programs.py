@@ -36,7 +36,7 @@ from sidestream._staging.device import DeviceEngine
 from sidestream._staging.driver import CudaDriver, TorchDriver
 from sidestream._staging.registration import settle
 from sidestream._staging.runtime import CudaRuntime
-from sidestream.errors import SidestreamError
+from sidestream.errors import Corrupt, SidestreamError
 
 __all__ = ["SABOTAGES", "Wrong", "program", "sabotaged"]
 
@@ -454,7 +454,11 @@ class _Program:
         if isinstance(result, sidestream.PendingSave):
             info = await result
             checkpoint = await sidestream.open_checkpoint(info.url)
-            check_bytes(expected, await checkpoint.state_dict(), f"{what}, save")
+            try:
+                saved = await checkpoint.state_dict()
+            except Corrupt as error:  # bytes changed after their checksum was computed
+                raise Wrong(f"{what}, save: {error}") from error
+            check_bytes(expected, saved, f"{what}, save")
             return
         async with asyncio.timeout(TIMEOUT_S):
             copies = await result

@@ -107,10 +107,12 @@ def test_a_state_comes_back_to_its_devices(mode: StageMode, below: bool, saver: 
                 await pending
         await sidestream.load(state, tmp_path / "a", timeout_s=BOUND_S)
         assert_same(expected, home(state))
-        overwrite(state)
-        side = torch.cuda.Stream()  # a load is ordered with the stream that is current
+        side = torch.cuda.Stream()
         with torch.cuda.stream(side):
-            await sidestream.load(state, tmp_path / "a", atomic=True)
+            with cudasim.held(torch.cuda.default_stream(0)):  # a load is ordered with the current stream only
+                overwrite(state)
+                await sidestream.load(state, tmp_path / "a", atomic=True, timeout_s=BOUND_S)
+            torch.cuda.synchronize(0)
             found = home(state)
         assert_same(expected, found)
         checkpoint = await sidestream.open_checkpoint(tmp_path / "a")

@@ -614,8 +614,8 @@ def test_from_any_thread() -> None:
         async with AsyncStager(budget_bytes=BUDGET_BYTES) as stager:
 
             def work() -> None:
-                source = large()
                 with torch.cuda.stream(torch.cuda.Stream()):
+                    source = large()
                     busy()
                     source.fill_(5.0)
                     future = stager.stage({"t": source})

@@ -187,6 +187,7 @@ def test_captures_of_other_threads_go_on_while_memory_is_given_back(way: str) ->
             kept.append(kept)  # type: ignore[arg-type]
         else:
             kept.clear()
+            await settled(stager)
         with capture_elsewhere():
             match way:
                 case "trim":

@@ -137,6 +137,7 @@ class Threads(Executor):
         self._size = size
         self._lock = threading.Lock()
         self._count = 0
+        self._started: list[threading.Thread] = []
         self._closed = False
         # Not a Semaphore: a KeyboardInterrupt within its Python code leaves it locked, for ever and for all threads.
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -178,10 +179,11 @@ class Threads(Executor):
         return _nothing
 
     def _start_thread(self, future: Future[T], left: Callable[[], object]) -> None:
-        arguments = (self._work, self._idle)
+        thread = threading.Thread(target=_serve, args=(self._work, self._idle), name=self._name, daemon=True)
         try:
-            threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True).start()
+            thread.start()
             self._count += 1
+            self._started = [one for one in self._started if one.is_alive()] + [thread]
         except RuntimeError:  # the system cannot start another thread
             if self._count == 0:
                 future.cancel()
@@ -256,6 +258,15 @@ class Threads(Executor):
         with self._lock:
             self._closed = True
             self._work.put(None)
+
+    def join(self, deadline: Deadline) -> bool:
+        """Block until the threads have ended, after ``close()``; the calling thread may be one of them. Returns False
+        if ``deadline`` passes first. A thread refers to the result of its work until then."""
+        with self._lock:
+            others = [one for one in self._started if one is not threading.current_thread()]
+        for thread in others:
+            thread.join(deadline.remaining_s())
+        return not any(thread.is_alive() for thread in others)
 
 
 class _Work(threading.local):

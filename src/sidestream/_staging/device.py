@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from .._runtime.rate import Pace
-from .._runtime.threads import Stop, Threads, TorchThreads, politely
+from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, politely
 from .._runtime.torch_probes import extent_bytes, lazy_bits, neg_view, storage_key
 from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, InvalidOption, SidestreamError
 from .arena import Lease
@@ -462,6 +462,13 @@ class DeviceEngine:
         with self._lock:
             for threads in self._waiters.values():
                 threads.close()
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait, after ``close()``, until the threads have ended or ``deadline`` passes."""
+        with self._lock:
+            waiters = list(self._waiters.values())
+        for threads in waiters:
+            threads.join(deadline)
 
 
 @contextmanager

@@ -338,26 +338,36 @@ class AsyncStager:
         await threads.wait(done, "shut_down")
 
     def _shut_down(self, deadline: Deadline) -> None:
-        self._stop_stages()
+        ended = self._stop_stages()
         if self._device is not None:
             with suppress(Closed):  # the engine's threads are needed until the last stage has been issued
                 self._threads.submit(self._device.close)
         self._threads.close()
         self._host.close()
         self._arena.close()
+        if ended:
+            self._join_threads(Deadline.after(_GRACE_S))
         self._arena.settle(Deadline(max(deadline.at, Deadline.after(_GRACE_S).at), deadline.timeout_s))
 
-    def _stop_stages(self) -> None:
+    def _join_threads(self, deadline: Deadline) -> None:
+        """Wait until no thread refers to what it staged: the thread that resolves a future refers to its result until
+        it has returned from that call, and memory that the reader has released is unregistered only then."""
+        if self._threads.join(deadline) and self._device is not None:
+            self._device.join(deadline)
+
+    def _stop_stages(self) -> bool:
         """Stop the stages. Stages that wait for memory or are copied by threads end when they are signalled; copies of
-        a device may not."""
+        a device may not. Returns whether all have ended."""
         stagings = self._in_flight()
         for staging in stagings:
             staging.stop.set()
         if stagings:
             self._ledger.wait(_STOPPED_S)
-        for staging in self._in_flight():
+        left = self._in_flight()
+        for staging in left:
             if staging.device is not None:
                 staging.forsake(Closed("the stager was closed before the device completed the copies of this stage"))
+        return not left
 
     def __enter__(self) -> NoReturn:
         raise AsyncOnly(
