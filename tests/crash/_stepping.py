@@ -101,7 +101,7 @@ def busy_threads() -> list[str]:
 
 
 def leave_out_busy_threads() -> None:
-    """Threads that are busy now belong to an earlier test, of another file perhaps: ``busy_threads`` leaves them out."""
+    """Make ``busy_threads`` leave out the threads that are busy now: they belong to an earlier test."""
     _of_others.clear()
     _of_others.update(_sample())
 
