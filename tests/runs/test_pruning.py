@@ -20,7 +20,7 @@ from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
 from sidestream._run.leases import Leases
 from sidestream._run.pruning import Pruner
 from sidestream._runtime.threads import Deadline, Stop, Threads
-from sidestream._storage import LocalStore, ReadRange, Terms
+from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 
@@ -348,7 +348,7 @@ async def test_an_attempt_without_a_lease_is_collected_by_age(tmp_path: Path) ->
 async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path: Path) -> None:
     """As after a suspension that was longer than every lease: an error, and nothing torn."""
     writer, collector = LocalStore(tmp_path), LocalStore(tmp_path)
-    transaction = writer.begin(Terms("step-1", "directory", "a" * 32, "flush", _soon()))
+    transaction = writer.begin(Attempt("step-1", "directory", "a" * 32, "flush", _soon()))
     threads = Threads("test-writer", 1)
     files = [("__0_1.distcp", BytesBody(b"x")), ("__0_2.distcp", BytesBody(b"y"))]
 
@@ -357,7 +357,7 @@ async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path:
 
     await threads.run(write)
     (left,) = await collector.leftovers(deadline=_soon())
-    assert (left.name, left.kind) == (transaction.terms.attempt, "attempt")
+    assert (left.name, left.kind) == (transaction.attempt.name, "attempt")
     await collector.discard(left.name, deadline=_soon())
     for name in ("manifest", ".metadata"):
         with pytest.raises(StorageError):

@@ -31,7 +31,7 @@ from sidestream._format.layout_bytes import pack_layout
 from sidestream._format.records import BLOCK_BYTES
 from sidestream._format.shard import PAGE_BYTES, lay_out
 from sidestream._runtime.threads import Deadline, Stop
-from sidestream._storage import LocalStore, Terms, locate_run
+from sidestream._storage import Attempt, LocalStore, locate_run
 from sidestream._worker.client import close_all, saver_process
 from sidestream._worker.job import Job, Order
 from sidestream._worker.wire import Channel, Frame, Kind, Outbox, pack
@@ -383,12 +383,12 @@ async def test_a_save_that_was_stopped_before_it_was_asked_for_ends_no_other(
     store, _ = locate_run(tmp_path)
     assert isinstance(store, LocalStore)
     assert store.address is not None
-    terms = Terms("a", "directory", "a" * 32, "fsync", Deadline.after(60))
-    order = Order(store.address, terms, "a")
+    attempt = Attempt("a", "directory", "a" * 32, "fsync", Deadline.after(60))
+    order = Order(store.address, attempt, "a")
     stop, link = Stop(), saver._current()
     stop.set()
     with pytest.raises(Closed):
-        Job(order, (), stop).run(store.begin(terms), lambda: link, 0)
+        Job(order, (), stop).run(store.begin(attempt), lambda: link, 0)
     await sidestream.save(state_of(1.0), tmp_path / "a", saver="process")
     assert children() == [pid]
 

@@ -15,7 +15,7 @@ import sidestream
 from sidestream import errors
 from sidestream._runtime.redact import redacted
 from sidestream._runtime.threads import Deadline, Stop, Threads
-from sidestream._storage import LocalStore, Terms
+from sidestream._storage import Attempt, LocalStore
 from sidestream._storage.bodies import BytesBody
 
 CANARY = "c4n4ry"
@@ -55,9 +55,9 @@ async def test_private_while_it_is_written(tmp_path: Path) -> None:
     old = os.umask(0)
     threads = Threads("test", 1)
     body = Looking(b"content")
-    terms = Terms("c", "directory", "a" * 32, "flush", Deadline.after(60))
-    transaction = LocalStore(tmp_path).begin(terms)
-    object.__setattr__(body, "directory", tmp_path / terms.attempt)
+    attempt = Attempt("c", "directory", "a" * 32, "flush", Deadline.after(60))
+    transaction = LocalStore(tmp_path).begin(attempt)
+    object.__setattr__(body, "directory", tmp_path / attempt.name)
     object.__setattr__(body, "modes", modes := [])
     try:
         transaction.write([("f", body)], threads=threads, stop=Stop())

@@ -11,7 +11,7 @@ from _places import s3_place
 
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, Stop, Threads
-from sidestream._storage import ReadRange, Store, Terms, Transaction, Where, locate_run
+from sidestream._storage import Attempt, ReadRange, Store, Transaction, Where, locate_run
 from sidestream._storage.bodies import BytesBody
 
 ID, OTHER_ID = "a" * 32, "b" * 32
@@ -35,7 +35,7 @@ def soon() -> Deadline:
 
 
 def begin(store: Store, save_id: str = ID) -> Transaction:
-    return store.begin(Terms("ckpt", "directory", save_id, "fsync", soon()))
+    return store.begin(Attempt("ckpt", "directory", save_id, "fsync", soon()))
 
 
 def write(transaction: Transaction, files: dict[str, bytes], stop: Stop | None = None) -> None:

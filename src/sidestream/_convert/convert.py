@@ -25,7 +25,7 @@ from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, io_threads, politely
 from .._runtime.torch_probes import dtype_from_name, dtype_name
 from .._save.commit import commit
-from .._storage import Kind, Location, Terms, Transaction, Where, locate_directory
+from .._storage import Attempt, Kind, Location, Transaction, Where, locate_directory
 from .._storage.transaction import Unfinished
 from ..errors import InvalidOption, UnsupportedTensor
 from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
@@ -266,7 +266,7 @@ class _Conversion:
             pieces = [piece for _, tensor in self._selection.origin.values() for piece in tensor.checks]
             await self._pipeline.check(pieces)
         kind: Kind = "directory" if self._dcp is not None else "file" if self._single else "files"
-        into = store.begin(Terms(target, kind, self._save_id, self._durability, self._deadline))
+        into = store.begin(Attempt(target, kind, self._save_id, self._durability, self._deadline))
         watched = watch(Unfinished(f"converting to {self._where.url}", into))
         try:
             await self._pipeline.write(self.files, into)

@@ -28,7 +28,7 @@ from .._runtime.caller import call
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, io_threads, politely
-from .._storage import Kind, Location, ReadRange, Terms, Transaction, Where, locate_directory
+from .._storage import Attempt, Kind, Location, ReadRange, Transaction, Where, locate_directory
 from .._storage.transaction import Unfinished
 from ..errors import Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
@@ -244,7 +244,7 @@ class _Copy:
             for name, nbytes in found.sizes.items()
         ]
         kind: Kind = "file" if found.single else "files"
-        into = store.begin(Terms(target, kind, uuid.uuid4().hex, self.durability, self.deadline))
+        into = store.begin(Attempt(target, kind, uuid.uuid4().hex, self.durability, self.deadline))
         watched = watch(Unfinished(f"copying to {self.where.url}", into))
         self._tell(0)
         try:

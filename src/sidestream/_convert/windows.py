@@ -16,14 +16,13 @@ from typing import Protocol, TypeAlias
 from .._runtime.tasks import first_error
 from .._runtime.threads import Deadline, Stop, Threads
 from .._storage import Transaction
+from .._storage.transaction import WRITE_THREADS
 from ..errors import Closed, allocating
 
 __all__ = ["WINDOWS", "WindowedFile", "Windows"]
 
 WINDOWS = 4
 """So many windows are in memory at once."""
-
-_WRITE_THREADS = 4
 
 
 class WindowedFile(Protocol):
@@ -106,7 +105,7 @@ class Windows:
         parts = [(file, [_Part(file, index) for index in range(len(file.windows))]) for file in files]
         bodies = [(file.name, _Body(file.nbytes, file.aligned, one)) for file, one in parts]
         self._largest = max((part.nbytes for _, one in parts for part in one), default=1)
-        threads, stop = Threads("sidestream-convert", _WRITE_THREADS), Stop()
+        threads, stop = Threads("sidestream-convert", WRITE_THREADS), Stop()
 
         try:
             done = threads.submit(partial(into.write, bodies, threads=threads, stop=stop))

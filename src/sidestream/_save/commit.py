@@ -37,4 +37,4 @@ async def commit(
         )
         return {manifest_name(manifest.save_id): [raw], METADATA_NAME: [said.metadata(marker)]}
 
-    await transaction.commit(await io_threads().run(files, deadline=transaction.terms.deadline))
+    await transaction.commit(await io_threads().run(files, deadline=transaction.attempt.deadline))

@@ -23,7 +23,7 @@ from .._group import Operation, Stopped, has_ended
 from .._layout.sharded.rank_layout import RankPlan
 from .._load.open.steps import read_marker
 from .._runtime.tasks import finish
-from .._runtime.threads import Deadline, Stop, Threads, io_threads, politely
+from .._runtime.threads import Deadline, Stop, io_threads, politely
 from .._runtime.torch_probes import TORCH_VERSION
 from .._storage import Transaction
 from .._storage.bodies import BytesBody
@@ -60,14 +60,7 @@ def maker_of_attempt(order: SaveOrder) -> Callable[[], None]:
     """Rank 0 makes the attempt. Its name is one that no other save has, so that whoever finds it sees this very
     directory, and whoever does not is told so."""
 
-    def prepare() -> None:
-        threads = Threads("sidestream-write", 1)
-        try:
-            order.transaction.write((), threads=threads, stop=Stop())
-        finally:
-            threads.close()
-
-    return prepare
+    return lambda: order.transaction.write_here(())
 
 
 @dataclass(slots=True)

@@ -31,9 +31,9 @@ from .._runtime.state_dict_calls import Found, ask, in_order, key_order
 from .._runtime.threads import Deadline, Stop, Threads, in_background, io_threads
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager, Captured, PlanCache, Staging, capture
-from .._storage import Kind, Location, Terms, Transaction
+from .._storage import Attempt, Kind, Location, Transaction
 from .._storage.bodies import BytesBody, ShardBody
-from .._storage.transaction import Outcome
+from .._storage.transaction import WRITE_THREADS, Outcome
 from .._worker.client import Saver
 from ..errors import Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
 from ..options import Apart, Digest, Durability
@@ -41,7 +41,6 @@ from .pending import SaveProgress
 
 __all__ = ["ForeignStage", "SaveOrder", "Stager", "Writing", "first_copy", "resolve_staged"]
 
-_WRITE_THREADS = 4
 _GRACE_S = 5.0
 _PATIENCE_S = 20.0
 
@@ -87,8 +86,8 @@ class SaveOrder:
                 kind: Kind = "directory" if self.operation is None or self.operation.rank == 0 else "joined"
                 if self.apart is not None:
                     kind = "part"
-                terms = Terms(self.location.name, kind, self.save_id, self.durability, self.deadline)
-                self._begun.append(self.location.store.begin(terms))
+                attempt = Attempt(self.location.name, kind, self.save_id, self.durability, self.deadline)
+                self._begun.append(self.location.store.begin(attempt))
             return self._begun[0]
 
     @property
@@ -167,7 +166,7 @@ class Writing:
         planned = partial(lay_out, stager.plans, stager.budget_bytes)
         # First: to start a thread is to let go of the GIL, which that of the stager would keep for a while.
         launch = _Launch()
-        self._threads = Threads("sidestream-write", _WRITE_THREADS)
+        self._threads = Threads("sidestream-write", WRITE_THREADS)
         try:
             self._done = self._threads.submit(self._write, launch.succeeded)
             self._staging: Staging[Any] = stager.launch(captured, planned, order.deadline, filler=filler)

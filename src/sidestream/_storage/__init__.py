@@ -6,11 +6,12 @@ from .address import StoreAddress
 from .bodies import Body
 from .local.store import LocalStore
 from .store import Leftover, MappingStore, ReadRange, Store
-from .transaction import Kind, Terms, Transaction
+from .transaction import Attempt, Kind, Transaction
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
 
 __all__ = [
     "EVERYDAY",
+    "Attempt",
     "Body",
     "Kind",
     "Leftover",
@@ -20,7 +21,6 @@ __all__ = [
     "ReadRange",
     "Store",
     "StoreAddress",
-    "Terms",
     "Transaction",
     "Where",
     "locate_directory",

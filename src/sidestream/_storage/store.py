@@ -11,7 +11,7 @@ from .._runtime.threads import Deadline
 from ..options import Durability
 from .address import StoreAddress
 from .bodies import Body
-from .transaction import Terms, Transaction
+from .transaction import Attempt, Transaction
 
 __all__ = ["Leftover", "MappingStore", "ReadRange", "Store"]
 
@@ -62,7 +62,7 @@ class Store(Protocol):
         """What another process opens the store with; None for what only this process has: memory, or a file system
         object that cannot be made again."""
 
-    def begin(self, terms: Terms) -> Transaction:
+    def begin(self, attempt: Attempt) -> Transaction:
         """Return a transaction for one attempt. Changes nothing on the storage, and raises nothing."""
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:

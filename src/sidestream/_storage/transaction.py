@@ -23,7 +23,7 @@ from .address import StoreAddress
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
 
-__all__ = ["Kind", "Outcome", "Terms", "Transaction", "Unfinished"]
+__all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "Transaction", "Unfinished"]
 
 Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
 
@@ -36,13 +36,16 @@ commit. ``"files"``: a directory of files that keep the names that they are give
 which is the target itself. ``"part"``: files in the target itself, which other processes write to as well.
 """
 
+WRITE_THREADS = 4
+"""So many threads write one attempt: as many direct writes in flight keep a fast disk busy."""
+
 _READ_BACK_S = 10.0
 _CLEAN_UP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What ``begin`` is asked for. ``target``: the name below the root of the store. The attempt is private to
+class Attempt:
+    """What ``begin`` is given. ``target``: the name below the root of the store. The files of an attempt are private to
     ``save_id``, 32 hexadecimal digits. ``deadline`` is that of every step up to the commit."""
 
     target: str
@@ -52,16 +55,16 @@ class Terms:
     deadline: Deadline
 
     @property
-    def attempt(self) -> str:
-        """The name of the attempt, in messages and in listings of what saves have left behind."""
+    def name(self) -> str:
+        """The name in messages, in listings of what saves have left behind, and of the hidden directory."""
         return attempt_name(self.target, self.save_id)
 
 
 class Transaction(ABC):
     """One attempt. One thread or task at a time calls its methods."""
 
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
         self.outcome: Outcome = "absent"
         """``"absent"`` until the commit has been sent."""
         self._look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
@@ -141,13 +144,21 @@ class Transaction(ABC):
 
     # --- what is the same for all ---
 
+    def write_here(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
+        """``write`` in the calling thread and in threads that end with it."""
+        threads = Threads("sidestream-write", WRITE_THREADS)
+        try:
+            self.write(files, threads=threads, stop=Stop() if stop is None else stop)
+        finally:
+            threads.close()
+
     @contextmanager
     def _make_once(self) -> Iterator[None]:
         """Keep ``discard`` out while the attempt is made, and refuse to make one that was discarded before: a thread
         may come to its first write when another thread has already ended the save."""
         with self._making:
             if self._discarded:
-                raise Closed(f"{self.terms.attempt} was discarded")
+                raise Closed(f"{self.attempt.name} was discarded")
             yield
 
     def _end_making(self) -> None:
@@ -171,7 +182,7 @@ class Transaction(ABC):
         for other, pieces in others:
             await self.put(other, _body(pieces))
         await self.hold(name, _body(last))
-        await self._send(f"{self.terms.target}/{name}", _tail_of(last))
+        await self._send(f"{self.attempt.target}/{name}", _tail_of(last))
 
     async def show(self) -> None:
         """Make files visible that carry no id to read back. Runs to its end through cancels.
@@ -194,7 +205,7 @@ class Transaction(ABC):
 
     async def _send(self, name: str, tail: bytes) -> None:
         """Publish, and find out what happened: whether the file ``name`` is there and ends with ``tail``."""
-        target = name if self.terms.kind == "part" else self.terms.target
+        target = name if self.attempt.kind == "part" else self.attempt.target
         self._look = lambda stuck: self._read_back(name, tail, stuck)
         self.outcome = "unknown"
         try:
@@ -216,7 +227,7 @@ class Transaction(ABC):
                 ) from error
             raise OutcomeUnknown(
                 f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing "
-                f"was deleted; look for {target}, and remove {self.terms.attempt} if it is still there"
+                f"was deleted; look for {target}, and remove {self.attempt.name} if it is still there"
             ) from error
         finally:
             if asyncio._get_running_loop() is not None:  # else the loop has ended, and ``settle`` reads back
@@ -263,7 +274,7 @@ class Transaction(ABC):
 
         await finish(discard)
         if getattr(error, "left_behind", False):
-            attempt = self.terms.attempt
+            attempt = self.attempt.name
             error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")
 
 
@@ -276,7 +287,7 @@ class Unfinished:
 
     @property
     def expires_at(self) -> float:
-        return self.transaction.terms.deadline.at
+        return self.transaction.attempt.deadline.at
 
     def abandon(self) -> None:
         """Do nothing: the hops that wait for the threads stop them."""

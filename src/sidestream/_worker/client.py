@@ -90,16 +90,16 @@ class Saver:
 
         Raises ``SaverLost`` too, unless ``fall_back`` lets threads write where no process can be started.
         """
-        terms = transaction.terms
+        attempt = transaction.attempt
         transaction.write((), threads=threads, stop=stop)
-        if fall_back and not self._starts(stop, terms.deadline):
+        if fall_back and not self._starts(stop, attempt.deadline):
             transaction.write(files, threads=threads, stop=stop)
             return
         assert transaction.address is not None
-        order = Order(transaction.address, replace(terms, kind="joined"), url or terms.target)
+        order = Order(transaction.address, replace(attempt, kind="joined"), url or attempt.target)
         self.hold()  # or it might end between being up and being asked
         try:
-            Job(order, files, stop).run(transaction, lambda: self._ready(stop, terms.deadline), self.options.retries)
+            Job(order, files, stop).run(transaction, lambda: self._ready(stop, attempt.deadline), self.options.retries)
         finally:
             self.let_go()
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from .._format.layout_bytes import pack_layout, unpack_sums
 from .._runtime.threads import Deadline, Stop
-from .._storage import Body, StoreAddress, Terms, Transaction
+from .._storage import Attempt, Body, StoreAddress, Transaction
 from .._storage.bodies import BytesBody, ShardBody
 from ..errors import Closed, InvalidOption, SaverLost, SidestreamError, without_frames
 from ..events import SaverGone, emit
@@ -44,12 +44,12 @@ class Order:
     """What is asked of a process, and of every one that takes its place."""
 
     address: StoreAddress
-    terms: Terms
+    attempt: Attempt
     url: str
 
     @property
     def deadline(self) -> Deadline:
-        return self.terms.deadline
+        return self.attempt.deadline
 
     def packed(self) -> bytes:
         """For one process; with the umask as it is now."""
@@ -57,9 +57,9 @@ class Order:
         where = {"url": self.address.url, "storage_options": self.address.storage_options, "policy": policy}
         return pack({
             "address": where,
-            "target": self.terms.target,
-            "save_id": self.terms.save_id,
-            "durability": self.terms.durability,
+            "target": self.attempt.target,
+            "save_id": self.attempt.save_id,
+            "durability": self.attempt.durability,
             "at": self.deadline.at,
             "timeout_s": self.deadline.timeout_s,
             "umask": _umask(),

@@ -13,8 +13,8 @@ from mmap import mmap
 from typing import Any
 
 from .._format.layout_bytes import pack_sums, unpack_layout
-from .._runtime.threads import Deadline, Stop, Threads
-from .._storage import Body, Store, Terms
+from .._runtime.threads import Deadline, Stop
+from .._storage import Attempt, Body, Store
 from .._storage.bodies import BytesBody, ShardBody
 from ..errors import Closed
 from .faults import pack_error
@@ -25,7 +25,6 @@ __all__ = ["READY", "Rate", "Request", "name_and_rest"]
 READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, where in it, bytes
 UNUSED = struct.Struct("<II")  # file, window
 SUMS = struct.Struct("<IQ")  # file, bytes of CRCs
-_THREADS = 4
 
 
 class Rate:
@@ -121,7 +120,7 @@ class Request:
         ended: Callable[[int], None],
     ) -> None:
         deadline = Deadline(asked["at"], asked["timeout_s"])
-        self._terms = Terms(asked["target"], "joined", asked["save_id"], asked["durability"], deadline)
+        self._attempt = Attempt(asked["target"], "joined", asked["save_id"], asked["durability"], deadline)
         self._number = number
         self._store = store
         self._outbox = outbox
@@ -197,11 +196,7 @@ class Request:
             """The trainer is gone: the thread that reads hears of it too, and ends this process."""
 
     def _write(self) -> None:
-        threads = Threads("sidestream-write", _THREADS)
-        try:
-            self._store().begin(self._terms).write(self._bodies(), threads=threads, stop=self._stop)
-        finally:
-            threads.close()
+        self._store().begin(self._attempt).write_here(self._bodies(), stop=self._stop)
 
     def _bodies(self) -> Iterator[tuple[str, Body]]:
         """Whoever asks for the next one has written the last one, synced."""
@@ -216,9 +211,9 @@ class Request:
 
     def _next(self) -> tuple[str, Body] | None:
         try:
-            item = self._files.get(timeout=self._terms.deadline.remaining_s())
+            item = self._files.get(timeout=self._attempt.deadline.remaining_s())
         except queue.Empty:
-            raise self._terms.deadline.exceeded("waiting for the next file") from None
+            raise self._attempt.deadline.exceeded("waiting for the next file") from None
         self._stop.check()
         return item
 

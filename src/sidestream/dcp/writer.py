@@ -27,8 +27,9 @@ from .._runtime.threads import Deadline, Stop, Threads, io_threads
 from .._save.planner.independent import commit_as_part, look_for_room, tag_of
 from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.metadata import as_stock, check_files, complete, files_of_commit
-from .._storage import Body, Kind, Location, Store, Terms, Transaction
+from .._storage import Attempt, Body, Kind, Location, Store, Transaction
 from .._storage.clients.io_loop import in_io_thread
+from .._storage.transaction import WRITE_THREADS
 from .._worker.client import choose_saver
 from ..blocking import run_anywhere
 from ..errors import InvalidOption, SidestreamError
@@ -40,7 +41,6 @@ from .stock_options import StockWriterOptions, check_extensions, check_stock_wri
 __all__ = ["StorageWriter"]
 
 _log = logging.getLogger("sidestream")
-_WRITE_THREADS = 4
 _REMEDY = (
     'Pass allow=[...] with the types, or trust="pickle", to StorageReader or sidestream.load; pass it to StorageWriter '
     "too, and this warning is not shown."
@@ -246,7 +246,7 @@ class StorageWriter(DcpStorageWriter):
         return save
 
     def _begin(self, save: _Save, order: Order, kind: Kind) -> Transaction:
-        return save.location.store.begin(Terms(order.target, kind, order.save_id, self._durability, save.deadline))
+        return save.location.store.begin(Attempt(order.target, kind, order.save_id, self._durability, save.deadline))
 
     def _write_items(
         self, save: _Save, transaction: Transaction, order: Order, plan: SavePlan, planner: SavePlanner
@@ -274,7 +274,7 @@ class StorageWriter(DcpStorageWriter):
         warn_of_refused(refused, url, _REMEDY)
 
     def _write(self, save: _Save, transaction: Transaction, files: Iterable[tuple[str, Body]]) -> None:
-        threads = Threads("sidestream-write", _WRITE_THREADS)
+        threads = Threads("sidestream-write", WRITE_THREADS)
         stop = Stop()
         write = transaction.write
         if save.process is not None:
@@ -290,7 +290,7 @@ class StorageWriter(DcpStorageWriter):
         assert transaction is not None
         try:
             sizes = check_files(results, await _found(save.location.store, transaction), save.location.url)
-            about = Manifest(transaction.terms.save_id, {}, sizes)
+            about = Manifest(transaction.attempt.save_id, {}, sizes)
             if self._apart is not None:
                 await commit_as_part(
                     transaction,
@@ -307,7 +307,7 @@ class StorageWriter(DcpStorageWriter):
         except BaseException as error:
             await transaction.clean_up(error)
             raise
-        if transaction.terms.kind == "replacement":
+        if transaction.attempt.kind == "replacement":
             try:
                 await transaction.discard(save.deadline)
             except SidestreamError as error:  # the new checkpoint is committed all the same
@@ -347,7 +347,7 @@ class _Session:
 async def _found(store: Store, transaction: Transaction) -> Mapping[str, int]:
     """What there is of the attempt, as the commit will show it."""
     try:
-        return await store.sizes(transaction.path_of(), deadline=transaction.terms.deadline)
+        return await store.sizes(transaction.path_of(), deadline=transaction.attempt.deadline)
     except FileNotFoundError:
         return {}
 

@@ -8,7 +8,7 @@ from ..._format.independent_parts import part_metadata_name
 from ..._format.marker import METADATA_NAME
 from ..._format.records import Manifest
 from ..._load.foreign.independent_parts import read_part_markers
-from ..._runtime.threads import Deadline, Stop, Threads, io_threads
+from ..._runtime.threads import Deadline, io_threads
 from ..._storage import Location, Transaction
 from ..._storage.bodies import BytesBody
 from ...errors import Conflict, NotDurable, SidestreamError
@@ -65,11 +65,11 @@ async def commit_as_part(
 
     Raises ``Conflict`` too if another save has come to the same place meanwhile, also when this part is committed by
     then: what readers take there may be the other one. ``known`` as ``look_for_room`` returned it."""
-    deadline = transaction.terms.deadline
+    deadline = transaction.attempt.deadline
     threads, part_id = io_threads(), about.save_id[:_ID_CHARS]
     files = await threads.run(files_of_part, metadata, about, apart, part_id, saved_at, deadline=deadline)
     (manifest, raw), (name, content) = files.items()
-    await threads.run(_write, transaction, manifest, raw, deadline=deadline)
+    await threads.run(transaction.write_here, [(manifest, BytesBody(raw))], deadline=deadline)
     known = await look_for_room(location, apart, deadline, known)
     await transaction.commit({name: [content]})
     try:
@@ -81,11 +81,3 @@ async def commit_as_part(
             f"the part is committed, and whether another save has come to {location.url} meanwhile could not be seen: "
             f"{error}"
         ) from error
-
-
-def _write(transaction: Transaction, name: str, raw: bytes) -> None:
-    threads = Threads("sidestream-write", 1)
-    try:
-        transaction.write([(name, BytesBody(raw))], threads=threads, stop=Stop())
-    finally:
-        threads.close()

@@ -20,6 +20,7 @@ from ..._runtime.tasks import finish
 from ..._runtime.threads import Stop, Threads, io_threads
 from ..._staging import AsyncStager, Staging
 from ..._staging.tree import StagedState
+from ..._storage.transaction import WRITE_THREADS
 from ...errors import InvalidOption, SidestreamError
 from ..group import JointSave, maker_of_attempt, terms_of
 from ..operation import SaveJob
@@ -32,7 +33,6 @@ from .plan import Decided, DecidingAlone, DecidingTogether
 
 __all__ = ["PlannedWriting", "start_planned"]
 
-_WRITE_THREADS = 4
 _GRACE_S = 5.0
 
 
@@ -93,7 +93,7 @@ class PlannedWriting:
             self._staging, self._staged = stager.launch_state(state, order.deadline)
         else:
             self._staged = first_copy(state, stager)
-        self._threads = Threads("sidestream-plan", _WRITE_THREADS)
+        self._threads = Threads("sidestream-plan", WRITE_THREADS)
         try:
             self._done = self._threads.submit(self._work)
         except BaseException:  # the system grants no more threads

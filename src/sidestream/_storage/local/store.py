@@ -18,7 +18,7 @@ from ...options import Durability
 from ..address import StoreAddress
 from ..bodies import Body
 from ..store import Leftover, ReadRange
-from ..transaction import Terms, Transaction
+from ..transaction import Attempt, Transaction
 from .directories import RACES, RETIRED, make_root, remove_tree, sync_directory, take_away
 from .read import map_file, read_ranges, read_tail, size_of, sizes_in
 from .transaction import LocalTransaction
@@ -46,8 +46,8 @@ class LocalStore:
     def address(self) -> StoreAddress:
         return StoreAddress(str(self.root))
 
-    def begin(self, terms: Terms) -> Transaction:
-        return LocalTransaction(self.root, terms)
+    def begin(self, attempt: Attempt) -> Transaction:
+        return LocalTransaction(self.root, attempt)
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
         stop = Stop()

@@ -16,7 +16,7 @@ from ...errors import Conflict, NotDurable, NotShared, SidestreamError, StorageE
 from ...options import Durability
 from ..address import StoreAddress
 from ..bodies import Body
-from ..transaction import Terms, Transaction
+from ..transaction import Attempt, Transaction
 from .directories import (
     is_directory,
     is_vacant,
@@ -38,12 +38,12 @@ _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 class LocalTransaction(Transaction):
     """A ``Transaction`` below the directory ``root``, which need not exist yet."""
 
-    def __init__(self, root: Path, terms: Terms) -> None:
-        super().__init__(terms)
+    def __init__(self, root: Path, attempt: Attempt) -> None:
+        super().__init__(attempt)
         self._root = root
-        self._target = root / terms.target
-        self._hidden = root / terms.attempt
-        self._directory = self._target if terms.kind == "part" else self._hidden
+        self._target = root / attempt.target
+        self._hidden = root / attempt.name
+        self._directory = self._target if attempt.kind == "part" else self._hidden
         self._mode: int | None = None  # what the umask gave the attempt that this transaction has made
         self._names: dict[str, None] = {}  # of the files written, in their order
         self._last: tuple[str, Body] | None = None
@@ -59,30 +59,30 @@ class LocalTransaction(Transaction):
         return name
 
     def path_of(self, name: str = "") -> str:
-        directory = self.terms.target if self.terms.kind == "part" else self.terms.attempt
+        directory = self.attempt.target if self.attempt.kind == "part" else self.attempt.name
         return f"{directory}/{name}" if name else directory
 
     def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
-        terms = self.terms
+        attempt = self.attempt
         stop.check()
-        if terms.kind == "part":
-            _make_shared(self._directory, terms.durability)
-        elif terms.kind == "joined" or self._mode is not None:
+        if attempt.kind == "part":
+            _make_shared(self._directory, attempt.durability)
+        elif attempt.kind == "joined" or self._mode is not None:
             _check_joined(self._directory)
         else:
             self._make()
         for name, body in files:
             self._names[name] = None
-            write_file(self._directory / name, body, terms.durability, stop, terms.deadline, threads)
+            write_file(self._directory / name, body, attempt.durability, stop, attempt.deadline, threads)
             del body  # and with it the memory, while the next one is waited for
 
     def _make(self) -> None:
         vacant = is_vacant(self._target)
-        replaces = self.terms.kind == "replacement"
+        replaces = self.attempt.kind == "replacement"
         if not vacant and not (replaces and is_directory(self._target)):
             raise _occupied(self._target)
         with self._make_once():
-            self._mode = _create(self._root, self._hidden, self.terms.durability)
+            self._mode = _create(self._root, self._hidden, self.attempt.durability)
         if replaces and not vacant and not _exchanges(self._hidden):
             self.discard_here()
             raise Conflict(
@@ -98,35 +98,35 @@ class LocalTransaction(Transaction):
             _unlink(self._directory / name)
 
     async def put(self, name: str, body: Body) -> None:
-        terms, stop = self.terms, Stop()
+        attempt, stop = self.attempt, Stop()
         self._names[name] = None
-        await io_threads().run(_put, self._directory / name, body, terms, stop, stop=stop, deadline=terms.deadline)
+        await io_threads().run(_put, self._directory / name, body, attempt, stop, stop=stop, deadline=attempt.deadline)
 
     async def hold(self, name: str, body: Body) -> None:
-        if self.terms.kind == "part":
+        if self.attempt.kind == "part":
             self._last = name, body
         else:
             await self.put(name, body)
 
     async def publish(self) -> None:
-        terms, deadline = self.terms, self.terms.deadline
-        if terms.kind == "file":
-            await io_threads().run(_publish_file, self._hidden, self._target, terms.durability, deadline=deadline)
+        attempt, deadline = self.attempt, self.attempt.deadline
+        if attempt.kind == "file":
+            await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability, deadline=deadline)
             return
-        if terms.kind == "part":
+        if attempt.kind == "part":
             assert self._last is not None
             stop, (name, body) = Stop(), self._last
             path = self._target / name
             await io_threads().run(
-                _publish_part, path, body, terms.durability, stop, deadline, stop=stop, deadline=deadline
+                _publish_part, path, body, attempt.durability, stop, deadline, stop=stop, deadline=deadline
             )
             self._names.clear()
             return
         mode = 0o700 if self._mode is None else self._mode
         names = frozenset(self._names)
-        replaces = terms.kind == "replacement"
+        replaces = attempt.kind == "replacement"
         await io_threads().run(
-            _publish, self._hidden, self._target, names, mode, terms.durability, replaces, deadline=deadline
+            _publish, self._hidden, self._target, names, mode, attempt.durability, replaces, deadline=deadline
         )
         self._mode = None  # what is there under the name of the attempt, if anything, is what this one replaced
 
@@ -135,13 +135,13 @@ class LocalTransaction(Transaction):
 
     def discard_here(self) -> None:
         self._end_making()
-        if self.terms.kind == "part":  # others may be writing into that directory
+        if self.attempt.kind == "part":  # others may be writing into that directory
             for name in self._names:
                 _unlink(self._directory / name)
             return
         # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.
         own, self._mode = self._mode is not None, None
-        path = self._hidden if own else take_away(self._root, self.terms.attempt)
+        path = self._hidden if own else take_away(self._root, self.attempt.name)
         if path is not None:
             remove_tree(path)
 
@@ -156,9 +156,9 @@ def _unlink(path: Path) -> None:
         raise from_os_error(error, "removing", str(path)) from error
 
 
-def _put(path: Path, body: Body, terms: Terms, stop: Stop) -> None:
+def _put(path: Path, body: Body, attempt: Attempt, stop: Stop) -> None:
     # An attempt that is gone was taken away. Nothing of it may come back, so its directory is not made again.
-    write_file(path, body, terms.durability, stop, terms.deadline)
+    write_file(path, body, attempt.durability, stop, attempt.deadline)
 
 
 def _create(root: Path, attempt: Path, durability: Durability) -> int:

@@ -20,7 +20,7 @@ from ..clients.io_loop import on_io_loop
 from ..clients.requests import Requests
 from ..coalesce import coalesce
 from ..store import Leftover, ReadRange
-from ..transaction import Terms, Transaction
+from ..transaction import Attempt, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket
 from .names import id_of
@@ -68,8 +68,8 @@ class ObjectStore:
 
     # --- saving ---
 
-    def begin(self, terms: Terms) -> Transaction:
-        return ObjectTransaction(self._bucket, self.address, terms)
+    def begin(self, attempt: Attempt) -> Transaction:
+        return ObjectTransaction(self._bucket, self.address, attempt)
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
         content = await content_of(body, deadline)

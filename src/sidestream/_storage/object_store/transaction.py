@@ -27,7 +27,7 @@ from ..address import StoreAddress
 from ..bodies import Body
 from ..clients.io_loop import Call, on_io_loop
 from ..clients.requests import is_uncertain, translated
-from ..transaction import Terms, Transaction
+from ..transaction import Attempt, Transaction
 from .bucket import Bucket
 from .names import id_of, name_with_id
 from .parts import part_bytes_for
@@ -46,11 +46,11 @@ class _NotSent(StorageError):
 class ObjectTransaction(Transaction):
     """A ``Transaction`` in ``bucket``."""
 
-    def __init__(self, bucket: Bucket, address: StoreAddress | None, terms: Terms) -> None:
-        super().__init__(terms)
+    def __init__(self, bucket: Bucket, address: StoreAddress | None, attempt: Attempt) -> None:
+        super().__init__(attempt)
         self._bucket = bucket
         self._address = address
-        self._carries_id = terms.kind in ("directory", "replacement", "joined")
+        self._carries_id = attempt.kind in ("directory", "replacement", "joined")
         self._made = False
         self._in_parts = False  # an upload may have been left open
         self._sizes: dict[str, int] = {}  # of what was acknowledged, by file
@@ -65,11 +65,11 @@ class ObjectTransaction(Transaction):
         return await self._bucket.tail(name, nbytes, deadline)
 
     def published_name(self, name: str) -> str:
-        return name_with_id(name, self.terms.save_id)
+        return name_with_id(name, self.attempt.save_id)
 
     def path_of(self, name: str = "") -> str:
-        target = self.terms.target
-        return f"{target}/{name}" if name and self.terms.kind != "file" else target
+        target = self.attempt.target
+        return f"{target}/{name}" if name and self.attempt.kind != "file" else target
 
     # --- files ---
 
@@ -80,12 +80,12 @@ class ObjectTransaction(Transaction):
             raise without_frames(error)  # noqa: B904  # whoever keeps the error shall not keep staging memory with it
 
     def _write(self, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
-        terms, bucket = self.terms, self._bucket
+        attempt, bucket = self.attempt, self._bucket
         stop.check()
         _check_promises(bucket)
-        if not self._made and terms.kind not in ("joined", "part"):
+        if not self._made and attempt.kind not in ("joined", "part"):
             call = Call(self._check_vacant)
-            call.result(f"looking at {bucket.url}/{terms.target}", stop=stop, deadline=terms.deadline)
+            call.result(f"looking at {bucket.url}/{attempt.target}", stop=stop, deadline=attempt.deadline)
         with self._make_once():
             self._made = True
         for given, body in files:
@@ -102,7 +102,7 @@ class ObjectTransaction(Transaction):
 
     async def _check_vacant(self) -> None:
         """What attempts have left behind is no obstacle to another one: their names are their own."""
-        bucket, target, deadline = self._bucket, self.terms.target, self.terms.deadline
+        bucket, target, deadline = self._bucket, self.attempt.target, self.attempt.deadline
         listing = await bucket.listing(target, deadline)
         taken = [name for name in listing.files if not self._carries_id or id_of(name) is None]
         if listing.directories or taken:
@@ -110,7 +110,7 @@ class ObjectTransaction(Transaction):
                 f"{bucket.url}/{target} is not empty: save to a new prefix, or let a Checkpointer make generations of "
                 "a step"
             )
-        if self.terms.kind == "file":
+        if self.attempt.kind == "file":
             key = bucket.key(target)
             try:
                 await bucket.requests.run("looking at", target, lambda: bucket.engine.size(key), deadline)
@@ -119,7 +119,7 @@ class ObjectTransaction(Transaction):
             raise Conflict(f"{bucket.url}/{target} already exists: choose another name, or delete it first")
 
     def _send_whole(self, name: str, body: Body, stop: Stop) -> None:
-        bucket, deadline = self._bucket, self.terms.deadline
+        bucket, deadline = self._bucket, self.attempt.deadline
         key = bucket.key(name)
         try:
             content = _in_one_piece(body, stop, deadline)
@@ -142,7 +142,7 @@ class ObjectTransaction(Transaction):
     def _send_parts(self, key: str, body: Body, stop: Stop) -> None:
         bucket = self._bucket
         try:
-            bucket.engine.upload(key, body, bucket.requests, stop=stop, deadline=self.terms.deadline)
+            bucket.engine.upload(key, body, bucket.requests, stop=stop, deadline=self.attempt.deadline)
         except Exception as error:
             failure = translated(error, "uploading", bucket.shown(key))
             if isinstance(failure, FileNotFoundError) and not isinstance(failure, SidestreamError):
@@ -150,7 +150,7 @@ class ObjectTransaction(Transaction):
             raise failure from error
 
     async def put(self, name: str, body: Body) -> None:
-        bucket, deadline = self._bucket, self.terms.deadline
+        bucket, deadline = self._bucket, self.attempt.deadline
         content = await content_of(body, deadline)
         self._check_writable(name)
         key = bucket.key(self.path_of(name))
@@ -160,7 +160,7 @@ class ObjectTransaction(Transaction):
         )
 
     async def hold(self, name: str, body: Body) -> None:
-        self._last = name, await content_of(body, self.terms.deadline)
+        self._last = name, await content_of(body, self.attempt.deadline)
         self._check_writable(name)
 
     def _check_writable(self, name: str) -> None:
@@ -169,7 +169,7 @@ class ObjectTransaction(Transaction):
             raise AccessDenied(errno.EROFS, "it can be read and not written", where)
 
     def _shown(self, name: str) -> str:
-        return f"{self.terms.attempt}/{name}"
+        return f"{self.attempt.name}/{name}"
 
     def wrote(self, sizes: Mapping[str, int]) -> None:
         self._in_parts = True  # for all that is known: one that is open is looked for
@@ -180,7 +180,7 @@ class ObjectTransaction(Transaction):
 
     def clear(self, names: Sequence[str]) -> None:
         self._in_parts = True
-        bucket, target, deadline = self._bucket, self.terms.target, self.terms.deadline
+        bucket, target, deadline = self._bucket, self.attempt.target, self.attempt.deadline
         files = [self.published_name(name) for name in names]
         self._begun.update(self.path_of(file) for file in files)
 
@@ -192,13 +192,13 @@ class ObjectTransaction(Transaction):
             for file in files:  # not those of other ranks, which have the same id
                 await bucket.abort([upload for upload in uploads if f"/{file}?upload=" in upload], file, deadline)
 
-        Call(clear).result(f"removing files of {self.terms.attempt}", stop=Stop(), deadline=deadline)
+        Call(clear).result(f"removing files of {self.attempt.name}", stop=Stop(), deadline=deadline)
 
     # --- the end ---
 
     async def publish(self) -> None:
         """One create-only put. It is never cut short: a cancel is raised when its outcome is known."""
-        target, deadline = self.terms.target, self.terms.deadline
+        target, deadline = self.attempt.target, self.attempt.deadline
         await on_io_loop(self._check_complete, f"looking at {target}", deadline=deadline)
         if self._last is not None:  # or else the last of the files has made the attempt visible
             name, content = self._last
@@ -210,7 +210,7 @@ class ObjectTransaction(Transaction):
 
         async def create() -> None:
             try:
-                await self._bucket.create(name, content, self.terms.deadline)
+                await self._bucket.create(name, content, self.attempt.deadline)
             except Exception as error:
                 if is_uncertain(error) and not isinstance(error, Conflict):
                     error.left_behind = True  # type: ignore[attr-defined]  # it may still arrive
@@ -218,7 +218,7 @@ class ObjectTransaction(Transaction):
                 raise
 
         try:
-            await on_io_loop(create, f"publishing {name}", deadline=self.terms.deadline, unstoppable=True)
+            await on_io_loop(create, f"publishing {name}", deadline=self.attempt.deadline, unstoppable=True)
         except asyncio.CancelledError as cancel:
             if uncertain:
                 cancel.left_behind = True  # type: ignore[attr-defined]
@@ -227,10 +227,10 @@ class ObjectTransaction(Transaction):
     async def _check_complete(self) -> None:
         """Whoever took this attempt for dead has deleted it; a client that cut a file short has lost some. And where an
         upload was begun and the answer lost, one is open that nobody knows."""
-        bucket, target, deadline = self._bucket, self.terms.target, self.terms.deadline
+        bucket, target, deadline = self._bucket, self.attempt.target, self.attempt.deadline
         if self._in_parts and self._carries_id:
             try:
-                await bucket.abort_uploads(target, self.terms.save_id, deadline)
+                await bucket.abort_uploads(target, self.attempt.save_id, deadline)
             except (StorageError, DeadlineExceeded) as error:  # all the same, what was acknowledged is there
                 deadline.check("listing uploads")
                 unknown = f"what fails leaves nothing: an upload of which nobody heard may stay open ({error})"
@@ -248,11 +248,11 @@ class ObjectTransaction(Transaction):
 
     @property
     def _directory(self) -> str:
-        target = self.terms.target
-        return (target.rpartition("/")[0] or ".") if self.terms.kind == "file" else target
+        target = self.attempt.target
+        return (target.rpartition("/")[0] or ".") if self.attempt.kind == "file" else target
 
     async def discard(self, deadline: Deadline) -> None:
-        await on_io_loop(lambda: self._discard(deadline), f"removing {self.terms.attempt}", deadline=deadline)
+        await on_io_loop(lambda: self._discard(deadline), f"removing {self.attempt.name}", deadline=deadline)
 
     def discard_here(self) -> None:
         deadline = Deadline.after(_CLEAN_UP_S)
@@ -263,24 +263,24 @@ class ObjectTransaction(Transaction):
         if not self._made:
             return
         if self._carries_id:
-            await self._bucket.delete_of(self.terms.target, self.terms.save_id, deadline)
+            await self._bucket.delete_of(self.attempt.target, self.attempt.save_id, deadline)
         else:
             await self._delete_begun(deadline)
         self._made = False
 
     async def _delete_begun(self, deadline: Deadline) -> None:
         """What this attempt wrote under names that others may use too; nothing, where another writer has committed."""
-        bucket, terms = self._bucket, self.terms
-        shared = terms.kind in ("files", "part")
-        committed = shared and _MARKER in (await bucket.listing(terms.target, deadline)).files
+        bucket, attempt = self._bucket, self.attempt
+        shared = attempt.kind in ("files", "part")
+        committed = shared and _MARKER in (await bucket.listing(attempt.target, deadline)).files
         try:
             await bucket.delete("", () if committed else sorted(self._begun), deadline)
         finally:
             keys = {bucket.key(name) for name in self._begun}
             uploads = await bucket.uploads(self._directory, deadline) if self._in_parts else {}
             mine = [upload for upload in uploads if upload.partition("?upload=")[0] in keys]
-            await bucket.abort(mine, terms.target, deadline)
-        await bucket.engine.forget(bucket.key(terms.target))
+            await bucket.abort(mine, attempt.target, deadline)
+        await bucket.engine.forget(bucket.key(attempt.target))
 
 
 def _check_promises(bucket: Bucket) -> None:
