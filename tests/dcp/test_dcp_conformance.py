@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 import uuid
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -664,3 +665,28 @@ def test_credentials_stay_when_the_checkpoint_id_changes(tmp_path: Path) -> None
     assert stock.fs.fs.storage_options == {"auto_mkdir": False}
     stock.reset("memory://box/b")
     assert stock.fs.fs.storage_options == {}
+
+
+class Forking(DefaultSavePlanner):
+    """A child of ``fork`` ends in the middle of the save, as a worker of a data loader does."""
+
+    forked = False
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if not self.forked:
+            self.forked = True
+            child = os.fork()
+            if child == 0:
+                weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as at the end of the interpreter
+                os._exit(0)
+            os.waitpid(child, 0)
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_that_ends_leaves_the_save_of_its_parent_alone(tmp_path: Path) -> None:
+    planner = Forking()
+    with StorageWriter(tmp_path / "c") as writer:
+        dcp.save({"a": torch.ones(4)}, storage_writer=writer, planner=planner, no_dist=True)
+    assert planner.forked
+    assert OURS.load({"a": torch.zeros(4)}, tmp_path / "c")["a"].tolist() == [1.0] * 4

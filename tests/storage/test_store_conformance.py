@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from _places import s3_place
 
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, Stop, Threads
-from sidestream._storage import Attempt, ReadRange, Store, Transaction, Where, locate_run
+from sidestream._storage import Attempt, Kind, ReadRange, Store, Transaction, Where, locate_run
 from sidestream._storage.bodies import BytesBody
 
 ID, OTHER_ID = "a" * 32, "b" * 32
@@ -134,14 +136,34 @@ async def test_what_is_discarded_is_gone(store: Store) -> None:
     assert await store.directories(deadline=soon()) == []
 
 
-async def test_a_transaction_that_was_discarded_makes_no_attempt(store: Store) -> None:
+@pytest.mark.parametrize("kind", ["directory", "replacement", "files", "file", "part"])
+async def test_a_transaction_that_was_discarded_makes_no_attempt(kind: Kind, store: Store) -> None:
     """A thread may come to its first write after another one has ended the save."""
-    transaction = begin(store)
+    transaction = store.begin(Attempt("ckpt", kind, ID, "fsync", soon()))
     transaction.discard_here()
     with pytest.raises(errors.Closed, match="was discarded"):
-        write(transaction, {"__0_0.distcp": b"content"})
+        write(transaction, {"ckpt": b"content"})
     assert await store.leftovers(deadline=soon()) == []
     assert "ckpt" not in await store.directories(deadline=soon())
+
+
+async def test_a_forked_child_discards_nothing(store: Store) -> None:
+    """As a finalizer that it has from its parent would."""
+    transaction = written(store, {"__0_0.distcp": b"content"})
+    transaction._pid += 1
+    transaction.discard_here()
+    transaction._pid -= 1
+    await publish(transaction)
+    assert transaction.published_name("__0_0.distcp") in await store.sizes("ckpt", deadline=soon())
+
+
+async def test_a_transaction_that_has_committed_keeps_no_content(store: Store) -> None:
+    """The result of a save refers to it, for as long as somebody keeps that."""
+    transaction = written(store, {"__0_0.distcp": b"content"})
+    marker = bytes(1 << 20) + MARKER
+    await publish(transaction, marker)
+    references = sys.getrefcount(marker)
+    assert references == 2, gc.get_referrers(marker)
 
 
 async def test_a_small_file_is_made_once(store: Store) -> None:

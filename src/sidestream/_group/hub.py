@@ -72,8 +72,8 @@ class Group(ABC):
         for this one, and no other thread of this process may come to look."""
         one = operation()
         if one is not None and not one.ended:
+            self._look_later(operation)  # first: what follows may fail while a loop starts again
             look_for_abandoned()
-            self._look_later(operation)
 
     def id_of(self, number: int) -> str:
         """Known once this rank has heard of rank 0, which it has when it was answered once."""

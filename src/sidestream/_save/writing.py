@@ -75,12 +75,13 @@ class SaveOrder:
     """Of one that this process saves as a part, in the target itself."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    _begun: list[Transaction] = field(default_factory=list, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    _begun: list[Transaction] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def transaction(self) -> Transaction:
-        """Begin the transaction at the first call, which several ranks make when they have planned."""
+        """The transaction, which the first call begins. Over ranks it must not be called before they have planned,
+        because the id of the save is not known until then."""
         with self._lock:
             if not self._begun:
                 kind: Kind = "directory" if self.operation is None or self.operation.rank == 0 else "joined"

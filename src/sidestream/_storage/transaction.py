@@ -7,6 +7,7 @@ store makes it with ``begin``, which changes nothing on the storage; the first `
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -70,6 +71,7 @@ class Transaction(ABC):
         self._look: Callable[[bool], Coroutine[Any, Any, None]] | None = None
         self._making = threading.Lock()
         self._discarded = False
+        self._pid = os.getpid()
 
     # --- what each store does in its own way ---
 
@@ -99,7 +101,7 @@ class Transaction(ABC):
         knows the next one.
 
         Raises:
-            Conflict: the target exists and is not what the kind of the transaction allows. Nothing has been made.
+            Conflict: the target exists and is not what the kind of the transaction allows. Nothing is left behind.
             NotShared: the attempt of another process, or of an earlier call, is not there.
             Closed: ``stop`` is set.
             StorageError, DeadlineExceeded: an attempt may be left behind, for ``discard``.
@@ -112,8 +114,7 @@ class Transaction(ABC):
 
     @abstractmethod
     async def hold(self, name: str, body: Body) -> None:
-        """Take the file that makes the attempt visible. It is written now where a rename follows, and by ``publish``
-        where it is the commit itself."""
+        """Keep the file that readers look for until ``publish``. A store that publishes by a rename writes it now."""
 
     @abstractmethod
     async def publish(self) -> None:
@@ -125,8 +126,9 @@ class Transaction(ABC):
 
     @abstractmethod
     def discard_here(self) -> None:
-        """Delete what the attempt wrote, in the calling thread. Does nothing if nothing is there. From now on no
-        attempt is made: the first ``write`` raises ``Closed``."""
+        """Delete the attempt, in the calling thread, with the files that other processes have written into it. Does
+        nothing if nothing is there, and nothing in a forked child. From now on no attempt is made: the first ``write``
+        raises ``Closed``."""
 
     @abstractmethod
     async def discard(self, deadline: Deadline) -> None:
@@ -155,15 +157,20 @@ class Transaction(ABC):
     @contextmanager
     def _make_once(self) -> Iterator[None]:
         """Keep ``discard`` out while the attempt is made, and refuse to make one that was discarded before: a thread
-        may come to its first write when another thread has already ended the save."""
+        may come to its first write when another thread has already ended the save. A file system that hangs holds up
+        the discard too, which ends at its own deadline."""
         with self._making:
             if self._discarded:
                 raise Closed(f"{self.attempt.name} was discarded")
             yield
 
-    def _end_making(self) -> None:
+    def _end_making(self) -> bool:
+        """Whether there is something to discard here: the attempt of a forked child's parent is the parent's."""
+        if os.getpid() != self._pid:
+            return False
         with self._making:
             self._discarded = True
+        return True
 
     async def commit(self, files: Mapping[str, Sequence[bytes]]) -> None:
         """Write ``files``, given in pieces, and make the attempt visible. Readers look for the last of them, whose end
@@ -191,13 +198,16 @@ class Transaction(ABC):
         """
 
         async def publish() -> None:
+            self.outcome = "unknown"
             try:
                 await self.publish()
             except DeadlineExceeded:
-                self.outcome = "unknown"
                 raise
             except NotDurable:
                 self.outcome = "committed"
+                raise
+            except Exception:
+                self.outcome = "absent"
                 raise
             self.outcome = "committed"
 
@@ -258,6 +268,7 @@ class Transaction(ABC):
         if self.outcome == "unknown" and look is not None:
             deadline = Deadline.after(_READ_BACK_S)
             Call(lambda: look(stuck)).result("reading back the outcome of the commit", stop=Stop(), deadline=deadline)
+            self._look = None  # which refers to this object
         if self.outcome == "absent":
             self.discard_here()
 

@@ -259,8 +259,6 @@ class StorageWriter(DcpStorageWriter):
         try:
             self._write(save, transaction, outgoing.files())
             self._warn(outgoing, save.location.url)
-            if self._apart is not None:
-                return outgoing.results(lambda name: name)
             return outgoing.results(transaction.published_name)
         finally:
             outgoing.close()

@@ -225,8 +225,6 @@ class PlannedWriting:
                 write = partial(order.saver.write, transaction, fall_back=order.fall_back, url=order.location.url)
             write(outgoing.files(), threads=self._threads, stop=self._stop)
             warn_of_refused(outgoing.refused, order.location.url, "Pass allow=[...] with the types to sidestream.load.")
-            if order.apart is not None:
-                return outgoing.results(lambda name: name)
             return outgoing.results(transaction.published_name)
         finally:
             outgoing.close()

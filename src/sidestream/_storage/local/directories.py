@@ -79,20 +79,22 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
+    failure = OSError(errno.EBUSY, "files keep vanishing from it")
     try:
         for _ in range(RACES):
             try:
                 shutil.rmtree(path)
             except FileNotFoundError:
                 """Another process deletes the same files."""
-            except OSError as error:  # another rank was creating a file meanwhile
-                if error.errno != errno.ENOTEMPTY:
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
+                failure = error  # another rank was creating a file meanwhile
             if not path.exists():
                 return
     except OSError as error:
         raise from_os_error(error, "removing", str(path)) from error
-    raise from_os_error(OSError(errno.EBUSY, "files keep vanishing from it"), "removing", str(path))
+    raise from_os_error(failure, "removing", str(path)) from failure
 
 
 def take_away(root: Path, name: str) -> Path | None:

@@ -66,7 +66,8 @@ class LocalTransaction(Transaction):
         attempt = self.attempt
         stop.check()
         if attempt.kind == "part":
-            _make_shared(self._directory, attempt.durability)
+            with self._make_once():
+                _make_shared(self._directory, attempt.durability)
         elif attempt.kind == "joined" or self._mode is not None:
             _check_joined(self._directory)
         else:
@@ -121,6 +122,7 @@ class LocalTransaction(Transaction):
                 _publish_part, path, body, attempt.durability, stop, deadline, stop=stop, deadline=deadline
             )
             self._names.clear()
+            self._last = None
             return
         mode = 0o700 if self._mode is None else self._mode
         names = frozenset(self._names)
@@ -134,9 +136,11 @@ class LocalTransaction(Transaction):
         await io_threads().run(self.discard_here, deadline=deadline)
 
     def discard_here(self) -> None:
-        self._end_making()
+        if not self._end_making():
+            return
         if self.attempt.kind == "part":  # others may be writing into that directory
-            for name in self._names:
+            self._last = None
+            for name in tuple(self._names):  # a thread that was left behind may add one
                 _unlink(self._directory / name)
             return
         # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.

@@ -65,7 +65,7 @@ class ObjectTransaction(Transaction):
         return await self._bucket.tail(name, nbytes, deadline)
 
     def published_name(self, name: str) -> str:
-        return name_with_id(name, self.attempt.save_id)
+        return name_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def path_of(self, name: str = "") -> str:
         target = self.attempt.target
@@ -89,8 +89,7 @@ class ObjectTransaction(Transaction):
         with self._make_once():
             self._made = True
         for given, body in files:
-            file = self.published_name(given) if self._carries_id else given
-            name = self.path_of(file)
+            name = self.path_of(self.published_name(given))
             if body.nbytes <= part_bytes_for(body.nbytes, bucket.policy.part_bytes):
                 self._send_whole(name, body, stop)
             else:
@@ -203,7 +202,13 @@ class ObjectTransaction(Transaction):
         if self._last is not None:  # or else the last of the files has made the attempt visible
             name, content = self._last
             await self._create(f"{target}/{name}", content)
-        self._made = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep nothing in memory for as long as somebody keeps the result of the save."""
+        self._made, self._last = False, None
+        self._sizes.clear()
+        self._begun.clear()
 
     async def _create(self, name: str, content: bytes) -> None:
         uncertain: list[BaseException] = []
@@ -259,14 +264,13 @@ class ObjectTransaction(Transaction):
         Call(lambda: self._discard(deadline)).result("removing", stop=Stop(), deadline=deadline)
 
     async def _discard(self, deadline: Deadline) -> None:
-        self._end_making()
-        if not self._made:
+        if not self._end_making() or not self._made:
             return
         if self._carries_id:
             await self._bucket.delete_of(self.attempt.target, self.attempt.save_id, deadline)
         else:
             await self._delete_begun(deadline)
-        self._made = False
+        self._forget()
 
     async def _delete_begun(self, deadline: Deadline) -> None:
         """What this attempt wrote under names that others may use too; nothing, where another writer has committed."""
