@@ -35,6 +35,7 @@ class Bench:
         self.pending: sidestream.PendingSave | None = None
         self.state: dict[str, Any] = blank_state()
         self.number = 1
+        self.judging = False
         self.target = self.run / "step-1"
         self.before: set[asyncio.Task[Any]] = set()
         self.threads = frozenset(threading.enumerate())
@@ -50,6 +51,7 @@ class Bench:
 
     async def judge(self) -> list[str]:
         """What is wrong. The operation has ended, and nobody has waited for anything since."""
+        self.judging = True
         wrong = [f"a task is left: {task}" for task in asyncio.all_tasks() - self.before]
         wrong += [f"a thread goes on: {where}" for where in busy_threads()]
         wrong += [f"a thread is left: {name}" for name in owned_threads(["sidestream-stage"], self.threads)]
@@ -58,6 +60,7 @@ class Bench:
         wrong += await not_returned(self.stager)
         wrong += self.complaints
         self.complaints.clear()
+        self.judging = False  # what follows reads
         target = self.target
         if self.pending is not None and not self.pending.done():
             wrong.append("the save has not ended")

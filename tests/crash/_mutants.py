@@ -15,6 +15,7 @@ import os
 import random
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -342,12 +343,22 @@ async def retention(place: Path, chance: random.Random, first: str) -> AsyncIter
 
 async def cancels(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     from _cancelling import OPERATIONS, cancelled, made, sweep
+    from _operations import Intercept, Operation
 
     async with made(place) as bench:
-        # Again and again: a thread that is left behind may be through before anybody looks.
-        for name in ("save", "Checkpointer.save and aclose") * 8:
-            _, violations = await sweep(bench, OPERATIONS[name], cancelled, lambda at: {at})
-            yield [str(one) for one in violations]
+        late: list[str] = []
+
+        def slowly(operation: Operation) -> Any:
+            if operation.name in ("pwrite", "fsync", "rename"):
+                time.sleep(0.01)  # a thread that is left behind is still at work when the operation has ended
+            if bench.judging and operation.changes:
+                late.append(f"a thread goes on: {operation.name} {operation.path}")
+            return operation.call()
+
+        for name in ("save", "Checkpointer.save and aclose"):
+            with Intercept(place, slowly).installed():
+                _, violations = await sweep(bench, OPERATIONS[name], cancelled, lambda at: {at})
+            yield [str(one) for one in violations] + late
 
 
 CATCHERS: dict[str, Callable[[Path, random.Random, str], AsyncIterator[list[str]]]] = {
