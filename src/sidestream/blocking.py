@@ -38,7 +38,7 @@ from ._runtime.caller import Caller, is_serving
 from ._runtime.tasks import drain, refuse_on_a_loop, supervise
 from ._save import api as _saving
 from ._save import pending as _pending
-from ._storage.transaction import Outcome
+from ._storage import Outcome
 from .errors import DeadlineExceeded, WrongLoop
 
 __all__ = [

@@ -25,8 +25,7 @@ from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, io_threads, politely
 from .._runtime.torch_probes import dtype_from_name, dtype_name
 from .._save.commit import commit
-from .._storage import Attempt, Kind, Location, Transaction, Where, locate_directory
-from .._storage.transaction import Unfinished
+from .._storage import Attempt, Kind, Location, Transaction, Unfinished, Where, locate_directory
 from ..errors import InvalidOption, UnsupportedTensor
 from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
 from .dcp_target import DcpTarget

@@ -28,8 +28,7 @@ from .._runtime.caller import call
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, io_threads, politely
-from .._storage import Attempt, Kind, Location, ReadRange, Transaction, Where, locate_directory
-from .._storage.transaction import Unfinished
+from .._storage import Attempt, Kind, Location, ReadRange, Transaction, Unfinished, Where, locate_directory
 from ..errors import Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
 from .windows import WINDOWS, WindowedFile, Windows

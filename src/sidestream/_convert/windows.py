@@ -15,8 +15,7 @@ from typing import Protocol, TypeAlias
 
 from .._runtime.tasks import first_error
 from .._runtime.threads import Deadline, Stop, Threads
-from .._storage import Transaction
-from .._storage.transaction import WRITE_THREADS
+from .._storage import WRITE_THREADS, Transaction
 from ..errors import Closed, allocating
 
 __all__ = ["WINDOWS", "WindowedFile", "Windows"]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from .._save.pending import SaveInfo, SaveProgress, SaveWork
-from .._storage.transaction import Outcome
+from .._storage import Outcome
 from ..errors import Skipped
 from .leases import Lease
 

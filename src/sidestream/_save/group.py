@@ -25,9 +25,8 @@ from .._load.open.steps import read_marker
 from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, Stop, io_threads, politely
 from .._runtime.torch_probes import TORCH_VERSION
-from .._storage import Transaction
+from .._storage import Outcome, Transaction
 from .._storage.bodies import BytesBody
-from .._storage.transaction import Outcome
 from ..errors import NotDurable, NotShared, OutcomeUnknown, RankFailures, SidestreamError
 from .group_planning import Planned, Planning, Terms
 from .operation import Job, Writer

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from .._format.records import Manifest
 from .._runtime.tasks import finish
-from .._storage.transaction import Outcome
+from .._storage import Outcome
 from .commit import commit
 from .pending import SaveInfo, SaveProgress
 from .writing import SaveOrder

@@ -15,7 +15,7 @@ from .._runtime.abandoned import watch
 from .._runtime.public import public
 from .._runtime.tasks import supervise
 from .._runtime.threads import in_background, look_for_abandoned
-from .._storage.transaction import Outcome
+from .._storage import Outcome
 from ..errors import Aborted, Skipped, printable_lines
 from ..options import Durability
 

@@ -31,9 +31,8 @@ from .._runtime.state_dict_calls import Found, ask, in_order, key_order
 from .._runtime.threads import Deadline, Stop, Threads, in_background, io_threads
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager, Captured, PlanCache, Staging, capture
-from .._storage import Attempt, Kind, Location, Transaction
+from .._storage import WRITE_THREADS, Attempt, Kind, Location, Outcome, Transaction
 from .._storage.bodies import BytesBody, ShardBody
-from .._storage.transaction import WRITE_THREADS, Outcome
 from .._worker.client import Saver
 from ..errors import Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
 from ..options import Apart, Digest, Durability

@@ -6,11 +6,12 @@ from .address import StoreAddress
 from .bodies import Body
 from .local.store import LocalStore
 from .store import Leftover, MappingStore, ReadRange, Store
-from .transaction import Attempt, Kind, Transaction
+from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, Transaction, Unfinished
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
 
 __all__ = [
     "EVERYDAY",
+    "WRITE_THREADS",
     "Attempt",
     "Body",
     "Kind",
@@ -18,10 +19,12 @@ __all__ = [
     "LocalStore",
     "Location",
     "MappingStore",
+    "Outcome",
     "ReadRange",
     "Store",
     "StoreAddress",
     "Transaction",
+    "Unfinished",
     "Where",
     "locate_directory",
     "locate_run",

@@ -27,9 +27,8 @@ from .._runtime.threads import Deadline, Stop, Threads, io_threads
 from .._save.planner.independent import commit_as_part, look_for_room, tag_of
 from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.metadata import as_stock, check_files, complete, files_of_commit
-from .._storage import Attempt, Body, Kind, Location, Store, Transaction
+from .._storage import WRITE_THREADS, Attempt, Body, Kind, Location, Store, Transaction
 from .._storage.clients.io_loop import in_io_thread
-from .._storage.transaction import WRITE_THREADS
 from .._worker.client import choose_saver
 from ..blocking import run_anywhere
 from ..errors import InvalidOption, SidestreamError

@@ -20,7 +20,7 @@ from ..._runtime.tasks import finish
 from ..._runtime.threads import Stop, Threads, io_threads
 from ..._staging import AsyncStager, Staging
 from ..._staging.tree import StagedState
-from ..._storage.transaction import WRITE_THREADS
+from ..._storage import WRITE_THREADS
 from ...errors import InvalidOption, SidestreamError
 from ..group import JointSave, maker_of_attempt, terms_of
 from ..operation import SaveJob
