@@ -15,7 +15,7 @@ from _trials import Trials
 SHORT, LONG = 2_000, 50_000
 MOST_BYTES_PER_SAVE = 1024
 EVERY = 25
-SHORT_EACH, LONG_EACH = 60, 3_000
+SHORT_EACH, LONG_EACH = 150, 3_000
 
 
 def slope(points: list[tuple[int, int]]) -> float:
