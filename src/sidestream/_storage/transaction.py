@@ -62,7 +62,7 @@ class Attempt:
 
 
 class Transaction(ABC):
-    """One attempt. One thread or task at a time calls its methods."""
+    """One attempt. One thread or task at a time calls its methods; ``discard`` may be called beside ``write``."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
@@ -165,7 +165,8 @@ class Transaction(ABC):
             yield
 
     def _end_making(self) -> bool:
-        """Whether there is something to discard here: the attempt of a forked child's parent is the parent's."""
+        """Make no attempt from now on. Returns False, having done nothing, in a forked child: its parent owns the
+        attempt."""
         if os.getpid() != self._pid:
             return False
         with self._making:
