@@ -23,7 +23,7 @@ from states import assert_same
 
 import sidestream
 from sidestream._runtime.threads import Deadline
-from sidestream._save import writing
+from sidestream._save import writer
 from sidestream._staging import AsyncStager, DeviceEngine, StageMode
 from sidestream._staging.device import held_back
 from sidestream._staging.driver import TorchDriver
@@ -564,7 +564,7 @@ async def test_closing_while_the_device_is_busy() -> None:
 
 
 async def test_a_stuck_device_and_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_GRACE_S", 0.5)  # after the deadline, for what still uses the staged memory
+    monkeypatch.setattr(writer, "_GRACE_S", 0.5)  # after the deadline, for what still uses the staged memory
     driver = FakeDriver()
     async with on_fake(driver) as stager:
         future = stager.stage({"t": put(driver, 1.0)})
@@ -624,12 +624,17 @@ async def test_closing_says_what_becomes_of_a_stage_whose_device_hangs(close: Ca
 async def test_a_cancelled_save_does_not_wait_for_a_device_until_its_deadline(
     own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sidestream._save.writing._GRACE_S", 0.2)
+    monkeypatch.setattr("sidestream._save.writer._GRACE_S", 0.2)
     driver = FakeDriver()
     source = put(driver, 1.0)
     stager = on_fake(driver)
     if own:  # one that the save makes for itself
-        monkeypatch.setattr("sidestream._save.writing.AsyncStager", lambda **options: on_fake(driver, timeout_s=600.0))
+
+        class OnFake(AsyncStager):
+            def __init__(self, **options: Any) -> None:
+                super().__init__(engine=DeviceEngine(driver, small_bytes=64, chunk_bytes=256), **options)
+
+        monkeypatch.setattr("sidestream._save.stage.AsyncStager", OnFake)
     saving = asyncio.create_task(sidestream.save({"t": source}, tmp_path / "c", stager=None if own else stager))
     while not any(stream.queue for stream in driver._streams):
         await asyncio.sleep(0.001)

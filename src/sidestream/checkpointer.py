@@ -45,7 +45,7 @@ from ._runtime.tasks import finish, running_loop
 from ._runtime.threads import Deadline, io_threads
 from ._save.api import start_save, start_together
 from ._save.pending import PendingSave, SaveWork
-from ._save.writing import Stager
+from ._save.writer import Stager
 from ._staging import AsyncStager, capture
 from ._staging.arena import Backing
 from ._storage import Location, Where, locate_run

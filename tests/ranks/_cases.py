@@ -28,7 +28,7 @@ import sidestream
 from sidestream._group import hub as group
 from sidestream._runtime import threads as _threads
 from sidestream._save import group_planning as planning
-from sidestream._save import writing
+from sidestream._save import writer
 from sidestream._staging import HostEngine
 from sidestream._storage.local import transaction as local
 from sidestream._storage.local import write as local_write
@@ -260,7 +260,7 @@ def failing_save(
     mesh = init_device_mesh("cpu", (world,))
     told: dict[str, Any] = {}
     if how == "hang":  # and does not stop when it is told to
-        group._STOP_S = writing._GRACE_S = _threads._GRACE_S = 1.0
+        group._STOP_S = writer._GRACE_S = _threads._GRACE_S = 1.0
 
     async def save() -> None:
         await sidestream.save(large(mesh), directory / "before", timeout_s=TIMEOUT_S)

@@ -209,9 +209,8 @@ class Noting(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-async def test_nothing_is_written_before_somebody_has_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_written_before_the_target_was_looked_at(tmp_path: Path) -> None:
     await sidestream.save(part_of(0), tmp_path / "a")
-    monkeypatch.setattr("sidestream._save.planner.save._GRACE_S", 60.0)  # it waits no longer than that
     planner = Noting()
     with pytest.raises(Conflict):
         await save_part(0, tmp_path / "a", planner=planner)

@@ -267,7 +267,7 @@ async def test_a_cancel_while_it_waits_for_staging_memory(options: dict[str, Any
 async def test_what_is_staged_when_nobody_waits_for_it_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sidestream._save.planner.save._GRACE_S", 0.01)
+    monkeypatch.setattr("sidestream._save.writer._GRACE_S", 0.01)
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         held = await stager.stage({"held": torch.ones(200_000)})
         pending = sidestream.async_save(

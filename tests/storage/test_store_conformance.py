@@ -65,8 +65,8 @@ async def test_an_attempt_is_published(store: Store) -> None:
     with pytest.raises(FileNotFoundError):
         await store.read_tail("ckpt/.metadata", 10, deadline=soon())
     await publish(transaction)
-    name = transaction.published_name("__0_0.distcp")
-    empty = transaction.published_name("__0_1.distcp")
+    name = transaction.committed_name("__0_0.distcp")
+    empty = transaction.committed_name("__0_1.distcp")
     sizes = await store.sizes("ckpt", deadline=soon())
     assert sizes == {name: len(content), empty: 0, ".metadata": len(MARKER)}
     assert await store.directories(deadline=soon()) == ["ckpt"]
@@ -80,7 +80,7 @@ async def test_ranges(store: Store) -> None:
     content = bytes(index % 251 for index in range(100_000))
     transaction = written(store, {"__0_0.distcp": content})
     await publish(transaction)
-    name = f"ckpt/{transaction.published_name('__0_0.distcp')}"
+    name = f"ckpt/{transaction.committed_name('__0_0.distcp')}"
     arrived: list[int] = []
     places = [(90_000, 10_000), (0, 1), (5, 1000), (500, 1000), (7, 0), (50_000, 3)]
     buffers = [bytearray(length) for _, length in places]
@@ -102,7 +102,7 @@ async def test_ranges(store: Store) -> None:
 async def test_what_arrives_may_fail(store: Store) -> None:
     transaction = written(store, {"__0_0.distcp": b"content"})
     await publish(transaction)
-    name = f"ckpt/{transaction.published_name('__0_0.distcp')}"
+    name = f"ckpt/{transaction.committed_name('__0_0.distcp')}"
 
     def refuse() -> None:
         raise errors.Corrupt("not this")
@@ -118,7 +118,7 @@ async def test_a_target_belongs_to_the_first(store: Store) -> None:
     with pytest.raises(errors.Conflict):
         await publish(other, b"another marker, of the same length as it is")
     await other.discard(soon())
-    name = transaction.published_name("__0_0.distcp")
+    name = transaction.committed_name("__0_0.distcp")
     assert set(await store.sizes("ckpt", deadline=soon())) == {name, ".metadata"}
     assert await store.read_tail("ckpt/.metadata", 4096, deadline=soon()) == MARKER
     with pytest.raises(errors.Conflict):
@@ -154,7 +154,7 @@ async def test_a_forked_child_discards_nothing(store: Store) -> None:
     transaction.discard_here()
     transaction._pid -= 1
     await publish(transaction)
-    assert transaction.published_name("__0_0.distcp") in await store.sizes("ckpt", deadline=soon())
+    assert transaction.committed_name("__0_0.distcp") in await store.sizes("ckpt", deadline=soon())
 
 
 async def test_a_transaction_that_has_committed_keeps_no_content(store: Store) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,19 +19,29 @@ from .._layout.cast import castable
 from .._layout.ranges import PIECE_BYTES
 from .._layout.select import selected
 from .._load.foreign.single_file import TORCH_SUFFIXES
-from .._runtime.abandoned import watch
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, io_threads, politely
 from .._runtime.torch_probes import dtype_from_name, dtype_name
-from .._save.commit import commit
-from .._storage import Attempt, Kind, Location, Transaction, Unfinished, Where, locate_directory
+from .._save.layouts import commit_files
+from .._save.operation import RankReceipt
+from .._save.order import SaveOrder
+from .._storage import Kind, Where, locate_directory
 from ..errors import InvalidOption, UnsupportedTensor
 from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
-from .dcp_target import DcpTarget
+from .operation import run_here
 from .pipeline import Pipeline
 from .source import Source, SourceOpaque, SourceTensor, open_source
-from .targets import OutTensor, OutValue, TargetFile, check_names, renamed_path, safetensors_files, torch_file
+from .targets import (
+    DcpTarget,
+    OutTensor,
+    OutValue,
+    TargetFile,
+    check_names,
+    renamed_path,
+    safetensors_files,
+    torch_file,
+)
 from .windows import WINDOWS
 
 __all__ = ["ConvertReport", "Format", "Rename", "convert"]
@@ -126,15 +136,19 @@ async def convert(
     )
     total = await io_threads().run(_total, selection, deadline=deadline)
     pipeline = Pipeline(opened, selection.origin, verify, deadline, progress, total)
-    work = _Conversion(pipeline, selection, where, single, files, durability)
-    await work.run()
+    if verify == "always":
+        await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
+    kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
+    order = SaveOrder(where, durability, deadline, kind=kind)
+    layout = _ConvertedLayout(order, files, selection.order)
+    await run_here("converting", order, partial(pipeline.write, layout.data_files), layout)
 
     def report() -> ConvertReport:
         return ConvertReport(
             url=where.url,
             format=chosen,
-            files=tuple(file.name for file in work.files),
-            nbytes=sum(file.nbytes for file in work.files),
+            files=tuple(file.name for file in layout.data_files),
+            nbytes=sum(file.nbytes for file in layout.data_files),
             tensors=tuple(one.fqn for one in selection.tensors),
             values=tuple(one.fqn for one in selection.values),
             left_out=selection.left_out,
@@ -242,47 +256,26 @@ def _plan(
     return safetensors_files(tensors, name, shard_bytes, window_bytes)
 
 
-class _Conversion:
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        selection: _Selection,
-        where: Location,
-        single: bool,
-        files: Sequence[TargetFile] | DcpTarget,
-        durability: Durability,
-    ) -> None:
-        self._pipeline, self._selection, self._where, self._single = pipeline, selection, where, single
+class _ConvertedLayout:
+    """The layout of converted files: those of a checkpoint get a manifest and a marker, others stand for themselves."""
+
+    def __init__(self, order: SaveOrder, files: Sequence[TargetFile] | DcpTarget, fqns: Sequence[str]) -> None:
+        self._order = order
         self._dcp = files if isinstance(files, DcpTarget) else None
-        self.files = files.data_files if isinstance(files, DcpTarget) else files
-        self._durability = durability
-        self._verify, self._deadline = pipeline.verify, pipeline.deadline
-        self._save_id = uuid.uuid4().hex
+        self._fqns = fqns
+        self.data_files = files.data_files if isinstance(files, DcpTarget) else files
 
-    async def run(self) -> None:
-        store, target = self._where.store, self._where.name
-        if self._verify == "always":
-            pieces = [piece for _, tensor in self._selection.origin.values() for piece in tensor.checks]
-            await self._pipeline.check(pieces)
-        kind: Kind = "directory" if self._dcp is not None else "file" if self._single else "files"
-        into = store.begin(Attempt(target, kind, self._save_id, self._durability, self._deadline))
-        watched = watch(Unfinished(f"converting to {self._where.url}", into))
-        try:
-            await self._pipeline.write(self.files, into)
-            if self._dcp is not None:
-                await self._commit(self._dcp, into)
-            else:
-                await into.show()
-        except BaseException as error:
-            await into.clean_up(error)
-            raise
-        finally:
-            watched.end()
+    async def receipt(self, plan: None, written: None) -> RankReceipt:
+        names = {file.name: self._order.transaction.committed_name(file.name) for file in self.data_files}
+        return RankReceipt({names[file.name]: file.nbytes for file in self.data_files}, names)
 
-    async def _commit(self, dcp: DcpTarget, into: Transaction) -> None:
-        names = {file.name: into.published_name(file.name) for file in self.files}
-        entries = await io_threads().run(dcp.entries, self._selection.order, names, deadline=self._deadline)
-        await commit(into, Manifest(self._save_id, entries, {names[file.name]: file.nbytes for file in self.files}))
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        if self._dcp is None:
+            return {}
+        (receipt,) = receipts
+        entries = self._dcp.entries(self._fqns, receipt.content)
+        manifest = Manifest(self._order.save_id, entries, dict(receipt.files))
+        return commit_files(manifest, self._order.saved_at)
 
 
 # --- what was asked for ---------------------------------------------------------------------------------------------

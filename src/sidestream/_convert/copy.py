@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import uuid
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +22,16 @@ from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
 from .._load.open.manifest import open_manifest
 from .._load.reader import Scratch
 from .._load.verify import Verification
-from .._runtime.abandoned import watch
 from .._runtime.caller import call
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import Deadline, Stop, io_threads, politely
-from .._storage import Attempt, Kind, Location, ReadRange, Transaction, Unfinished, Where, locate_directory
+from .._save.operation import RankReceipt
+from .._save.order import SaveOrder
+from .._storage import Location, ReadRange, Transaction, Where, locate_directory
 from ..errors import Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
+from .operation import run_here
 from .windows import WINDOWS, WindowedFile, Windows
 
 __all__ = ["CopyReport", "copy"]
@@ -95,7 +96,9 @@ async def copy(
     location = locate_directory(source, Where(storage_options, None, store_policy))
     found = await _look(location, deadline)
     window_bytes = min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS)
-    await _Copy(found, where, deadline, window_bytes, durability, progress).run()
+    order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files")
+    copying = _Copy(found, where, deadline, window_bytes, progress)
+    await run_here("copying", order, copying.write, _CopiedLayout(found.sizes))
     return CopyReport(
         url=where.url,
         files=tuple(found.sizes),
@@ -226,48 +229,54 @@ def _apart(pieces: Iterable[Piece]) -> tuple[dict[str, list[Piece]], set[str]]:
     return found, left_out
 
 
+@dataclass(frozen=True, slots=True)
+class _CopiedLayout:
+    """The layout of copied files, which keep their names and their ``.metadata``."""
+
+    sizes: Mapping[str, int]
+
+    async def receipt(self, plan: None, written: bytes | None) -> RankReceipt:
+        return RankReceipt(self.sizes, written)
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        (receipt,) = receipts
+        return {} if receipt.content is None else {METADATA_NAME: [receipt.content]}
+
+
 @dataclass(slots=True)
 class _Copy:
     found: _Found
     where: Location
     deadline: Deadline
     window_bytes: int
-    durability: Durability
     progress: Progress | None
     _done_bytes: int = 0
 
-    async def run(self) -> None:
-        found, store, target = self.found, self.where.store, self.where.name
+    async def write(self, into: Transaction) -> bytes | None:
+        """Write everything but a ``.metadata``, which is returned: it is the commit that adds it."""
+        found = self.found
         files = [
-            _CopiedFile(target if found.single else name, nbytes, found.pieces.get(name, ()), self.window_bytes)
+            _CopiedFile(
+                self.where.name if found.single else name, nbytes, found.pieces.get(name, ()), self.window_bytes
+            )
             for name, nbytes in found.sizes.items()
         ]
-        kind: Kind = "file" if found.single else "files"
-        into = store.begin(Attempt(target, kind, uuid.uuid4().hex, self.durability, self.deadline))
-        watched = watch(Unfinished(f"copying to {self.where.url}", into))
         self._tell(0)
-        try:
-            *others, last = files
-            if others:
-                await self._write(others, into)
-            if last.name == METADATA_NAME:
-                await self._commit(into)
-            else:
-                await self._write([last], into)
-                await into.show()
-        except BaseException as error:
-            await into.clean_up(error)
-            raise
-        finally:
-            watched.end()
+        *others, last = files
+        if others:
+            await self._write(others, into)
+        if last.name == METADATA_NAME:
+            return await self._marker()
+        await self._write([last], into)
+        return None
 
-    async def _commit(self, into: Transaction) -> None:
+    async def _marker(self) -> bytes:
         found, location, nbytes = self.found, self.found.location, self.found.sizes[METADATA_NAME]
         raw = await read_file(location.store, f"{location.name}/{METADATA_NAME}", nbytes, self.deadline)
         if crc32(raw) != found.marker_crc:
             raise Corrupt(f"{location.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME)
         self._tell(2 * nbytes)
-        await into.commit({METADATA_NAME: [bytes(raw)]})
+        return bytes(raw)
 
     async def _write(self, files: Sequence[_CopiedFile], into: Transaction) -> None:
         found, location = self.found, self.found.location

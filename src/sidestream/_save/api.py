@@ -31,10 +31,13 @@ from ..options import (
     check_seconds,
     check_timeout,
 )
-from .group import FailedSave, JointSave, planning_of
-from .operation import SaveJob
+from .group import FailedSave, Group, planning_of
+from .layouts import AgreedLayout, NativeLayout
+from .operation import SaveOperation, Solo
+from .order import SaveOrder
 from .pending import PendingSave, SaveInfo, SaveWork
-from .writing import ForeignStage, SaveOrder, Stager, Writing
+from .stage import LaidOutStage
+from .writer import LiveWriter, Stager
 
 __all__ = ["async_save", "save", "start_save", "start_together"]
 
@@ -152,7 +155,7 @@ def async_save(
         raise InvalidOption(f"apart={apart!r} has to be a sidestream.Apart(rank=, world_size=, save_id=)")
     member = None if apart is not None else group_of(process_group)
 
-    def start(operation: Operation | None) -> SaveJob | JointSave:
+    def start(operation: Operation | None) -> SaveOperation:
         if not snapshot and stager is not None:
             raise InvalidOption(
                 "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
@@ -206,7 +209,7 @@ def start_save(
     member: Member | None = None,
     planner: Any = None,
     apart: Apart | None = None,
-) -> SaveJob | JointSave:
+) -> SaveOperation:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
 
     Runs in the thread of a blocking call: copies are ordered after the work that was enqueued on its current streams.
@@ -232,14 +235,10 @@ def start_save(
         from .planner.save import start_planned  # imports DCP, as the planner has done
 
         return start_planned(order, state, planner, stager)
-    planning = None if operation is None else planning_of(order, operation)
-    lay_out = plan_save if planning is None else planning.lay_out
-    if captured is not None:
-        assert stager is None or isinstance(stager, AsyncStager)
-        source: Writing | ForeignStage = Writing(order, captured, stager, lay_out)
-    else:
-        assert stager is not None
-        source = ForeignStage(order, state, stager, lay_out)
-    if operation is not None and planning is not None:
-        return JointSave(order=order, source=source, operation=operation, planning=planning)
-    return SaveJob(order=order, source=source)
+    if operation is None:
+        writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, plan_save))
+        return SaveOperation(order=order, writer=writer, layout=NativeLayout(order), coordinator=Solo(order))
+    planning = planning_of(order, operation)
+    writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, planning.lay_out))
+    group = Group(order, operation, planning)
+    return SaveOperation(order=order, writer=writer, layout=AgreedLayout(order, planning), coordinator=group)

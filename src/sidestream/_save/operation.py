@@ -1,63 +1,158 @@
-"""What every save is while it runs, and the save of one process, from launched copies to the commit."""
+"""``SaveOperation``: every save, from launched copies to the commit.
+
+What differs from save to save is in three strategies: a writer brings the data to storage, a layout says what its files
+mean, and a coordinator makes them visible, for this process alone or for all ranks.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from .._format.records import Manifest
 from .._runtime.tasks import finish
+from .._runtime.threads import io_threads
 from .._storage import Outcome
-from .commit import commit
+from .order import SaveOrder
 from .pending import SaveInfo, SaveProgress
-from .writing import SaveOrder
 
-__all__ = ["Job", "SaveJob", "Source", "Writer"]
+__all__ = ["Committed", "Coordinator", "Layout", "RankReceipt", "SaveOperation", "SharedLayout", "Solo", "Writer"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankReceipt:
+    """What one rank has written: the sizes of its data files by their names in the checkpoint, and what the layout has
+    to know to describe their content."""
+
+    files: Mapping[str, int]
+    content: Any
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What ``SaveInfo`` reports of a commit: the bytes of all data files and, where ranks have put theirs together, the
+    times of the phases."""
+
+    nbytes: int
+    seconds: Mapping[str, float] | None = None
 
 
 class Writer(Protocol):
-    """Data on its way to storage, in threads of its own: ``Writing``, or what writes as a planner says."""
+    """Data on its way to storage, in threads of its own."""
 
     def pass_on(self, staged: asyncio.Future[None]) -> None:
-        """Resolve ``staged`` when the sources may change, one way or the other."""
+        """Resolve ``staged`` when the sources may change, or with the error of the staging."""
 
     async def ended(self) -> tuple[Any, Any]:
-        """When all data is on storage: the plan, and what is known of its items since they are written."""
+        """Wait until all data is on storage. Return the plan, and what is known of its items now that they are
+        written."""
 
-    async def release(self) -> None: ...
+    async def release(self) -> None:
+        """Release all memory. No copy reads a source any more when this returns."""
 
-    def interrupt(self) -> None: ...
-
-    def progress(self) -> SaveProgress: ...
-
-
-class Source(Protocol):
-    """What becomes a writer, when the stager of the caller has made the first copy."""
-
-    async def launch(self) -> Writer: ...
+    def interrupt(self) -> None:
+        """Stop the threads, so that ``ended`` raises. Called in any thread; does not block."""
 
     def progress(self) -> SaveProgress: ...
-
-    def abandon(self) -> None:
-        """Signal the threads to stop, because the job, or the writer it became, will not be awaited. Does not block."""
 
     def leave(self) -> None:
-        """Wait until no thread reads a source or writes to memory or storage any more, then release all memory. Called
-        in a thread, after ``abandon``."""
+        """Wait until no thread uses a source, memory or storage any more, then release all memory. Called in a thread,
+        after ``interrupt``, where ``ended`` and ``release`` will not be awaited."""
+
+
+class Layout(Protocol):
+    """The meaning of the data files: what the manifest and ``.metadata`` say of them."""
+
+    async def receipt(self, plan: Any, written: Any) -> RankReceipt:
+        """Return this rank's receipt for what its writer has written."""
+
+    def files(self, receipts: Sequence[RankReceipt]) -> Mapping[str, Sequence[bytes]]:
+        """Return the files that the commit adds, in pieces; readers look for the last one. Called in a worker thread,
+        on the rank that commits, with the receipts of all ranks."""
+
+
+class SharedLayout(Layout, Protocol):
+    """The layout of a save of several ranks, whose receipts travel to rank 0."""
+
+    def pack(self, receipt: RankReceipt) -> bytes:
+        """Return the content of ``receipt`` as bytes. Called in a worker thread."""
+
+    def unpack(self, rank: int, content: bytes) -> Any:
+        """Return the content that ``rank`` has packed. Called in a worker thread, on rank 0."""
+
+
+class Coordinator(Protocol):
+    """The decision whether a save is committed, and how a failure ends it."""
+
+    def attach(self, writer: Writer) -> None:
+        """Interrupt ``writer`` when the save cannot be committed any more."""
+
+    def relay(self, staged: asyncio.Future[None]) -> asyncio.Future[None]:
+        """Return the future that the writer resolves in place of ``staged``."""
+
+    async def commit(self, receipt: RankReceipt, layout: Any) -> Committed:
+        """Make the checkpoint visible. Raises what ``Transaction.commit`` raises."""
+
+    async def fail(self, error: BaseException) -> Committed:
+        """Settle the outcome after ``error``, and delete an absent attempt. Raises the error of the save; returns only
+        if the checkpoint turns out to be committed."""
+
+    def abandon(self) -> None:
+        """Signal that this process will not go on. Does not block."""
+
+    def leave(self, *, stuck: bool) -> None:
+        """Settle the outcome after ``abandon``, in a thread. ``stuck``: a thread is left behind in a system call."""
+
+    def close(self) -> None:
+        """The save has ended well."""
+
+
+class Solo:
+    """The coordinator of a save by one process."""
+
+    def __init__(self, order: SaveOrder) -> None:
+        self._order = order
+
+    def attach(self, writer: Writer) -> None:
+        """Do nothing: only the caller stops this save."""
+
+    def relay(self, staged: asyncio.Future[None]) -> asyncio.Future[None]:
+        return staged
+
+    async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
+        order = self._order
+        files = await io_threads().run(layout.files, [receipt], deadline=order.deadline)
+        await order.transaction.commit(files)
+        return Committed(receipt.nbytes)
+
+    async def fail(self, error: BaseException) -> Committed:
+        await self._order.transaction.clean_up(error)
+        raise error
+
+    def abandon(self) -> None:
+        """Do nothing: no other process waits for this one."""
+
+    def leave(self, *, stuck: bool) -> None:
+        self._order.transaction.settle(stuck=stuck)
+
+    def close(self) -> None:
+        """Do nothing: nothing has been opened."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
-    """A save of this process, or this rank's part in one."""
+class SaveOperation:
+    """One save, or this rank's part in one."""
 
     order: SaveOrder
-    source: Source
-    seconds: dict[str, float] = field(default_factory=dict)
-    started: float = field(default_factory=time.monotonic)
+    writer: Writer
+    layout: Layout
+    coordinator: Coordinator
 
     @property
     def url(self) -> str:
@@ -69,58 +164,45 @@ class Job:
 
     @property
     def progress(self) -> SaveProgress:
-        return self.source.progress()
+        return self.writer.progress()
 
     @property
     def expires_at(self) -> float:
         return self.order.deadline.at
 
-    def _mark(self, phase: str) -> None:
-        self.seconds.setdefault(phase, time.monotonic() - self.started)
-
-
-@dataclass(slots=True, kw_only=True)
-class SaveJob(Job):
-    """One save, from launched copies to the commit."""
-
-    def abandon(self) -> None:
-        self.source.abandon()
-
-    def leave(self, *, stuck: bool) -> None:
-        self.source.leave()
-        self.order.transaction.settle(stuck=stuck)
-
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
-        staged.add_done_callback(lambda _: self._mark("staged"))
-        order = self.order
-        writing = await self.source.launch()
-        writing.pass_on(staged)
+        phases, coordinator = self.order.phases, self.coordinator
+        staged.add_done_callback(lambda _: phases.mark("staged"))
         try:
-            plan, written = await writing.ended()
-            self._mark("written")
-            nbytes = await self._commit(plan, written)
+            coordinator.attach(self.writer)
+            self.writer.pass_on(coordinator.relay(staged))
+            receipt = await self.layout.receipt(*await self.writer.ended())
+            phases.mark("written")
+            committed = await coordinator.commit(receipt, self.layout)
+            phases.mark("committed")
         except BaseException as error:
-            await order.transaction.clean_up(error)
-            raise
+            committed = await coordinator.fail(error)
         finally:
-            await finish(writing.release)
+            await finish(self.writer.release)
+        coordinator.close()
+        return self._info(committed)
+
+    def _info(self, committed: Committed) -> SaveInfo:
+        order = self.order
         return SaveInfo(
             self.url,
             order.told_id,
             order.step,
             order.generation,
-            nbytes,
+            committed.nbytes,
             order.durability,
-            MappingProxyType(self.seconds),
+            MappingProxyType(order.phases.seconds if committed.seconds is None else dict(committed.seconds)),
         )
 
-    async def _commit(self, plan: Any, written: Any) -> int:
-        """Returns the bytes of the data files."""
-        order = self.order
-        names = {name: order.transaction.published_name(name) for name in plan.files}
-        files = {names[name]: nbytes for name, nbytes in plan.files.items()}
-        manifest = Manifest(order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata)
-        render = partial(plan.describe, written, names)
-        await commit(order.transaction, manifest, saved_at=order.saved_at, render=render)
-        self._mark("committed")
-        return sum(files.values())
+    def abandon(self) -> None:
+        self.coordinator.abandon()
+        self.writer.interrupt()
+
+    def leave(self, *, stuck: bool) -> None:
+        self.writer.leave()
+        self.coordinator.leave(stuck=stuck)

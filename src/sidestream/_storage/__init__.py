@@ -6,7 +6,7 @@ from .address import StoreAddress
 from .bodies import Body
 from .local.store import LocalStore
 from .store import Leftover, MappingStore, ReadRange, Store
-from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, Transaction, Unfinished
+from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, Transaction
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Store",
     "StoreAddress",
     "Transaction",
-    "Unfinished",
     "Where",
     "locate_directory",
     "locate_run",

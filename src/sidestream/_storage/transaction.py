@@ -24,7 +24,7 @@ from .address import StoreAddress
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
 
-__all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "Transaction", "Unfinished"]
+__all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "Transaction"]
 
 Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
 
@@ -85,12 +85,12 @@ class Transaction(ABC):
         """As ``Store.read_tail``."""
 
     @abstractmethod
-    def published_name(self, name: str) -> str:
+    def committed_name(self, name: str) -> str:
         """Return what the file ``name`` given to ``write`` is called once it is visible."""
 
     @abstractmethod
     def path_of(self, name: str = "") -> str:
-        """Return where a file with this published name lies before the commit, relative to the root of the store;
+        """Return where a file with this committed name lies before the commit, relative to the root of the store;
         without a name, the directory of the files."""
 
     @abstractmethod
@@ -113,11 +113,12 @@ class Transaction(ABC):
         after the commit. Raises ``Conflict`` if it exists."""
 
     @abstractmethod
-    async def hold(self, name: str, body: Body) -> None:
-        """Keep the file that readers look for until ``publish``. A store that publishes by a rename writes it now."""
+    async def put_last(self, name: str, body: Body) -> None:
+        """Keep the file that readers look for until ``make_visible``. A store that commits by a rename writes it
+        now."""
 
     @abstractmethod
-    async def publish(self) -> None:
+    async def make_visible(self) -> None:
         """Make all files visible in one atomic step, then durable.
 
         Raises ``Conflict``, having changed nothing, if the target is taken; ``NotDurable`` if the files are visible and
@@ -175,7 +176,8 @@ class Transaction(ABC):
 
     async def commit(self, files: Mapping[str, Sequence[bytes]]) -> None:
         """Write ``files``, given in pieces, and make the attempt visible. Readers look for the last of them, whose end
-        no other save has.
+        no other save has. Without ``files`` there is nothing to read back: such a commit runs to its end through
+        cancels, and ``outcome`` is ``"unknown"`` if the deadline passes meanwhile.
 
         When this returns the files are visible and, with ``durability="fsync"``, durable. Once the commit has been
         sent, an error or a cancel leads to a read-back, shielded, so that ``outcome`` is true whatever is raised.
@@ -186,41 +188,36 @@ class Transaction(ABC):
             NotDurable: ``"committed"``, but a sync failed or timed out.
             OutcomeUnknown: ``"unknown"``, because the read-back failed too. Nothing was deleted.
         """
+        if not files:
+            await finish(self._send_without_id)
+            return
         *others, (name, last) = files.items()
         for other, pieces in others:
             await self.put(other, _body(pieces))
-        await self.hold(name, _body(last))
+        await self.put_last(name, _body(last))
         await self._send(f"{self.attempt.target}/{name}", _tail_of(last))
 
-    async def show(self) -> None:
-        """Make files visible that carry no id to read back. Runs to its end through cancels.
-
-        Raises what ``publish`` raises. ``outcome`` is ``"unknown"`` if the deadline passes meanwhile.
-        """
-
-        async def publish() -> None:
-            self.outcome = "unknown"
-            try:
-                await self.publish()
-            except DeadlineExceeded:
-                raise
-            except NotDurable:
-                self.outcome = "committed"
-                raise
-            except Exception:
-                self.outcome = "absent"
-                raise
+    async def _send_without_id(self) -> None:
+        self.outcome = "unknown"
+        try:
+            await self.make_visible()
+        except DeadlineExceeded:
+            raise
+        except NotDurable:
             self.outcome = "committed"
-
-        await finish(publish)
+            raise
+        except Exception:
+            self.outcome = "absent"
+            raise
+        self.outcome = "committed"
 
     async def _send(self, name: str, tail: bytes) -> None:
-        """Publish, and find out what happened: whether the file ``name`` is there and ends with ``tail``."""
+        """Send the commit, and find out what happened: whether the file ``name`` is there and ends with ``tail``."""
         target = name if self.attempt.kind == "part" else self.attempt.target
         self._look = lambda stuck: self._read_back(name, tail, stuck)
         self.outcome = "unknown"
         try:
-            await self.publish()
+            await self.make_visible()
             self.outcome = "committed"
         except Conflict:
             self.outcome = "absent"
@@ -288,28 +285,6 @@ class Transaction(ABC):
         if getattr(error, "left_behind", False):
             attempt = self.attempt.name
             error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")
-
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """The transaction of an operation that runs in its caller's task, registered in case the loop of that task ends."""
-
-    what: str
-    transaction: Transaction
-
-    @property
-    def expires_at(self) -> float:
-        return self.transaction.attempt.deadline.at
-
-    def abandon(self) -> None:
-        """Do nothing: the hops that wait for the threads stop them."""
-
-    def leave(self, *, stuck: bool) -> str:
-        try:
-            self.transaction.settle(stuck=stuck)
-        except (SidestreamError, OSError) as error:
-            return f"outcome: {self.transaction.outcome}; its files could not be removed: {error}"
-        return f"outcome: {self.transaction.outcome}"
 
 
 def _body(pieces: Sequence[bytes]) -> Body:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -21,13 +19,16 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .._format.records import Manifest
 from .._layout.objects import allowed_types
 from .._runtime.threads import Deadline, Stop, Threads, io_threads
-from .._save.planner.independent import commit_as_part, look_for_room, tag_of
+from .._save.group import check_shared
+from .._save.operation import RankReceipt, Solo
+from .._save.order import SaveOrder
+from .._save.planner.independent import Independent, tag_of
 from .._save.planner.items import Outgoing, warn_of_refused
-from .._save.planner.metadata import as_stock, check_files, complete, files_of_commit
-from .._storage import WRITE_THREADS, Attempt, Body, Kind, Location, Store, Transaction
+from .._save.planner.layout import PlannerLayout, receipt_for
+from .._save.planner.metadata import as_stock
+from .._storage import WRITE_THREADS, Kind, Location, Transaction
 from .._storage.clients.io_loop import in_io_thread
 from .._worker.client import choose_saver
 from ..blocking import run_anywhere
@@ -48,17 +49,15 @@ _REMEDY = (
 
 @dataclass(slots=True)
 class _Save:
-    """One save, as one rank sees it."""
+    """One save, as one rank sees it. ``sent``: what rank 0 has told this rank to write."""
 
     location: Location
     deadline: Deadline
-    order: Order | None = None
-    transaction: Transaction | None = None
+    sent: Order | None = None
+    order: SaveOrder | None = None
+    coordinator: Solo | None = None
+    """On the rank that commits."""
     alone: bool = True
-    known: frozenset[str] = frozenset()
-    """What there is nothing to say against in the target of a part."""
-    process: Callable[..., None] | None = None
-    """What writes in the place of the store."""
     net: Any = None
     """Removes what the coordinator's attempt left behind, if nobody else does."""
 
@@ -168,32 +167,28 @@ class StorageWriter(DcpStorageWriter):
         if session.used == self.save_id:  # of an earlier save, if reset() was not called
             session.save_id = uuid.uuid4().hex
         save_id = session.used = session.save_id
-        orders = [Order(save_id, target, rank) for rank in range(len(plans))]
-        apart = self._apart
-        if apart is not None:
-            orders = [replace(orders[0], rank=apart.rank)]
-            save.known = run_anywhere(lambda: look_for_room(save.location, apart, save.deadline))
-        save.order, save.alone = orders[0], len(plans) == 1
-        save.transaction = self._begin(save, orders[0], self._kind)
-        self._write(save, save.transaction, ())
-        save.net = weakref.finalize(self, _discard, save.transaction)
-        return [replace(plan, storage_data=order) for plan, order in zip(plans, orders, strict=True)]
+        sent = [Order(save_id, target, rank) for rank in range(len(plans))]
+        if self._apart is not None:
+            sent = [replace(sent[0], rank=self._apart.rank)]
+        save.sent, save.alone = sent[0], len(plans) == 1
+        order = save.order = self._order(save, sent[0], self._kind)
+        save.coordinator = self._coordinator(order)
+        order.transaction.write_here(())
+        save.net = weakref.finalize(self, _discard, order.transaction)
+        return [replace(plan, storage_data=one) for plan, one in zip(plans, sent, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         save = self._save()
-        order = save.order or order_received()
-        if order is None or order.target != save.location.name:
-            meant = "nothing" if order is None else repr(order.target)
+        sent = save.sent or order_received()
+        if sent is None or sent.target != save.location.name:
+            meant = "nothing" if sent is None else repr(sent.target)
             raise InvalidOption(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
-        save.order = order
-        if save.transaction is None:
-            save.transaction = self._begin(save, order, "joined")
+        if save.order is None:
+            save.order = self._order(save, sent, "joined")
         if self._apart is None:
-            self._sessions.current().save_id = order.save_id
-        process, fall_back = choose_saver(self._saver, save.location.store)
-        save.process = None if process is None else partial(process.write, fall_back=fall_back)
+            self._sessions.current().save_id = sent.save_id
         try:
-            results = self._write_items(save, save.transaction, order, plan, planner)
+            results = self._write_items(save.order, sent.rank, plan, planner)
         except BaseException:
             if save.alone:  # other ranks may be writing there still
                 self._sessions.current().drop()
@@ -204,12 +199,15 @@ class StorageWriter(DcpStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save = self._save()
-        assert save.order is not None
-        save_id = save.order.save_id if self._apart is None else self._apart.save_id
-        done = complete(metadata, results, save.location.url, save_id)
-        run_anywhere(lambda: self._commit(save, done, results))
+        order, coordinator = save.order, save.coordinator
+        assert order is not None
+        assert coordinator is not None
+        layout = PlannerLayout(order, metadata)
+        receipt = receipt_for([result for each in results for result in each])
+        run_anywhere(lambda: _commit(order, coordinator, receipt, layout))
+        assert layout.metadata is not None
         # DCP returns this object, as it was written.
-        vars(metadata).update(vars(as_stock(done)))
+        vars(metadata).update(vars(as_stock(layout.metadata)))
         self._sessions.current().drop()
 
     @classmethod
@@ -244,22 +242,42 @@ class StorageWriter(DcpStorageWriter):
             raise InvalidOption("set_up_storage_writer() comes first; DCP's save() calls everything in its order")
         return save
 
-    def _begin(self, save: _Save, order: Order, kind: Kind) -> Transaction:
-        return save.location.store.begin(Attempt(order.target, kind, order.save_id, self._durability, save.deadline))
-
-    def _write_items(
-        self, save: _Save, transaction: Transaction, order: Order, plan: SavePlan, planner: SavePlanner
-    ) -> list[WriteResult]:
-        shared = save.process is not None
-        tag = "" if self._apart is None else tag_of(order.save_id)
-        outgoing = Outgoing(
-            plan, planner, order.rank, self._extensions, save.deadline, shared=shared, tag=tag, allow=self._allow
+    def _order(self, save: _Save, sent: Order, kind: Kind) -> SaveOrder:
+        saver, fall_back = choose_saver(self._saver, save.location.store)
+        return SaveOrder(
+            save.location,
+            self._durability,
+            save.deadline,
+            saver=saver,
+            fall_back=fall_back,
+            apart=self._apart,
+            kind=kind,
+            own_id=sent.save_id,
         )
+
+    def _coordinator(self, order: SaveOrder) -> Solo:
+        """Return the coordinator of this rank, which commits. Raises ``Conflict`` where the target of a part has
+        another save."""
+        if self._apart is None:
+            return Solo(order)
+        independent = Independent(order)
+        independent.look(Stop())
+        return independent
+
+    def _write_items(self, order: SaveOrder, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        tag = "" if order.apart is None else tag_of(order.save_id)
+        shared = order.saver is not None
+        outgoing = Outgoing(
+            plan, planner, rank, self._extensions, order.deadline, shared=shared, tag=tag, allow=self._allow
+        )
+        threads, stop = Threads("sidestream-write", WRITE_THREADS), Stop()
         try:
-            self._write(save, transaction, outgoing.files())
-            self._warn(outgoing, save.location.url)
-            return outgoing.results(transaction.published_name)
+            order.write(outgoing.files(), threads=threads, stop=stop)
+            self._warn(outgoing, order.location.url)
+            return outgoing.results(order.transaction.committed_name)
         finally:
+            stop.set()
+            threads.close()
             outgoing.close()
 
     def _warn(self, outgoing: Outgoing, url: str) -> None:
@@ -269,46 +287,6 @@ class StorageWriter(DcpStorageWriter):
         refused = {fqn: why for fqn, why in {**outgoing.refused, **outgoing.opaque}.items() if fqn not in self._warned}
         self._warned.update(refused)
         warn_of_refused(refused, url, _REMEDY)
-
-    def _write(self, save: _Save, transaction: Transaction, files: Iterable[tuple[str, Body]]) -> None:
-        threads = Threads("sidestream-write", WRITE_THREADS)
-        stop = Stop()
-        write = transaction.write
-        if save.process is not None:
-            write = partial(save.process, transaction, url=save.location.url)
-        try:
-            write(files, threads=threads, stop=stop)
-        finally:
-            stop.set()
-            threads.close()
-
-    async def _commit(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        transaction = save.transaction
-        assert transaction is not None
-        try:
-            sizes = check_files(results, await _found(save.location.store, transaction), save.location.url)
-            about = Manifest(transaction.attempt.save_id, {}, sizes)
-            if self._apart is not None:
-                await commit_as_part(
-                    transaction,
-                    save.location,
-                    self._apart,
-                    metadata,
-                    about,
-                    saved_at=int(time.time()),
-                    known=save.known,
-                )
-                return
-            files = await io_threads().run(files_of_commit, metadata, about, deadline=save.deadline)
-            await transaction.commit({name: [content] for name, content in files.items()})
-        except BaseException as error:
-            await transaction.clean_up(error)
-            raise
-        if transaction.attempt.kind == "replacement":
-            try:
-                await transaction.discard(save.deadline)
-            except SidestreamError as error:  # the new checkpoint is committed all the same
-                _log.warning("what %s replaced could not be removed: %s", save.location.url, error)
 
     # --- the end ---
 
@@ -341,12 +319,18 @@ class _Session:
             save.net()
 
 
-async def _found(store: Store, transaction: Transaction) -> Mapping[str, int]:
-    """What there is of the attempt, as the commit will show it."""
+async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, layout: PlannerLayout) -> None:
+    """Commit what all ranks have written."""
     try:
-        return await store.sizes(transaction.path_of(), deadline=transaction.attempt.deadline)
-    except FileNotFoundError:
-        return {}
+        await check_shared(order, [receipt])
+        await coordinator.commit(receipt, layout)
+    except BaseException as error:
+        await coordinator.fail(error)
+    if order.kind == "replacement":
+        try:
+            await order.transaction.discard(order.deadline)
+        except SidestreamError as error:  # the new checkpoint is committed all the same
+            _log.warning("what %s replaced could not be removed: %s", order.location.url, error)
 
 
 def _discard(transaction: Transaction) -> None:

@@ -2,82 +2,87 @@
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from ..._format.independent_parts import part_metadata_name
 from ..._format.marker import METADATA_NAME
-from ..._format.records import Manifest
 from ..._load.foreign.independent_parts import read_part_markers
-from ..._runtime.threads import Deadline, io_threads
-from ..._storage import Location, Transaction
+from ..._runtime.threads import Stop, io_threads
 from ..._storage.bodies import BytesBody
+from ..._storage.clients.io_loop import Call
 from ...errors import Conflict, NotDurable, SidestreamError
-from ...options import Apart
-from .metadata import files_of_part
+from ..operation import Committed, Layout, RankReceipt, Solo
 
-__all__ = ["commit_as_part", "look_for_room", "tag_of"]
+__all__ = ["Independent", "part_id_of", "tag_of"]
 
 _ID_CHARS = 16
 
 
+def part_id_of(save_id: str) -> str:
+    """Return the id that tells the files of one attempt to write a part from those of another."""
+    return save_id[:_ID_CHARS]
+
+
 def tag_of(save_id: str) -> str:
-    """What the names of its data files end with, so that no other attempt has the same."""
-    return f"-{save_id[:_ID_CHARS]}"
+    """Return the end of the names of its data files, which no other attempt has."""
+    return f"-{part_id_of(save_id)}"
 
 
-async def look_for_room(
-    location: Location, apart: Apart, deadline: Deadline, known: frozenset[str] = frozenset()
-) -> frozenset[str]:
-    """Raises ``Conflict`` where this part is there already, or a whole checkpoint, or a part of another save. Of two
-    saves that begin at once neither may see the other: then the reader does.
+class Independent(Solo):
+    """The coordinator of a rank that saves its part in the target itself, without a message to the other ranks."""
 
-    Returns the names that there is nothing to say against; given as ``known``, they are not looked into again."""
-    try:
-        found = await location.store.sizes(location.name, deadline=deadline)
-    except FileNotFoundError:
-        return known
-    found = {name: nbytes for name, nbytes in found.items() if name not in known}
-    own = part_metadata_name(apart.rank)
-    for name in found:
-        if name in (METADATA_NAME, own) or name.startswith("manifest-"):
-            raise Conflict(f"{location.url} has {name} already: save to a new directory")
-    for rank, marker in (await read_part_markers(location.store, location.name, found, deadline)).items():
-        if marker is None or (marker.save_id, marker.world_size) != (apart.save_id, apart.world_size):
-            other = "another writer" if marker is None else f"{marker.save_id!r} of {marker.world_size} ranks"
-            raise Conflict(
-                f"{location.url} has a part of another save: rank {rank} of {other}, this one is {apart.save_id!r} of "
-                f"{apart.world_size}; save to a new directory"
-            )
-    return known | found.keys()
+    _known: frozenset[str] = frozenset()
+    """Names in the target that have been looked into."""
 
+    def look(self, stop: Stop) -> None:
+        """Check the target before anything is written. Blocks; called in a thread. Raises ``Conflict`` as
+        ``_look_for_room`` does."""
+        call = Call(self._look_for_room)
+        self._known = call.result("looking for other saves", stop=stop, deadline=self._order.deadline)
 
-async def commit_as_part(
-    transaction: Transaction,
-    location: Location,
-    apart: Apart,
-    metadata: Metadata,
-    about: Manifest,
-    *,
-    saved_at: int,
-    known: frozenset[str] = frozenset(),
-) -> None:
-    """As ``commit``, of a part whose data files are complete: its manifest, and then the file that readers look for.
+    async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
+        """Commit a part whose data files are complete: its manifest, and then the file that readers look for.
 
-    Raises ``Conflict`` too if another save has come to the same place meanwhile, also when this part is committed by
-    then: what readers take there may be the other one. ``known`` as ``look_for_room`` returned it."""
-    deadline = transaction.attempt.deadline
-    threads, part_id = io_threads(), about.save_id[:_ID_CHARS]
-    files = await threads.run(files_of_part, metadata, about, apart, part_id, saved_at, deadline=deadline)
-    (manifest, raw), (name, content) = files.items()
-    await threads.run(transaction.write_here, [(manifest, BytesBody(raw))], deadline=deadline)
-    known = await look_for_room(location, apart, deadline, known)
-    await transaction.commit({name: [content]})
-    try:
-        await look_for_room(location, apart, deadline, known | {name})
-    except Conflict:
-        raise
-    except SidestreamError as error:
-        raise NotDurable(
-            f"the part is committed, and whether another save has come to {location.url} meanwhile could not be seen: "
-            f"{error}"
-        ) from error
+        Raises ``Conflict`` too if another save has come to the same place meanwhile, also when this part is committed
+        by then: what readers take there may be the other one."""
+        order = self._order
+        deadline, transaction, threads = order.deadline, order.transaction, io_threads()
+        files = await threads.run(layout.files, [receipt], deadline=deadline)
+        (manifest, raw), (name, content) = files.items()
+        await threads.run(transaction.write_here, [(manifest, BytesBody(b"".join(raw)))], deadline=deadline)
+        self._known = await self._look_for_room()
+        await transaction.commit({name: content})
+        self._known |= {name}
+        try:
+            await self._look_for_room()
+        except Conflict:
+            raise
+        except SidestreamError as error:
+            raise NotDurable(
+                f"the part is committed, and whether another save has come to {order.location.url} meanwhile could not "
+                f"be seen: {error}"
+            ) from error
+        return Committed(receipt.nbytes)
+
+    async def _look_for_room(self) -> frozenset[str]:
+        """Raise ``Conflict`` where this part is there already, or a whole checkpoint, or a part of another save. Of two
+        saves that begin at once neither may see the other: then the reader does.
+
+        Return the names that there is nothing to say against, which are not looked into again."""
+        location, apart, deadline, known = self._order.location, self._order.apart, self._order.deadline, self._known
+        assert apart is not None
+        try:
+            found = await location.store.sizes(location.name, deadline=deadline)
+        except FileNotFoundError:
+            return known
+        found = {name: nbytes for name, nbytes in found.items() if name not in known}
+        own = part_metadata_name(apart.rank)
+        for name in found:
+            if name in (METADATA_NAME, own) or name.startswith("manifest-"):
+                raise Conflict(f"{location.url} has {name} already: save to a new directory")
+        for rank, marker in (await read_part_markers(location.store, location.name, found, deadline)).items():
+            if marker is None or (marker.save_id, marker.world_size) != (apart.save_id, apart.world_size):
+                other = "another writer" if marker is None else f"{marker.save_id!r} of {marker.world_size} ranks"
+                raise Conflict(
+                    f"{location.url} has a part of another save: rank {rank} of {other}, this one is "
+                    f"{apart.save_id!r} of {apart.world_size}; save to a new directory"
+                )
+        return known | found.keys()

@@ -18,11 +18,11 @@ from ..._format.validate import validate
 from ..._layout.values import encode_value
 from ..._runtime.threads import politely
 from ..._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
-from ...errors import InvalidOption, NotShared, UnsafeObject
+from ...errors import InvalidOption, UnsafeObject
 from ...options import Apart
 from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
-__all__ = ["as_stock", "check_files", "complete", "files_of_commit", "files_of_part"]
+__all__ = ["as_stock", "complete", "files_of_commit", "files_of_part"]
 
 _VERSION = "1.0.0"
 _END = b"ub."  # SETITEMS into the state of the Metadata, BUILD, STOP
@@ -52,20 +52,6 @@ def complete(metadata: Metadata, results: Iterable[Iterable[WriteResult]], url: 
 def as_stock(metadata: Metadata) -> Metadata:
     """With places as stock DCP knows them, and not a class of ours in it."""
     return replace(metadata, storage_data={index: _info(one) for index, one in metadata.storage_data.items()})
-
-
-def check_files(results: Iterable[Iterable[WriteResult]], found: Mapping[str, int], url: str) -> dict[str, int]:
-    """The data files by their sizes. Raises ``NotShared`` if rank 0 does not find what the ranks have written."""
-    files = {result.storage_data.file: result.storage_data.file_bytes for each in results for result in each}
-    lost = [name for name, nbytes in files.items() if found.get(name) != nbytes]
-    if lost:
-        raise NotShared(
-            2,
-            f"ranks wrote {len(files)} files, and rank 0 does not see {len(lost)} of them ({', '.join(lost[:4])}): "
-            "save to storage that all ranks share",
-            url,
-        )
-    return files
 
 
 def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> dict[str, bytes]:

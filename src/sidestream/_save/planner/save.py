@@ -2,338 +2,176 @@
 
 from __future__ import annotations
 
-import asyncio
-import pickle
-from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..._format.records import Manifest
 from ..._layout.torch_planner import Asked, asked_save_planner
-from ..._runtime.tasks import finish
-from ..._runtime.threads import Stop, Threads, io_threads
+from ..._runtime.threads import Stop
 from ..._staging import AsyncStager, Staging
 from ..._staging.tree import StagedState
-from ..._storage import WRITE_THREADS
-from ...errors import InvalidOption, SidestreamError
-from ..group import JointSave, maker_of_attempt, terms_of
-from ..operation import SaveJob
-from ..pending import SaveInfo, SaveProgress
-from ..writing import SaveOrder, Stager, first_copy, resolve_staged
-from .independent import commit_as_part, look_for_room, tag_of
+from ..._storage import Body
+from ...errors import InvalidOption
+from ..group import Group, maker_of_attempt, terms_of
+from ..operation import SaveOperation, Solo
+from ..order import SaveOrder
+from ..pending import SaveProgress
+from ..writer import FirstCopy, LiveWriter, Stager, result_of
+from .independent import Independent, tag_of
 from .items import Outgoing, warn_of_refused
-from .metadata import complete, files_of_commit
+from .layout import PlannerLayout
 from .plan import Decided, DecidingAlone, DecidingTogether
 
-__all__ = ["PlannedWriting", "start_planned"]
+__all__ = ["start_planned"]
 
-_GRACE_S = 5.0
+_REMEDY = "Pass allow=[...] with the types to sidestream.load."
 
 
 def start_planned(
     order: SaveOrder, state: Mapping[str, Any], planner: Any, stager: AsyncStager | Stager | None
-) -> SaveJob | JointSave:
+) -> SaveOperation:
     """Launch the copies. ``planner`` is None where ranks save apart, and then DCP's own.
 
     Raises ``InvalidOption`` for what is no planner, and for what one cannot be combined with."""
     asked = asked_save_planner(DefaultSavePlanner() if planner is None else planner)
+    _check(order)
+    url, operation, apart, layout = order.location.url, order.operation, order.apart, PlannerLayout(order)
+    if operation is not None:
+        together = DecidingTogether(asked, url, operation, terms_of(order, planner=True), maker_of_attempt(order))
+        writer = LiveWriter(order, PlannedStage(order, state, together, stager))
+        group = Group(order, operation, together)
+        return SaveOperation(order=order, writer=writer, layout=layout, coordinator=group)
+    if apart is not None:
+        alone = DecidingAlone(asked, url, apart.rank, first=apart.rank == 0)
+        independent = Independent(order)
+        writer = LiveWriter(order, PlannedStage(order, state, alone, stager), independent.look)
+        return SaveOperation(order=order, writer=writer, layout=layout, coordinator=independent)
+    writer = LiveWriter(order, PlannedStage(order, state, DecidingAlone(asked, url), stager))
+    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Solo(order))
+
+
+def _check(order: SaveOrder) -> None:
     if order.digest is not None:
         raise InvalidOption("digest= is not there for what a planner plans; leave one of them out")
     if order.budget_bytes is not None:
         raise InvalidOption("a planner plans what has been staged as a whole: leave out snapshot=False")
-    url = order.location.url
-    if order.apart is not None:
-        if order.saver is not None:
-            raise InvalidOption('saver="process" is not there for ranks that save apart: leave it out')
-        rank = order.apart.rank
-        alone = DecidingAlone(asked, url, rank, first=rank == 0)
-        return PartJob(order=order, source=PlannedWriting(order, state, alone, stager))
-    if order.operation is None:
-        return PlannedJob(order=order, source=PlannedWriting(order, state, DecidingAlone(asked, url), stager))
-    terms, prepare = terms_of(order, planner=True), maker_of_attempt(order)
-    together = DecidingTogether(asked, url, order.operation, terms, prepare)
-    source = PlannedWriting(order, state, together, stager)
-    return PlannedJointSave(order=order, source=source, operation=order.operation, planning=together)
+    if order.apart is not None and order.saver is not None:
+        raise InvalidOption('saver="process" is not there for ranks that save apart: leave it out')
 
 
 class Deciding(Protocol):
-    """``decide`` is called once, in a worker thread, with the staged state."""
+    """Asks the planner. ``decide`` is called once, in a worker thread, with the staged state."""
 
     planner: Asked
 
     def decide(self, state: Mapping[str, Any]) -> Decided: ...
 
 
-class PlannedWriting:
-    """A launched stage, and the thread that asks the planner about it and writes what it says."""
+class PlannedStage:
+    """The stage of a save that a planner plans. The planner may keep the staged copy for as long as it likes."""
 
     def __init__(
         self, order: SaveOrder, state: Mapping[str, Any], deciding: Deciding, stager: AsyncStager | Stager | None
     ) -> None:
         self._order = order
         self._deciding = deciding
-        self._stop = Stop()
-        self._free: Future[None] = Future()
-        self.may_write: Future[None] = Future()
-        """Set when somebody has looked at the target that a part is written into."""
-        self._own: AsyncStager | None = None
+        self._state: Mapping[str, Any] | None = state
+        self.own: AsyncStager | None = None
         if stager is None:
-            stager = self._own = AsyncStager(timeout_s=order.deadline.timeout_s)
-        self._stager: Any = stager
+            stager = self.own = AsyncStager(timeout_s=order.deadline.timeout_s)
+        self._stager = stager
         self._staging: Staging[Any] | None = None
-        """What can be made to give way. Of another stager's copies only their end is known."""
-        self._staged: Any
-        if isinstance(stager, AsyncStager):
-            self._staging, self._staged = stager.launch_state(state, order.deadline)
-        else:
-            self._staged = first_copy(state, stager)
-        self._threads = Threads("sidestream-plan", WRITE_THREADS)
-        try:
-            self._done = self._threads.submit(self._work)
-        except BaseException:  # the system grants no more threads
-            self._give_way()
-            _let_go_when_there(self._staged)
-            raise
-        threads = self._threads  # not ``self``, which would create a reference cycle
-        self._done.add_done_callback(lambda _: threads.close())
+        self._staged: Future[StagedState] | None = None
+        self._first: FirstCopy | None = None
+        self._first_free: Future[None] = Future()
+        self._outgoing: Outgoing | None = None
+        self._results: list[WriteResult] = []
 
-    async def launch(self) -> PlannedWriting:
-        """It is launched."""
-        return self
+    @property
+    def free(self) -> Future[None]:
+        return self._first_free if self._staging is None else self._staging.free
 
-    def pass_on(self, staged: asyncio.Future[None]) -> None:
-        free: Future[None] = self._free if self._staging is None else self._staging.free
-        asyncio.wrap_future(free).add_done_callback(partial(resolve_staged, staged))
-
-    async def ended(self) -> tuple[Decided, list[WriteResult]]:
-        """When all data is on storage: what was decided, and a receipt for each item."""
-        with self._stop.waking(self._give_way):
-            return await self._threads.wait(self._done, "writing", stop=self._stop, deadline=self._order.deadline)
-
-    def progress(self) -> SaveProgress:
-        """Of a planner's save only its end is known."""
-        if not self._done.done() or self._done.cancelled() or self._done.exception() is not None:
-            return SaveProgress()
-        nbytes = sum(_sizes(self._done.result()[1]).values())
-        return SaveProgress(nbytes, nbytes, nbytes)
-
-    async def release(self) -> None:
-        """No copy reads a source any more when this returns, unless a device hangs beyond the deadline, or another
-        stager goes on. The planner may keep the staged copy for as long as it likes."""
-        self._give_way()
-        copied: Any = self._staged if self._staging is None else self._staging.copied
-        if isinstance(copied, Future):
-            patience_s = _GRACE_S if self._staging is None else max(self._order.deadline.remaining_s(), _GRACE_S)
-            ended = asyncio.wrap_future(copied)
-            ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # told by other means
-            await asyncio.wait([ended], timeout=patience_s)
-        self._staging = self._staged = None
-        if self._own is not None:
-            await self._own.aclose()
-
-    def interrupt(self) -> None:
-        self._stop.set()
-        self._give_way()
-
-    def abandon(self) -> None:
-        self.interrupt()
-
-    def leave(self) -> None:
-        patience_s = self._order.deadline.remaining_s() + _GRACE_S
-        threads: list[Future[Any]] = [self._done]
+    @property
+    def copied(self) -> Future[Any] | None:
         if self._staging is not None:
-            threads.append(self._staging.copied)
-        wait(threads, patience_s)
-        self._staging = self._staged = None
-        if self._own is not None:
-            with suppress(SidestreamError):  # reported elsewhere
-                self._own.close()
+            return self._staging.copied
+        return None if self._first is None else self._first.future
 
-    def _give_way(self) -> None:
-        """From any thread: a stage that waits for memory, or copies, ends. One that has ended stays what it is."""
-        staging = self._staging
-        if staging is not None:
-            staging.release()
+    def launch(self) -> None:
+        state, self._state = self._state, None
+        assert state is not None
+        if isinstance(self._stager, AsyncStager):
+            self._staging, self._staged = self._stager.launch_state(state, self._order.deadline)
+        else:
+            self._first = FirstCopy(state, self._stager)
 
-    # --- the thread ---
+    def settle(self) -> None:
+        """Do nothing: ``launch_state`` has settled the stage."""
 
-    def _work(self) -> tuple[Decided, list[WriteResult]]:
-        state: Any = None
-        staged = self._staged
-        try:
-            state = self._copied(staged)
-            self._free.set_result(None)
-            decided = self._deciding.decide(state)
-            return decided, self._write(decided)
-        except BaseException as error:
-            if not self._free.done():
-                self._free.set_exception(error)
-            raise
-        finally:
-            _let_go_when_there(staged)
-            del staged, state
-
-    def _copied(self, staged: Any) -> Any:
-        """The staged state, when it is there."""
+    def plan(self, stop: Stop) -> Decided:
         order = self._order
-        if not isinstance(staged, Future):
-            if getattr(self._stager, "should_synchronize_after_execute", False):
-                self._stager.synchronize_staging()
-            return staged
-        woken: Future[None] = Future()
-        with self._stop.waking(partial(_wake, woken)):
-            self._stop.check()
-            wait([staged, woken], order.deadline.remaining_s(), FIRST_COMPLETED)
-        self._stop.check()
-        if not staged.done():
-            raise order.deadline.exceeded("staging")
-        return staged.result(0)
-
-    def _wait_to_write(self) -> None:
-        """Until somebody has looked at the target; not for long, since that takes the loop, and code on the loop may
-        block at a fence until this save gives memory back. The commit looks again."""
-        woken: Future[None] = Future()
-        with self._stop.waking(partial(_wake, woken)):
-            self._stop.check()
-            wait([self.may_write, woken], _GRACE_S, FIRST_COMPLETED)
-        self._stop.check()
-
-    def _write(self, decided: Decided) -> list[WriteResult]:
-        order, transaction = self._order, self._order.transaction
-        tag = "" if order.apart is None else tag_of(order.save_id)
-        outgoing = Outgoing(
+        decided = self._deciding.decide(self._copy(stop))
+        self._outgoing = Outgoing(
             decided.plan,
             self._deciding.planner,  # type: ignore[arg-type]
             decided.rank,
             (),
             order.deadline,
             shared=order.saver is not None,
-            tag=tag,
+            tag="" if order.apart is None else tag_of(order.save_id),
         )
-        write = transaction.write
+        return decided
+
+    def _copy(self, stop: Stop) -> Any:
+        """Return the staged state, when it is complete."""
+        deadline = self._order.deadline
+        if self._first is None:
+            assert self._staged is not None
+            return result_of(self._staged, stop, deadline, "staging")
         try:
-            if order.apart is not None:
-                self._wait_to_write()
-            if order.saver is not None:
-                order.saver.start()
-                write = partial(order.saver.write, transaction, fall_back=order.fall_back, url=order.location.url)
-            write(outgoing.files(), threads=self._threads, stop=self._stop)
-            warn_of_refused(outgoing.refused, order.location.url, "Pass allow=[...] with the types to sidestream.load.")
-            return outgoing.results(transaction.published_name)
-        finally:
-            outgoing.close()
-
-
-def _let_go_when_there(staged: Any) -> None:
-    """What was staged, or will be although nobody waits for it any more, gives its memory back."""
-
-    def let_go(done: Future[Any]) -> None:
-        if done.cancelled() or done.exception() is not None:  # told by other means
-            return
-        if isinstance(done.result(), StagedState):
-            done.result().release()
-
-    if isinstance(staged, Future):
-        staged.add_done_callback(let_go)
-
-
-def _wake(woken: Future[None]) -> None:
-    if not woken.done():
-        woken.set_result(None)
-
-
-@dataclass(slots=True, kw_only=True)
-class PlannedJob(SaveJob):
-    """One save of one process."""
-
-    async def _commit(self, plan: Any, written: Any) -> int:
-        order = self.order
-        sizes = _sizes(written)
-        files = await io_threads().run(_files, order, plan, [written], sizes, deadline=order.deadline)
-        await order.transaction.commit(files)
-        self._mark("committed")
-        return sum(sizes.values())
-
-
-@dataclass(slots=True, kw_only=True)
-class PartJob(SaveJob):
-    """One save of one of several ranks that do not talk to each other: its part, in the target itself."""
-
-    source: PlannedWriting
-    _known: frozenset[str] = frozenset()
-
-    async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
-        order = self.order
-        assert order.apart is not None
-        try:
-            self._known = await look_for_room(order.location, order.apart, order.deadline)
-        except BaseException:
-            await finish(self._give_up)
+            copy = self._first.wait(stop, deadline)
+        except BaseException as error:
+            self._first_free.set_exception(error)
             raise
-        self.source.may_write.set_result(None)
-        return await SaveJob.run(self, staged)
+        self._first_free.set_result(None)
+        return copy
 
-    async def _give_up(self) -> None:
-        self.source.abandon()
-        await io_threads().run(self._withdraw)
+    def files(self, plan: Decided) -> Iterator[tuple[str, Body]]:
+        assert self._outgoing is not None
+        return self._outgoing.files()
 
-    def _withdraw(self) -> None:
-        self.source.leave()
-        self.order.transaction.discard_here()
+    def written(self) -> list[WriteResult]:
+        """Return a receipt for each item."""
+        assert self._outgoing is not None
+        warn_of_refused(self._outgoing.refused, self._order.location.url, _REMEDY)
+        self._results = self._outgoing.results(self._order.transaction.committed_name)
+        return self._results
 
-    async def _commit(self, plan: Any, written: Any) -> int:
-        order, sizes = self.order, _sizes(written)
-        assert plan.metadata is not None
-        assert order.apart is not None
-        metadata = await io_threads().run(
-            complete, plan.metadata, [written], order.location.url, order.apart.save_id, deadline=order.deadline
-        )
-        about = Manifest(order.save_id, {}, sizes, metadata=order.metadata)
-        await commit_as_part(
-            order.transaction,
-            order.location,
-            order.apart,
-            metadata,
-            about,
-            saved_at=order.saved_at,
-            known=self._known,
-        )
-        self._mark("committed")
-        return sum(sizes.values())
+    def end(self) -> None:
+        if self._outgoing is not None:
+            self._outgoing.close()
+        if self._staged is not None:
+            self._staged.add_done_callback(_release)
 
+    def give_way(self) -> None:
+        """Stop a stage that copies or waits for memory. A copy that has been delivered stays as it is."""
+        staging = self._staging
+        if staging is not None:
+            staging.release()
 
-@dataclass(slots=True, kw_only=True)
-class PlannedJointSave(JointSave):
-    """One save by all ranks of a group, as one rank sees it."""
+    def drop(self) -> None:
+        self._staging = self._staged = self._first = None
 
-    async def _receipt(self, planned: Any, written: Any) -> bytes:
-        sizes = _sizes(written)
-        told = {"files": sizes, "nbytes": sum(sizes.values()), "seconds": dict(self.seconds), "results": written}
-        return await io_threads().run(pickle.dumps, told, deadline=self.order.deadline)
-
-    def _take(self, receipts: Sequence[bytes], planned: Any) -> list[dict[str, Any]]:
-        return [pickle.loads(receipt) for receipt in receipts]
-
-    def _files(self, told: Sequence[Mapping[str, Any]], planned: Any) -> dict[str, list[bytes]]:
-        sizes = {name: nbytes for one in told for name, nbytes in one["files"].items()}
-        return _files(self.order, planned, [one["results"] for one in told], sizes)
+    def progress(self) -> SaveProgress:
+        """Return the size of what was written, once all is: before, nothing is known of a planner's save."""
+        nbytes = sum({result.storage_data.file: result.storage_data.file_bytes for result in self._results}.values())
+        return SaveProgress(nbytes, nbytes, nbytes)
 
 
-def _sizes(results: Sequence[WriteResult]) -> dict[str, int]:
-    return {result.storage_data.file: result.storage_data.file_bytes for result in results}
-
-
-def _files(
-    order: SaveOrder, decided: Decided, results: Sequence[Sequence[WriteResult]], sizes: dict[str, int]
-) -> dict[str, list[bytes]]:
-    """In a worker thread: manifest and ``.metadata``."""
-    assert decided.metadata is not None
-    metadata = complete(decided.metadata, results, order.location.url, order.save_id)
-    about = Manifest(order.save_id, {}, sizes, order.step, order.generation, None, order.metadata)
-    return {name: [content] for name, content in files_of_commit(metadata, about, order.saved_at).items()}
+def _release(staged: Future[StagedState]) -> None:
+    """Release the memory of a staged copy that nobody will use any more."""
+    if not staged.cancelled() and staged.exception() is None:
+        staged.result().release()

@@ -55,7 +55,7 @@ class LocalTransaction(Transaction):
     async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
         return await io_threads().run(read_tail, self._root / name, nbytes, deadline=deadline)
 
-    def published_name(self, name: str) -> str:
+    def committed_name(self, name: str) -> str:
         return name
 
     def path_of(self, name: str = "") -> str:
@@ -103,13 +103,13 @@ class LocalTransaction(Transaction):
         self._names[name] = None
         await io_threads().run(_put, self._directory / name, body, attempt, stop, stop=stop, deadline=attempt.deadline)
 
-    async def hold(self, name: str, body: Body) -> None:
+    async def put_last(self, name: str, body: Body) -> None:
         if self.attempt.kind == "part":
             self._last = name, body
         else:
             await self.put(name, body)
 
-    async def publish(self) -> None:
+    async def make_visible(self) -> None:
         attempt, deadline = self.attempt, self.attempt.deadline
         if attempt.kind == "file":
             await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability, deadline=deadline)

@@ -64,7 +64,7 @@ class ObjectTransaction(Transaction):
     async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
         return await self._bucket.tail(name, nbytes, deadline)
 
-    def published_name(self, name: str) -> str:
+    def committed_name(self, name: str) -> str:
         return name_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def path_of(self, name: str = "") -> str:
@@ -89,7 +89,7 @@ class ObjectTransaction(Transaction):
         with self._make_once():
             self._made = True
         for given, body in files:
-            name = self.path_of(self.published_name(given))
+            name = self.path_of(self.committed_name(given))
             if body.nbytes <= part_bytes_for(body.nbytes, bucket.policy.part_bytes):
                 self._send_whole(name, body, stop)
             else:
@@ -158,7 +158,7 @@ class ObjectTransaction(Transaction):
             lambda: bucket.put(key, memoryview(content), deadline), f"writing {self._shown(name)}", deadline=deadline
         )
 
-    async def hold(self, name: str, body: Body) -> None:
+    async def put_last(self, name: str, body: Body) -> None:
         self._last = name, await content_of(body, self.attempt.deadline)
         self._check_writable(name)
 
@@ -173,20 +173,20 @@ class ObjectTransaction(Transaction):
     def wrote(self, sizes: Mapping[str, int]) -> None:
         self._in_parts = True  # for all that is known: one that is open is looked for
         for name, nbytes in sizes.items():
-            file = self.published_name(name)
+            file = self.committed_name(name)
             self._begun.add(self.path_of(file))
             self._sizes[file] = nbytes
 
     def clear(self, names: Sequence[str]) -> None:
         self._in_parts = True
         bucket, target, deadline = self._bucket, self.attempt.target, self.attempt.deadline
-        files = [self.published_name(name) for name in names]
+        files = [self.committed_name(name) for name in names]
         self._begun.update(self.path_of(file) for file in files)
 
         async def clear() -> None:
             await bucket.delete(target, files, deadline)
             uploads: Mapping[str, datetime | None] = {}
-            with suppress(StorageError):  # the publish looks for them again, and says so where it may not
+            with suppress(StorageError):  # the commit looks for them again, and says so where it may not
                 uploads = await bucket.uploads(target, deadline)
             for file in files:  # not those of other ranks, which have the same id
                 await bucket.abort([upload for upload in uploads if f"/{file}?upload=" in upload], file, deadline)
@@ -195,7 +195,7 @@ class ObjectTransaction(Transaction):
 
     # --- the end ---
 
-    async def publish(self) -> None:
+    async def make_visible(self) -> None:
         """One create-only put. It is never cut short: a cancel is raised when its outcome is known."""
         target, deadline = self.attempt.target, self.attempt.deadline
         await on_io_loop(self._check_complete, f"looking at {target}", deadline=deadline)

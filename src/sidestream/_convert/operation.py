@@ -1,0 +1,77 @@
+"""Conversions and copies as save operations: their data comes from another checkpoint, and their caller waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .._runtime.abandoned import watch
+from .._save.operation import Layout, SaveOperation, Solo
+from .._save.order import SaveOrder
+from .._save.pending import SaveProgress
+from .._storage import Transaction
+from ..errors import SidestreamError
+
+__all__ = ["CopyingWriter", "run_here"]
+
+
+class CopyingWriter:
+    """A writer that reads what it writes from another checkpoint, in the task of the caller. ``write`` brings all data
+    files to storage, and returns what the layout has to know of them."""
+
+    def __init__(self, order: SaveOrder, write: Callable[[Transaction], Awaitable[Any]]) -> None:
+        self._order = order
+        self._write = write
+
+    def pass_on(self, staged: asyncio.Future[None]) -> None:
+        staged.set_result(None)
+
+    async def ended(self) -> tuple[Any, Any]:
+        return None, await self._write(self._order.transaction)
+
+    async def release(self) -> None:
+        """Do nothing: ``write`` has released its memory."""
+
+    def interrupt(self) -> None:
+        """Do nothing: the hops that wait for the threads stop them."""
+
+    def leave(self) -> None:
+        """Do nothing: no thread works once its hop has ended."""
+
+    def progress(self) -> SaveProgress:
+        """Return nothing: a callback of the caller reports the progress."""
+        return SaveProgress()
+
+
+async def run_here(what: str, order: SaveOrder, write: Callable[[Transaction], Awaitable[Any]], layout: Layout) -> None:
+    """Run a save in the task of the caller, and settle it if the loop of that task ends. ``what`` describes it."""
+    operation = SaveOperation(order=order, writer=CopyingWriter(order, write), layout=layout, coordinator=Solo(order))
+    watched = watch(_Unfinished(f"{what} to {order.location.url}", operation))
+    try:
+        await operation.run(asyncio.get_running_loop().create_future())
+    finally:
+        watched.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """An operation whose loop has ended."""
+
+    what: str
+    operation: SaveOperation
+
+    @property
+    def expires_at(self) -> float:
+        return self.operation.expires_at
+
+    def abandon(self) -> None:
+        self.operation.abandon()
+
+    def leave(self, *, stuck: bool) -> str:
+        try:
+            self.operation.leave(stuck=stuck)
+        except (SidestreamError, OSError) as error:
+            return f"outcome: {self.operation.outcome}; its files could not be removed: {error}"
+        return f"outcome: {self.operation.outcome}"

@@ -1,0 +1,177 @@
+"""Layouts of files that sidestream has planned: of one process, and of ranks that have agreed on a plan."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .._format.checksum import crc32
+from .._format.dcp.described import Described, describe
+from .._format.dcp.shared import places_of_chunks, places_of_values, shared_metadata
+from .._format.manifest import metadata_line, write_root
+from .._format.marker import METADATA_NAME, Marker, manifest_name
+from .._format.records import Manifest
+from .._format.shard import BlockSums
+from .._format.shared import PartName, Root, part_name, write_part
+from .._layout.save_layout import SavePlan
+from .._layout.sharded.rank_layout import RankPlan
+from .._runtime.threads import io_threads, politely
+from .._runtime.torch_probes import TORCH_VERSION
+from .._storage import Transaction
+from .._storage.bodies import BytesBody
+from ..errors import SidestreamError
+from .group_planning import Planned, Planning
+from .operation import RankReceipt
+from .order import SaveOrder
+
+__all__ = ["AgreedLayout", "NativeLayout", "commit_files"]
+
+
+def commit_files(manifest: Manifest, saved_at: int, described: Described | None = None) -> dict[str, list[bytes]]:
+    """Return the manifest and the marker for ``manifest``. If there is ``described``, it has the entries. Called in a
+    worker thread."""
+    described = describe(manifest.entries) if described is None else described
+    raw = described.manifest(manifest, TORCH_VERSION)
+    return {
+        manifest_name(manifest.save_id): [raw],
+        METADATA_NAME: [described.metadata(_marker(manifest, raw, saved_at))],
+    }
+
+
+def _marker(manifest: Manifest, raw: bytes, saved_at: int) -> Marker:
+    last = metadata_line(manifest)
+    return Marker(
+        manifest.save_id, len(raw), crc32(raw), manifest.step, manifest.generation, saved_at, len(last), crc32(last)
+    )
+
+
+class NativeLayout:
+    """The layout of a save by one process. The content of its receipt is a function that describes the entries."""
+
+    def __init__(self, order: SaveOrder) -> None:
+        self._order = order
+
+    async def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
+        names = {name: self._order.transaction.committed_name(name) for name in plan.files}
+        files = {names[name]: nbytes for name, nbytes in plan.files.items()}
+        return RankReceipt(files, partial(plan.describe, written, names))
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        return commit_files(_about(self._order, receipts), self._order.saved_at, receipts[0].content())
+
+
+def _about(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Manifest:
+    """Return the manifest of a save without its entries."""
+    files = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
+    return Manifest(order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What one rank says of its files: name and checksum of its part of the manifest, and the places of its items as
+    ``.metadata`` has them; those of its tensors only if they are ``new`` to rank 0. ``layout``: the digest of where its
+    tensors lie. ``stable``: the places hold for the next save as well."""
+
+    part: PartName
+    layout: str
+    new: bool
+    stable: bool
+    chunks: bytes
+    values: bytes
+
+
+class AgreedLayout:
+    """The layout of a save of ranks that have planned together. Each rank writes its own part of the manifest."""
+
+    def __init__(self, order: SaveOrder, planning: Planning) -> None:
+        self._order = order
+        self._planning = planning
+
+    @property
+    def _planned(self) -> Planned:
+        assert self._planning.planned is not None
+        return self._planning.planned
+
+    async def receipt(self, plan: RankPlan, written: Sequence[BlockSums]) -> RankReceipt:
+        """Return the receipt of this rank, whose part of the manifest is on storage by then: rank 0 can do without
+        it."""
+        order, operation = self._order, self._planning.operation
+        made = await io_threads().run(_make_part, self._planned, written, order.transaction, deadline=order.deadline)
+        receipt, part = made
+        if part:
+            name = part_name(manifest_name(order.save_id), operation.rank)
+            await order.transaction.put(name, BytesBody(part))
+        return receipt
+
+    def pack(self, receipt: RankReceipt) -> bytes:
+        content: _Content = receipt.content
+        told = {"new": content.new, "stable": content.stable, "layout": content.layout, "part": list(content.part)}
+        head = json.dumps(told).encode()
+        sizes = struct.pack("<3Q", len(head), len(content.chunks), len(content.values))
+        return sizes + head + content.chunks + content.values
+
+    def unpack(self, rank: int, content: bytes) -> _Content:
+        """Return what ``rank`` has told, with the places of this save. New ones are kept for the next if they will hold
+        for it."""
+        planned = self._planned
+        head, chunks_bytes, values_bytes = struct.unpack_from("<3Q", content)
+        start = struct.calcsize("<3Q")
+        told: dict[str, Any] = json.loads(content[start : start + head])
+        middle = start + head + chunks_bytes
+        chunks, values = content[start + head : middle], content[middle : middle + values_bytes]
+        if told["new"] and told["stable"]:
+            planned.agreement.fragments[rank] = (told["layout"], chunks)
+        elif not told["new"]:
+            layout, chunks = planned.fragments.get(rank, ("", b""))
+            if layout != told["layout"]:
+                raise SidestreamError(f"rank {rank} relies on places of its tensors that rank 0 does not have")
+        return _Content(PartName(*told["part"]), told["layout"], told["new"], told["stable"], chunks, values)
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        """Return the root of the manifest, and ``.metadata``, which has 100 MB where 512 ranks save 2,000 tensors: it
+        is written from the pieces that the ranks have sent, and not put together first."""
+        agreement = self._planned.agreement
+        assert agreement.shared is not None
+        contents: list[_Content] = [receipt.content for receipt in receipts]
+        about = _about(self._order, receipts)
+        root = Root(about, agreement.shared, tuple(content.part for content in contents))
+        raw = b"".join(write_root(root, TORCH_VERSION, agreement.body))
+        places = [content.chunks for content in contents] + [content.values for content in contents]
+        marker = _marker(about, raw, self._order.saved_at)
+        return {
+            manifest_name(about.save_id): [raw],
+            METADATA_NAME: list(shared_metadata(agreement.head, places, marker)),
+        }
+
+
+def _make_part(planned: Planned, sums: Sequence[BlockSums], transaction: Transaction) -> tuple[RankReceipt, bytes]:
+    """Return the receipt of this rank, and its part of the manifest. Called in a worker thread."""
+    plan = planned.plan
+    names = {name: transaction.committed_name(name) for name in plan.files}
+    chunks = list(politely(plan.chunks(sums, names)))
+    values = [
+        (row, fqn, names[plan.values_file], offset, nbytes, node)
+        for row, fqn, offset, nbytes, node in plan.value_places
+    ]
+    part = b"".join(
+        write_part(
+            [(row, chunk) for row, _, chunk in chunks],
+            [(row, file, offset, nbytes, node) for row, _, file, offset, nbytes, node in values],
+        )
+    )
+    # Names on object storage carry the save's id: there the places are new each time.
+    stable = all(name == published for name, published in names.items())
+    new = not stable or planned.known_layout != plan.layout.digest
+    content = _Content(
+        PartName(len(part), crc32(part)),
+        plan.layout.digest,
+        new,
+        stable,
+        places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks) if new else b"",
+        places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
+    )
+    return RankReceipt({names[name]: nbytes for name, nbytes in plan.files.items()}, content), part

@@ -1,0 +1,57 @@
+"""``PlannerLayout``: what the manifest and ``.metadata`` say of items that a ``SavePlanner`` has planned."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..._format.records import Manifest
+from ..operation import RankReceipt
+from ..order import SaveOrder
+from .independent import part_id_of
+from .metadata import complete, files_of_commit, files_of_part
+from .plan import Decided
+
+__all__ = ["PlannerLayout", "receipt_for"]
+
+
+class PlannerLayout:
+    """The layout of a save that a planner plans. The content of a receipt is its list of ``WriteResult``."""
+
+    def __init__(self, order: SaveOrder, metadata: Metadata | None = None) -> None:
+        self._order = order
+        self.metadata = metadata
+        """What the planner has made, on the rank that commits; ``files`` adds the places of all items."""
+
+    async def receipt(self, plan: Decided, written: Sequence[WriteResult]) -> RankReceipt:
+        self.metadata = plan.metadata
+        return receipt_for(written)
+
+    def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
+        order = self._order
+        assert self.metadata is not None
+        results = [receipt.content for receipt in receipts]
+        self.metadata = complete(self.metadata, results, order.location.url, order.told_id)
+        sizes = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
+        about = Manifest(order.save_id, {}, sizes, order.step, order.generation, None, order.metadata)
+        if order.apart is None:
+            files = files_of_commit(self.metadata, about, order.saved_at)
+        else:
+            files = files_of_part(self.metadata, about, order.apart, part_id_of(order.save_id), order.saved_at)
+        return {name: [content] for name, content in files.items()}
+
+    def pack(self, receipt: RankReceipt) -> bytes:
+        return pickle.dumps(receipt.content)
+
+    def unpack(self, rank: int, content: bytes) -> Any:
+        return pickle.loads(content)
+
+
+def receipt_for(results: Sequence[WriteResult]) -> RankReceipt:
+    """Return the receipt of a rank that has written these items."""
+    files: Mapping[str, int] = {result.storage_data.file: result.storage_data.file_bytes for result in results}
+    return RankReceipt(files, results)

@@ -1,0 +1,190 @@
+"""``LaidOutStage``: a live state that is staged window by window, as the files of the checkpoint lay it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol, TypeAlias
+
+from .._format.digest import digest_of
+from .._format.shard import BlockSums, ShardLayout
+from .._layout.values import copy_value
+from .._runtime.threads import Stop
+from .._staging import AsyncStager, Captured, PlanCache, Staging, capture
+from .._storage import Body
+from .._storage.bodies import BytesBody, ShardBody
+from .order import SaveOrder
+from .pending import SaveProgress
+from .writer import FirstCopy, Stager
+
+__all__ = ["LaidOutStage"]
+
+_PATIENCE_S = 20.0
+
+
+class FilePlan(Protocol):
+    """What a writer needs of a plan: the content of the file of plain values (empty: no such file), the shards, and
+    what the files are called."""
+
+    @property
+    def values(self) -> bytes: ...
+
+    @property
+    def values_file(self) -> str: ...
+
+    @property
+    def shards(self) -> tuple[ShardLayout, ...]: ...
+
+    def shard_file(self, index: int) -> str: ...
+
+
+LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
+"""Plan a save, in the stager's thread, given the stager's cache of plans and its budget in bytes."""
+
+
+class LaidOutStage:
+    """The stage of a save that plans its files itself. Without a stager of ours, memory is mapped for this save alone.
+
+    ``captured`` is None where a stager of another kind makes the first copy. It may use its memory again for the next
+    stage, so ours is a second copy, and the sources are free when that one has ended.
+    """
+
+    def __init__(
+        self,
+        order: SaveOrder,
+        state: Mapping[str, Any],
+        captured: Captured | None,
+        stager: AsyncStager | Stager | None,
+        lay_out: LayOut,
+    ) -> None:
+        if order.digest is not None:
+            digest_of(order.digest)  # raises MissingExtra where it is not installed
+        self._order = order
+        self._lay_out = lay_out
+        self._captured = captured
+        self._foreign: tuple[Mapping[str, Any], Stager] | None = None
+        self.own: AsyncStager | None = None
+        if isinstance(stager, AsyncStager):
+            self._stager = stager
+        else:
+            timeout_s = order.deadline.timeout_s
+            self._stager = self.own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=timeout_s)
+            self._foreign = None if stager is None else (state, stager)
+        self._first: FirstCopy | None = None
+        self._second_free: Future[None] = Future()
+        self._staging: Staging[Any] | None = None
+        self._given_way = False
+        self._sums: list[BlockSums] = []
+        self._written: list[set[int]] = []  # of each shard
+
+    @property
+    def free(self) -> Future[None]:
+        if self._first is None and self._staging is not None:
+            return self._staging.free
+        return self._second_free
+
+    @property
+    def copied(self) -> Future[Any] | None:
+        if self._staging is not None:
+            return self._staging.copied
+        return None if self._first is None else self._first.future
+
+    def launch(self) -> None:
+        if self._foreign is not None:
+            (state, stager), self._foreign = self._foreign, None
+            self._first = FirstCopy(state, stager)
+            return
+        captured, self._captured = self._captured, None
+        assert captured is not None
+        self._launch(captured)
+
+    def _launch(self, captured: Captured) -> Staging[Any]:
+        stager, saver = self._stager, self._order.saver
+        if saver is not None:
+            stager.share()
+        planned = partial(self._lay_out, stager.plans, stager.budget_bytes)
+        filler = None if saver is None else saver.filler()
+        staging = self._staging = stager.launch(captured, planned, self._order.deadline, filler=filler)
+        if self._given_way:
+            staging.release()
+        return staging
+
+    def settle(self) -> None:
+        if self._staging is not None:
+            self._stager.settle(self._staging)
+
+    def plan(self, stop: Stop) -> FilePlan:
+        staging, deadline = self._staging, self._order.deadline
+        if staging is None:
+            staging = self._launch_second(stop)
+        # Rank 0 tells ranks that plan together, at the deadline, which ranks have not come.
+        patience_s = 0.0 if self._order.operation is None else _PATIENCE_S
+        try:
+            plan: FilePlan = staging.laid.result(deadline.remaining_s() + patience_s)
+        except TimeoutError as error:
+            if staging.laid.done():
+                raise
+            raise deadline.exceeded("waiting for earlier stages") from error
+        return plan
+
+    def _launch_second(self, stop: Stop) -> Staging[Any]:
+        assert self._first is not None
+        try:
+            copy = self._first.wait(stop, self._order.deadline)
+            staging = self._launch(capture(copy, copy_value))
+        except BaseException as error:
+            self._second_free.set_exception(error)
+            raise
+        staging.free.add_done_callback(partial(_follow, self._second_free))
+        self._stager.settle(staging)
+        return staging
+
+    def files(self, plan: FilePlan) -> Iterator[tuple[str, Body]]:
+        """Small values first, then shard after shard in the order in which they are staged."""
+        assert self._staging is not None
+        if plan.values:
+            yield plan.values_file, BytesBody(plan.values)
+        images = iter(self._staging.images)
+        for index, layout in enumerate(plan.shards):
+            body = ShardBody(layout, tuple(islice(images, len(layout.windows))), self._order.digest)
+            self._sums.append(body.sums)
+            self._written.append(body.written)
+            yield plan.shard_file(index), body
+
+    def written(self) -> list[BlockSums]:
+        """Return the checksums of each shard's blocks."""
+        return self._sums
+
+    def end(self) -> None:
+        """Do nothing: each window is released when it is written."""
+
+    def give_way(self) -> None:
+        self._given_way = True
+        if self._staging is not None:
+            self._staging.release()
+
+    def drop(self) -> None:
+        """Do nothing: the stage has released its memory."""
+
+    def progress(self) -> SaveProgress:
+        laid = None if self._staging is None else self._staging.laid
+        if laid is None or not laid.done() or laid.cancelled() or laid.exception() is not None:
+            return SaveProgress()
+        assert self._staging is not None
+        shards: Sequence[ShardLayout] = laid.result().shards
+        written = 0
+        for layout, numbers in zip(shards, list(self._written), strict=False):
+            written += sum(layout.windows[number].end - layout.windows[number].start for number in list(numbers))
+        total = sum(layout.nbytes for layout in shards)
+        return SaveProgress(total, sum(image.staged_bytes for image in self._staging.images), written)
+
+
+def _follow(future: Future[None], other: Future[None]) -> None:
+    """Resolve ``future`` as ``other``, which has ended."""
+    error = None if other.cancelled() else other.exception()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

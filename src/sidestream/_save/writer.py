@@ -1,0 +1,268 @@
+"""``LiveWriter``: a live state on its way to storage, in threads that need no event loop.
+
+A thread of the save takes each staged window as it is filled and releases its memory when it is written. Nothing in it
+waits for the event loop, so that code on the loop may block at the fence while a later stage waits for that memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from functools import partial
+from inspect import iscoroutinefunction
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from .._runtime.caller import withdrawn_with_caller
+from .._runtime.state_dict_calls import Found, ask, in_order, key_order
+from .._runtime.threads import Deadline, Stop, Threads, in_background
+from .._runtime.torch_probes import Stateful
+from .._staging import AsyncStager
+from .._storage import WRITE_THREADS, Body
+from ..errors import Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
+from .order import SaveOrder
+from .pending import SaveProgress
+
+__all__ = ["FirstCopy", "LiveWriter", "Stage", "Stager", "result_of"]
+
+_GRACE_S = 5.0
+
+
+class Stager(Protocol):
+    """What ``stager=`` takes beside our own: torch's stagers, or any object with this method. It returns a state dict
+    in host memory that nobody changes, or a ``concurrent.futures.Future`` of one."""
+
+    def stage(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Stage(Protocol):
+    """A live state on its way into host memory, and the files that are made of it."""
+
+    own: AsyncStager | None
+    """The stager that was made for this save alone."""
+
+    @property
+    def free(self) -> Future[None]:
+        """Resolved when the sources may change, or with the error of the staging."""
+
+    @property
+    def copied(self) -> Future[Any] | None:
+        """Resolved when no copy reads a source or writes into memory any more; None: there is no copy."""
+
+    def launch(self) -> None:
+        """Start the copies, in the thread of the caller."""
+
+    def settle(self) -> None:
+        """Block until the sources in host memory are copied, where the stager's mode promises that."""
+
+    def plan(self, stop: Stop) -> Any:
+        """Return what has to be written, once that is known. Called in the writing thread; blocks."""
+
+    def files(self, plan: Any) -> Iterator[tuple[str, Body]]:
+        """Yield name and content of each file, in the order in which they can be written. May block."""
+
+    def written(self) -> Any:
+        """Return what is known of the items, all of which are on storage."""
+
+    def end(self) -> None:
+        """Release what the writing thread used, when it is about to end."""
+
+    def give_way(self) -> None:
+        """Stop copies, and waits for memory. Called in any thread; does not block."""
+
+    def drop(self) -> None:
+        """Drop the references to staged memory."""
+
+    def progress(self) -> SaveProgress: ...
+
+
+class _Launch:
+    """Reports to the writing thread whether the stage was launched, through ``succeeded``.
+
+    An interrupt may end the launching thread between any two instructions. So the queue takes no lock, and an object
+    that is dropped without a report reports a failure.
+    """
+
+    def __init__(self) -> None:
+        self.succeeded: SimpleQueue[bool] = SimpleQueue()
+
+    def __del__(self) -> None:
+        self.succeeded.put(False)
+
+
+class LiveWriter:
+    """A launched stage and the thread that writes it. ``ready`` is called in that thread, when the plan is made and
+    before anything is written; what it raises ends the save."""
+
+    def __init__(self, order: SaveOrder, stage: Stage, ready: Callable[[Stop], None] | None = None) -> None:
+        self._order = order
+        self._stage = stage
+        self._ready = ready
+        self._stop = Stop()
+        self._withdrawn = False  # the caller was interrupted and will not await this save
+        self._done: Future[Any] | None = None
+        # First: starting a thread releases the GIL, which the stager's thread would then keep for a while.
+        launch = _Launch()
+        self._threads = Threads("sidestream-write", WRITE_THREADS)
+        try:
+            self._done = self._threads.submit(self._work, launch.succeeded)
+            stage.launch()
+            withdrawn_with_caller(self)
+            launch.succeeded.put(True)
+            stage.settle()
+        except BaseException:  # also of a signal
+            launch.succeeded.put(False)
+            self.withdraw()
+            raise
+
+    def pass_on(self, staged: asyncio.Future[None]) -> None:
+        asyncio.wrap_future(self._stage.free).add_done_callback(partial(_resolve, staged))
+
+    async def ended(self) -> tuple[Any, Any]:
+        assert self._done is not None
+        try:
+            with self._stop.waking(self._stage.give_way):
+                result: tuple[Any, Any] = await self._threads.wait(
+                    self._done, "writing", stop=self._stop, deadline=self._order.deadline
+                )
+        except asyncio.CancelledError:
+            self._stop.set()
+            raise
+        return result
+
+    async def release(self) -> None:
+        """Release all memory; no copy reads a source or writes into memory any more when this returns.
+
+        The wait for a device that hangs ends at the deadline, or after 5 s if the save was signalled to stop: its
+        copies keep their memory until they end.
+        """
+        self._stage.give_way()
+        copied = self._stage.copied
+        if copied is not None:
+            ended = asyncio.wrap_future(copied)
+            ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # the save itself reports it
+            patience_s = _GRACE_S if self._stop.is_set() else max(self._order.deadline.remaining_s(), _GRACE_S)
+            await asyncio.wait([ended], timeout=patience_s)
+        self._stage.drop()
+        if self._stage.own is not None:
+            hangs = copied is not None and not copied.done()
+            with suppress(DeadlineExceeded):  # a device hangs; the save itself reports its outcome
+                await self._stage.own.aclose_by(Deadline.after(0.0 if hangs else _GRACE_S))
+
+    def progress(self) -> SaveProgress:
+        return self._stage.progress()
+
+    def interrupt(self) -> None:
+        self._stop.set()
+        self._stage.give_way()
+
+    def withdraw(self) -> None:
+        """End a save that nobody will await, and remove what it wrote. For the launching thread; does not wait."""
+        self._withdrawn = True
+        self.interrupt()
+        if self._done is not None and self._done.done():  # before it could see that
+            in_background(self._discard, "sidestream-abandoned")
+
+    def leave(self) -> None:
+        used = [one for one in (self._done, self._stage.copied) if one is not None]
+        wait(used, self._order.deadline.remaining_s() + _GRACE_S)
+        self._stage.drop()
+        self._close_own()
+
+    def _close_own(self) -> None:
+        if self._stage.own is not None:
+            with suppress(SidestreamError):  # a device may hang; the log names the remaining files
+                self._stage.own.close_by(Deadline.after(_GRACE_S))
+
+    # --- the thread ---
+
+    def _work(self, launched: SimpleQueue[bool]) -> tuple[Any, Any] | None:
+        began = False
+        try:
+            began = launched.get(timeout=self._order.deadline.remaining_s())
+            return self._write() if began else None
+        except Empty:
+            raise self._order.deadline.exceeded("launching the copies") from None
+        finally:
+            self._stage.end()
+            self._threads.close()
+            if began and self._withdrawn:
+                self._discard()
+
+    def _write(self) -> tuple[Any, Any]:
+        order, stage, stop = self._order, self._stage, self._stop
+        if order.saver is not None:
+            order.saver.start()  # while the plan is made
+        plan = stage.plan(stop)  # what cannot be saved is refused before anything is made
+        if self._ready is not None:
+            self._ready(stop)
+        order.write(stage.files(plan), threads=self._threads, stop=stop)  # ranks know the id of the save now
+        return plan, stage.written()
+
+    def _discard(self) -> None:
+        """Remove what was written, and free the memory of a save whose caller was interrupted. Called in a thread."""
+        self._order.transaction.discard_here()
+        self._close_own()
+
+
+def _resolve(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
+    """Resolve ``staged`` as ``free``, which has ended. No copy reads a source of a stage that gave way."""
+    error = None if free.cancelled() else free.exception()
+    if staged.done():
+        return
+    if error is None or isinstance(error, (Skipped, Closed)):
+        staged.set_result(None)
+    else:
+        staged.set_exception(error)
+        staged.exception()  # the save itself raises it too
+
+
+class FirstCopy:
+    """The copy that a stager of another kind makes, as it does under DCP: in the thread of the caller, from state
+    dicts. Raises ``InvalidOption``."""
+
+    def __init__(self, state: Mapping[str, Any], stager: Stager) -> None:
+        if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
+            raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
+        if not isinstance(state, Mapping):
+            raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
+        objects = in_order(
+            Found((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
+        )
+        answers = {id(one.instance): ask(one) for one in objects}
+        self._stager: Any = stager
+        self._copy: Any = stager.stage({key: answers.get(id(item), item) for key, item in state.items()})
+
+    @property
+    def future(self) -> Future[Any] | None:
+        return self._copy if isinstance(self._copy, Future) else None
+
+    def wait(self, stop: Stop, deadline: Deadline) -> Any:
+        """Return the copy when it is complete, once. Called in a thread. Raises what the stager raised, ``Closed`` when
+        ``stop`` is set, and ``DeadlineExceeded``."""
+        copy, self._copy = self._copy, None
+        if isinstance(copy, Future):
+            return result_of(copy, stop, deadline, "the stager that was passed in")
+        if getattr(self._stager, "should_synchronize_after_execute", False):
+            self._stager.synchronize_staging()
+        return copy
+
+
+def result_of(future: Future[Any], stop: Stop, deadline: Deadline, name: str) -> Any:
+    """Wait in a thread for the result of ``future``. Raises ``Closed`` when ``stop`` is set, and ``DeadlineExceeded``,
+    which says that ``name`` was waited for."""
+    woken: Future[None] = Future()
+    with stop.waking(partial(_wake, woken)):
+        stop.check()
+        wait([future, woken], deadline.remaining_s(), FIRST_COMPLETED)
+    stop.check()
+    if not future.done():
+        raise deadline.exceeded(name)
+    return future.result(0)
+
+
+def _wake(woken: Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
