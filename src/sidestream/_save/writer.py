@@ -237,16 +237,18 @@ class FirstCopy:
 
     @property
     def future(self) -> Future[Any] | None:
+        """The future of a copy that has not been returned."""
         return self._copy if isinstance(self._copy, Future) else None
 
     def wait(self, stop: Stop, deadline: Deadline) -> Any:
         """Return the copy when it is complete, once. Called in a thread. Raises what the stager raised, ``Closed`` when
         ``stop`` is set, and ``DeadlineExceeded``."""
-        copy, self._copy = self._copy, None
+        copy = self._copy
         if isinstance(copy, Future):
-            return result_of(copy, stop, deadline, "the stager that was passed in")
-        if getattr(self._stager, "should_synchronize_after_execute", False):
+            copy = result_of(copy, stop, deadline, "the stager that was passed in")
+        elif getattr(self._stager, "should_synchronize_after_execute", False):
             self._stager.synchronize_staging()
+        self._copy = None  # the caller drops the copy as soon as it can
         return copy
 
 
