@@ -244,25 +244,31 @@ class FirstCopy:
         """Return the copy when it is complete, once. Called in a thread. Raises what the stager raised, ``Closed`` when
         ``stop`` is set, and ``DeadlineExceeded``."""
         copy = self._copy
-        if isinstance(copy, Future):
-            copy = result_of(copy, stop, deadline, "the stager that was passed in")
-        elif getattr(self._stager, "should_synchronize_after_execute", False):
-            self._stager.synchronize_staging()
-        self._copy = None  # the caller drops the copy as soon as it can
-        return copy
+        try:
+            if isinstance(copy, Future):
+                copy = result_of(copy, stop, deadline, "the stager that was passed in")
+            elif getattr(self._stager, "should_synchronize_after_execute", False):
+                self._stager.synchronize_staging()
+            self._copy = None  # the caller drops the copy as soon as it can
+            return copy
+        finally:
+            del copy  # an error refers to this frame
 
 
 def result_of(future: Future[Any], stop: Stop, deadline: Deadline, name: str) -> Any:
     """Wait in a thread for the result of ``future``. Raises ``Closed`` when ``stop`` is set, and ``DeadlineExceeded``,
     which says that ``name`` was waited for."""
     woken: Future[None] = Future()
-    with stop.waking(partial(_wake, woken)):
+    try:
+        with stop.waking(partial(_wake, woken)):
+            stop.check()
+            wait([future, woken], deadline.remaining_s(), FIRST_COMPLETED)
         stop.check()
-        wait([future, woken], deadline.remaining_s(), FIRST_COMPLETED)
-    stop.check()
-    if not future.done():
-        raise deadline.exceeded(name)
-    return future.result(0)
+        if not future.done():
+            raise deadline.exceeded(name)
+        return future.result(0)
+    finally:
+        del future  # an error refers to this frame, and the result to staged memory
 
 
 def _wake(woken: Future[None]) -> None:

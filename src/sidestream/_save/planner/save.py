@@ -87,6 +87,7 @@ class PlannedStage:
         self._staged: Future[StagedState] | None = None
         self._first: FirstCopy | None = None
         self._first_free: Future[None] = Future()
+        self._copy: Any = None
         self._outgoing: Outgoing | None = None
         self._results: list[WriteResult] = []
 
@@ -113,7 +114,8 @@ class PlannedStage:
 
     def plan(self, stop: Stop) -> Decided:
         order = self._order
-        decided = self._deciding.decide(self._copy(stop))
+        self._copy = self._when_copied(stop)
+        decided = self._deciding.decide(self._copy)
         self._outgoing = Outgoing(
             decided.plan,
             self._deciding.planner,  # type: ignore[arg-type]
@@ -125,7 +127,7 @@ class PlannedStage:
         )
         return decided
 
-    def _copy(self, stop: Stop) -> Any:
+    def _when_copied(self, stop: Stop) -> Any:
         """Return the staged state, when it is complete."""
         deadline = self._order.deadline
         if self._first is None:
@@ -153,8 +155,12 @@ class PlannedStage:
     def end(self) -> None:
         if self._outgoing is not None:
             self._outgoing.close()
-        if self._staged is not None:
-            self._staged.add_done_callback(_release)
+        staged = self._staged if self._first is None else self._first.future
+        if staged is not None:
+            staged.add_done_callback(_release)
+        copy, self._copy = self._copy, None
+        if isinstance(copy, StagedState):
+            copy.release()
 
     def give_way(self) -> None:
         """Stop a stage that copies or waits for memory. A copy that has been delivered stays as it is."""
@@ -171,7 +177,9 @@ class PlannedStage:
         return SaveProgress(nbytes, nbytes, nbytes)
 
 
-def _release(staged: Future[StagedState]) -> None:
-    """Release the memory of a staged copy that nobody will use any more."""
-    if not staged.cancelled() and staged.exception() is None:
+def _release(staged: Future[Any]) -> None:
+    """Release the memory of a staged copy that no code will use any more."""
+    if staged.cancelled() or staged.exception() is not None:
+        return
+    if isinstance(staged.result(), StagedState):
         staged.result().release()
