@@ -43,11 +43,9 @@ from ._runtime.abandoned import Watched, watch
 from ._runtime.public import public
 from ._runtime.tasks import finish, running_loop
 from ._runtime.threads import Deadline, io_threads
-from ._save.api import start_save, start_together
+from ._save.api import Stager, start_save, start_together
 from ._save.pending import PendingSave, SaveWork
-from ._save.writer import Stager
-from ._staging import AsyncStager, capture
-from ._staging.arena import Backing
+from ._staging import AsyncStager, Backing, capture
 from ._storage import Location, Where, locate_run
 from ._storage.names import step_name
 from ._worker.client import Saver, choose_saver
@@ -329,7 +327,7 @@ class Checkpointer:
                 return self._give_way(step)
             start = partial(self._start_together, turn, operation, state, step, noted, planner)
             if overlap == "latest":
-                queued = QueuedSave(f"{self.url}/{step_name(step, 1)}", turn, start)
+                queued = QueuedSave(self.url, step, turn, start)
                 return self._watch_over(PendingSave(queued), step)
             pending = PendingSave(await start())
         except BaseException:
@@ -383,14 +381,14 @@ class Checkpointer:
         url = f"{self.url}/{step_name(step, 1)}"
         if self._overlap == "fail":
             raise Busy(f"{url} was not saved: {self._slots.taken} saves are in flight, as many as in_flight= allows")
-        return PendingSave(SkippedSave(url, f"{self._slots.taken} saves are in flight"))
+        return PendingSave(SkippedSave(self.url, step, f"{self._slots.taken} saves are in flight"))
 
     def _queue(self, state: Mapping[str, Any], step: int, noted: Node, planner: Any) -> PendingSave:
         if self._queued is not None:
             self._queued.give_way()
         self._queued = OwnTurn(self._slots)
         start = partial(self._start, state, step, noted, planner, promised=True)
-        return self._watch_over(PendingSave(QueuedSave(f"{self.url}/{step_name(step, 1)}", self._queued, start)), step)
+        return self._watch_over(PendingSave(QueuedSave(self.url, step, self._queued, start)), step)
 
     async def _start(
         self, state: Mapping[str, Any], step: int, noted: Node, planner: Any = None, *, promised: bool = False

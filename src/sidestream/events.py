@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 __all__ = [
     "Event",
@@ -16,6 +17,15 @@ __all__ = [
     "RanksMissing",
     "ReadAlone",
     "Retried",
+    "SaveCommitted",
+    "SaveContext",
+    "SaveEvent",
+    "SaveFailed",
+    "SavePlanned",
+    "SaveSkipped",
+    "SaveStaged",
+    "SaveStarted",
+    "SaveWritten",
     "SaverGone",
     "SlowPart",
     "Throttled",
@@ -98,7 +108,87 @@ class RanksMissing:
     waited_s: float
 
 
-Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | ReadAlone | RanksMissing
+@dataclass(frozen=True, slots=True)
+class SaveContext:
+    """The save that an event belongs to.
+
+    ``operation`` is the call: ``"save"``, ``"convert"`` or ``"copy"``. ``url`` is the target. ``run`` is the URL of the
+    run, and ``step`` and ``generation`` are those of the checkpoint in it; None and 1 outside of a run. ``rank`` is the
+    rank of this process among the ``world`` ranks that save together. ``save_id`` is empty until the save is planned.
+    """
+
+    operation: Literal["save", "convert", "copy"]
+    url: str
+    save_id: str = ""
+    run: str | None = None
+    step: int | None = None
+    generation: int = 1
+    rank: int = 0
+    world: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEvent:
+    """The base of the events in the life of a save: which one it is, and when, by ``time.monotonic_ns()`` and by
+    ``time.time_ns()``. Every save that has started ends with one of ``SaveCommitted``, ``SaveFailed`` and
+    ``SaveSkipped``, on each rank. A save through ``dcp.StorageWriter`` emits events on the rank that commits."""
+
+    save: SaveContext
+    monotonic_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
+    time_ns: int = field(default_factory=time.time_ns, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStarted(SaveEvent):
+    """The copies of a save were launched, or the first bytes of a conversion or copy will be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlanned(SaveEvent):
+    """It is known which files this rank writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStaged(SaveEvent):
+    """The sources may change: no copy reads them any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWritten(SaveEvent):
+    """The data files of this rank are on storage, ``nbytes`` together."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCommitted(SaveEvent):
+    """The checkpoint is visible and, with ``durability="fsync"``, durable. ``nbytes`` counts the data files of all
+    ranks; ``seconds`` has the phases ``staged``, ``written`` and ``committed``, as in ``SaveInfo``."""
+
+    nbytes: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed(SaveEvent):
+    """The save raised an error of the class ``error_type``, or was cancelled (``"CancelledError"``), in ``phase``.
+    ``outcome`` says whether the checkpoint is there: a commit whose last sync failed is ``"committed"`` all the
+    same."""
+
+    phase: Literal["start", "plan", "write", "commit"]
+    error_type: str
+    reason: str
+    outcome: Literal["committed", "absent", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSkipped(SaveEvent):
+    """The save gave way to another one, or found no slot or memory, as its policy says."""
+
+    reason: str
+
+
+Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | ReadAlone | RanksMissing | SaveEvent
 Observer: TypeAlias = Callable[[Event], object]
 
 _observers: tuple[Observer, ...] = ()

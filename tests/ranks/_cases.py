@@ -628,7 +628,7 @@ def cancelled(rank: int, world: int, directory: Path) -> list[Any]:
             await pending.staged
             pending.cancel()
         while fault is not None and fault.armed:  # this rank holds up the commit until it has heard of the cancel
-            fault.armed = not pending._work.operation.stopping  # type: ignore[attr-defined]
+            fault.armed = not pending._work.coordinator._operation.stopping  # type: ignore[attr-defined]
             await asyncio.sleep(0.01)
         try:
             await pending

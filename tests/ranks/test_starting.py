@@ -91,7 +91,7 @@ class Rank:
             turn.begun()
             return work
 
-        self.pendings.append(PendingSave(QueuedSave(str(step), turn, start)))
+        self.pendings.append(PendingSave(QueuedSave("run", step, turn, start)))
         return self.pendings[-1]
 
     async def outcome(self, step: int) -> str:

@@ -139,9 +139,9 @@ async def convert(
     if verify == "always":
         await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
-    order = SaveOrder(where, durability, deadline, kind=kind)
+    order = SaveOrder(where, durability, deadline, kind=kind, verb="convert")
     layout = _ConvertedLayout(order, files, selection.order)
-    await run_here("converting", order, partial(pipeline.write, layout.data_files), layout)
+    await run_here(order, partial(pipeline.write, layout.data_files), layout)
 
     def report() -> ConvertReport:
         return ConvertReport(
@@ -275,7 +275,7 @@ class _ConvertedLayout:
         (receipt,) = receipts
         entries = self._dcp.entries(self._fqns, receipt.content)
         manifest = Manifest(self._order.save_id, entries, dict(receipt.files))
-        return commit_files(manifest, self._order.saved_at)
+        return commit_files(manifest)
 
 
 # --- what was asked for ---------------------------------------------------------------------------------------------

@@ -96,9 +96,9 @@ async def copy(
     location = locate_directory(source, Where(storage_options, None, store_policy))
     found = await _look(location, deadline)
     window_bytes = min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS)
-    order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files")
+    order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
     copying = _Copy(found, where, deadline, window_bytes, progress)
-    await run_here("copying", order, copying.write, _CopiedLayout(found.sizes))
+    await run_here(order, copying.write, _CopiedLayout(found.sizes))
     return CopyReport(
         url=where.url,
         files=tuple(found.sizes),

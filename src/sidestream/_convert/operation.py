@@ -16,6 +16,8 @@ from ..errors import SidestreamError
 
 __all__ = ["CopyingWriter", "run_here"]
 
+_DOING = {"save": "saving", "convert": "converting", "copy": "copying"}
+
 
 class CopyingWriter:
     """A writer that reads what it writes from another checkpoint, in the task of the caller. ``write`` brings all data
@@ -29,6 +31,7 @@ class CopyingWriter:
         staged.set_result(None)
 
     async def ended(self) -> tuple[Any, Any]:
+        self._order.lifecycle.planned(self._order.save_id)
         return None, await self._write(self._order.transaction)
 
     async def release(self) -> None:
@@ -45,10 +48,10 @@ class CopyingWriter:
         return SaveProgress()
 
 
-async def run_here(what: str, order: SaveOrder, write: Callable[[Transaction], Awaitable[Any]], layout: Layout) -> None:
-    """Run a save in the task of the caller, and settle it if the loop of that task ends. ``what`` describes it."""
+async def run_here(order: SaveOrder, write: Callable[[Transaction], Awaitable[Any]], layout: Layout) -> None:
+    """Run a save in the task of the caller, and settle it if the loop of that task ends."""
     operation = SaveOperation(order=order, writer=CopyingWriter(order, write), layout=layout, coordinator=Solo(order))
-    watched = watch(_Unfinished(f"{what} to {order.location.url}", operation))
+    watched = watch(_Unfinished(f"{_DOING[order.verb]} to {order.location.url}", operation))
     try:
         await operation.run(asyncio.get_running_loop().create_future())
     finally:

@@ -11,7 +11,9 @@ from typing import Protocol
 
 from .._save.pending import SaveInfo, SaveProgress, SaveWork
 from .._storage import Outcome
+from .._storage.names import step_name
 from ..errors import Skipped
+from ..events import SaveContext, SaveSkipped, emit
 from .leases import Lease
 
 __all__ = ["LeasedSave", "OwnTurn", "QueuedSave", "SkippedSave", "Slots", "Turn"]
@@ -135,14 +137,16 @@ class SkippedSave:
 
     expires_at = 0.0
 
-    def __init__(self, url: str, why: str) -> None:
-        self.url = url
+    def __init__(self, run: str, step: int, why: str) -> None:
+        save = _not_begun(run, step)
+        self.url = save.url
+        self._save = save
         self.outcome: Outcome = "absent"
         self.progress = SaveProgress()
         self._why = why
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
-        raise Skipped(f"{self.url} was not saved: {self._why}")
+        raise _skipped(self._save, self._why)
 
     def abandon(self) -> None:
         """Do nothing: no thread works for this save yet."""
@@ -193,18 +197,29 @@ class OwnTurn:
         self.leave()
 
 
+def _not_begun(run: str, step: int) -> SaveContext:
+    """Return the context of a save of ``step`` whose generation is not known yet."""
+    return SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)
+
+
+def _skipped(save: SaveContext, why: str) -> Skipped:
+    error = Skipped(f"{save.url} was not saved: {why}")
+    emit(SaveSkipped(save, str(error)))
+    return error
+
+
 class QueuedSave:
     """A save that waits for a slot, in the background, until a newer one takes its place."""
 
-    def __init__(self, url: str, turn: Turn, start: Callable[[], Awaitable[SaveWork]]) -> None:
-        self._url = url
+    def __init__(self, run: str, step: int, turn: Turn, start: Callable[[], Awaitable[SaveWork]]) -> None:
+        self._save = _not_begun(run, step)
         self._turn = turn
         self._start: Callable[[], Awaitable[SaveWork]] | None = start  # with the state: not kept once it has begun
         self._begun: SaveWork | None = None
 
     @property
     def url(self) -> str:
-        return self._url if self._begun is None else self._begun.url
+        return self._save.url if self._begun is None else self._begun.url
 
     @property
     def outcome(self) -> Outcome:
@@ -218,7 +233,7 @@ class QueuedSave:
         try:
             begun = await self._begin()
             if begun is None:
-                raise Skipped(f"{self.url} was not saved: a newer save came before it had begun")
+                raise _skipped(self._save, "a newer save came before it had begun")
             self._begun = begun
             return await begun.run(staged)
         finally:

@@ -39,7 +39,7 @@ from .pending import PendingSave, SaveInfo, SaveWork
 from .stage import LaidOutStage
 from .writer import LiveWriter, Stager
 
-__all__ = ["async_save", "save", "start_save", "start_together"]
+__all__ = ["Stager", "async_save", "save", "start_save", "start_together"]
 
 _STREAM_BYTES = 256 << 20
 

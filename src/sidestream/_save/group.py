@@ -15,13 +15,13 @@ from .._group import Operation, Stopped, has_ended
 from .._load.open.steps import read_marker
 from .._runtime.threads import Deadline, Stop, io_threads, politely
 from .._storage import Outcome
-from ..errors import NotDurable, NotShared, OutcomeUnknown, RankFailures, SidestreamError
+from ..errors import NotDurable, OutcomeUnknown, RankFailures, SidestreamError
 from .group_planning import Planning, Terms
-from .operation import Committed, RankReceipt, SharedLayout, Writer
-from .order import SaveOrder
+from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared
+from .order import Lifecycle, SaveOrder
 from .pending import SaveInfo, SaveProgress
 
-__all__ = ["FailedSave", "Group", "check_shared", "maker_of_attempt", "planning_of", "terms_of"]
+__all__ = ["FailedSave", "Group", "maker_of_attempt", "planning_of", "terms_of"]
 
 _READ_BACK_S = 10.0
 _LOOK_S = 0.1
@@ -50,23 +50,6 @@ def maker_of_attempt(order: SaveOrder) -> Callable[[], None]:
     return lambda: order.transaction.write_here(())
 
 
-async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> None:
-    """Raise ``NotShared`` if this process, which commits, does not find what the ranks have written."""
-    expected = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
-    try:
-        found = await order.location.store.sizes(order.transaction.path_of(), deadline=order.deadline)
-    except FileNotFoundError:
-        found = {}
-    lost = [name for name, nbytes in expected.items() if found.get(name) != nbytes]
-    if lost:
-        raise NotShared(
-            2,
-            f"ranks wrote {len(expected)} files, and rank 0 does not see {len(lost)} of them "
-            f"({', '.join(lost[:4])}): save to storage that all ranks share",
-            order.location.url,
-        )
-
-
 @dataclass(slots=True)
 class FailedSave:
     """A save that this rank could not even begin; the others are told."""
@@ -82,7 +65,11 @@ class FailedSave:
         return self.operation.deadline.at
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
-        raise await self.operation.failed(self.error) from self.error
+        lifecycle = Lifecycle.of_rank(self.url, self.operation)
+        lifecycle.started()
+        verdict = await self.operation.failed(self.error)
+        lifecycle.failed(verdict, "absent")
+        raise verdict from self.error
 
     def abandon(self) -> None:
         self.operation.report(self.error)
@@ -122,7 +109,7 @@ class Group:
 
     async def commit(self, receipt: RankReceipt, layout: SharedLayout) -> Committed:
         order = self._order
-        packed = await io_threads().run(_pack, receipt, layout, order.phases.seconds, deadline=order.deadline)
+        packed = await io_threads().run(_pack, receipt, layout, order.lifecycle.seconds, deadline=order.deadline)
         answer = await self._operation.aexchange("commit", packed, partial(self._commit, layout))
         told = json.loads(answer)
         order.transaction.outcome = "committed"
@@ -152,12 +139,12 @@ class Group:
             operation.went_on = True
             operation.answer("commit", self._answer(receipts, times))
             raise
-        order.phases.mark("committed")
+        order.lifecycle.mark("committed")
         return self._answer(receipts, times)
 
     def _answer(self, receipts: Sequence[RankReceipt], times: Sequence[Mapping[str, float]]) -> bytes:
         """A phase has ended when it has on all ranks."""
-        seconds = dict(self._order.phases.seconds)
+        seconds = dict(self._order.lifecycle.seconds)
         for one in times:
             for phase, value in one.items():
                 seconds[phase] = max(seconds.get(phase, 0.0), value)
@@ -230,7 +217,7 @@ class Group:
         location = self._order.location
         sizes = await location.store.sizes(location.name, deadline=Deadline.after(_READ_BACK_S))
         nbytes = sum(size for name, size in sizes.items() if name.startswith("__"))
-        return Committed(nbytes, self._order.phases.seconds)
+        return Committed(nbytes, self._order.lifecycle.seconds)
 
     # --- a loop that has ended ---
 

@@ -21,7 +21,6 @@ from .._layout.save_layout import SavePlan
 from .._layout.sharded.rank_layout import RankPlan
 from .._runtime.threads import io_threads, politely
 from .._runtime.torch_probes import TORCH_VERSION
-from .._storage import Transaction
 from .._storage.bodies import BytesBody
 from ..errors import SidestreamError
 from .group_planning import Planned, Planning
@@ -31,7 +30,7 @@ from .order import SaveOrder
 __all__ = ["AgreedLayout", "NativeLayout", "commit_files"]
 
 
-def commit_files(manifest: Manifest, saved_at: int, described: Described | None = None) -> dict[str, list[bytes]]:
+def commit_files(manifest: Manifest, saved_at: int = 0, described: Described | None = None) -> dict[str, list[bytes]]:
     """Return the manifest and the marker for ``manifest``. If there is ``described``, it has the entries. Called in a
     worker thread."""
     described = describe(manifest.entries) if described is None else described
@@ -100,7 +99,7 @@ class AgreedLayout:
         """Return the receipt of this rank, whose part of the manifest is on storage by then: rank 0 can do without
         it."""
         order, operation = self._order, self._planning.operation
-        made = await io_threads().run(_make_part, self._planned, written, order.transaction, deadline=order.deadline)
+        made = await io_threads().run(_make_part, self._planned, written, order, deadline=order.deadline)
         receipt, part = made
         if part:
             name = part_name(manifest_name(order.save_id), operation.rank)
@@ -148,10 +147,10 @@ class AgreedLayout:
         }
 
 
-def _make_part(planned: Planned, sums: Sequence[BlockSums], transaction: Transaction) -> tuple[RankReceipt, bytes]:
+def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) -> tuple[RankReceipt, bytes]:
     """Return the receipt of this rank, and its part of the manifest. Called in a worker thread."""
     plan = planned.plan
-    names = {name: transaction.committed_name(name) for name in plan.files}
+    names = {name: order.transaction.committed_name(name) for name in plan.files}
     chunks = list(politely(plan.chunks(sums, names)))
     values = [
         (row, fqn, names[plan.values_file], offset, nbytes, node)

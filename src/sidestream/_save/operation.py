@@ -15,10 +15,21 @@ from typing import Any, Protocol
 from .._runtime.tasks import finish
 from .._runtime.threads import io_threads
 from .._storage import Outcome
+from ..errors import Aborted, NotShared
 from .order import SaveOrder
 from .pending import SaveInfo, SaveProgress
 
-__all__ = ["Committed", "Coordinator", "Layout", "RankReceipt", "SaveOperation", "SharedLayout", "Solo", "Writer"]
+__all__ = [
+    "Committed",
+    "Coordinator",
+    "Layout",
+    "RankReceipt",
+    "SaveOperation",
+    "SharedLayout",
+    "Solo",
+    "Writer",
+    "check_shared",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,23 @@ class Coordinator(Protocol):
         """The save has ended well."""
 
 
+async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> None:
+    """Raise ``NotShared`` if this process, which commits, does not find what the ranks have written."""
+    expected = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
+    try:
+        found = await order.location.store.sizes(order.transaction.path_of(), deadline=order.deadline)
+    except FileNotFoundError:
+        found = {}
+    lost = [name for name, nbytes in expected.items() if found.get(name) != nbytes]
+    if lost:
+        raise NotShared(
+            2,
+            f"ranks wrote {len(expected)} files, and rank 0 does not see {len(lost)} of them "
+            f"({', '.join(lost[:4])}): save to storage that all ranks share",
+            order.location.url,
+        )
+
+
 class Solo:
     """The coordinator of a save by one process."""
 
@@ -171,33 +199,35 @@ class SaveOperation:
         return self.order.deadline.at
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
-        phases, coordinator = self.order.phases, self.coordinator
-        staged.add_done_callback(lambda _: phases.mark("staged"))
+        lifecycle = self.order.lifecycle
+        lifecycle.started()
+        try:
+            committed = await self._run(staged)
+        except BaseException as error:
+            lifecycle.failed(error, self.outcome)
+            raise
+        seconds = MappingProxyType(lifecycle.seconds if committed.seconds is None else dict(committed.seconds))
+        lifecycle.committed(committed.nbytes, seconds)
+        order = self.order
+        return SaveInfo(
+            self.url, order.told_id, order.step, order.generation, committed.nbytes, order.durability, seconds
+        )
+
+    async def _run(self, staged: asyncio.Future[None]) -> Committed:
+        coordinator, lifecycle = self.coordinator, self.order.lifecycle
         try:
             coordinator.attach(self.writer)
             self.writer.pass_on(coordinator.relay(staged))
             receipt = await self.layout.receipt(*await self.writer.ended())
-            phases.mark("written")
+            lifecycle.written(receipt.nbytes)
             committed = await coordinator.commit(receipt, self.layout)
-            phases.mark("committed")
+            lifecycle.mark("committed")
         except BaseException as error:
             committed = await coordinator.fail(error)
         finally:
             await finish(self.writer.release)
         coordinator.close()
-        return self._info(committed)
-
-    def _info(self, committed: Committed) -> SaveInfo:
-        order = self.order
-        return SaveInfo(
-            self.url,
-            order.told_id,
-            order.step,
-            order.generation,
-            committed.nbytes,
-            order.durability,
-            MappingProxyType(order.phases.seconds if committed.seconds is None else dict(committed.seconds)),
-        )
+        return committed
 
     def abandon(self) -> None:
         self.coordinator.abandon()
@@ -205,4 +235,7 @@ class SaveOperation:
 
     def leave(self, *, stuck: bool) -> None:
         self.writer.leave()
-        self.coordinator.leave(stuck=stuck)
+        try:
+            self.coordinator.leave(stuck=stuck)
+        finally:
+            self.order.lifecycle.failed(Aborted("the event loop has ended"), self.outcome)

@@ -1,33 +1,86 @@
-"""``SaveOrder``: what a save was asked to do, its transaction, and the times of its phases."""
+"""``SaveOrder``: what a save was asked to do, its transaction, and its phases."""
 
 from __future__ import annotations
 
 import threading
 import time
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from .._format.records import Node
 from .._group import Operation
 from .._runtime.threads import Deadline, Stop, Threads
 from .._storage import Attempt, Body, Kind, Location, Outcome, Transaction
 from .._worker.client import Saver
+from ..errors import Skipped
+from ..events import (
+    SaveCommitted,
+    SaveContext,
+    SaveFailed,
+    SavePlanned,
+    SaveSkipped,
+    SaveStaged,
+    SaveStarted,
+    SaveWritten,
+    emit,
+)
 from ..options import Apart, Digest, Durability
 
-__all__ = ["Phases", "SaveOrder"]
+__all__ = ["Lifecycle", "SaveOrder"]
 
 
-class Phases:
-    """The times at which the phases of a save ended, in seconds from when it was asked for."""
+class Lifecycle:
+    """The phases of one save: their times in seconds since it was asked for, and an event for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, save: SaveContext) -> None:
         self.seconds: dict[str, float] = {}
+        self._save = save
+        self._phase: Literal["start", "plan", "write", "commit"] = "start"
         self._began = time.monotonic()
+        self._ended = False
+
+    @classmethod
+    def of_rank(cls, url: str, operation: Operation) -> Lifecycle:
+        """Return the lifecycle of a save that this rank could not begin."""
+        return cls(SaveContext("save", url, rank=operation.rank, world=operation.world))
 
     def mark(self, phase: str) -> None:
         """Record that ``phase`` has ended, the first time that this is called for it."""
         self.seconds.setdefault(phase, time.monotonic() - self._began)
+
+    def started(self) -> None:
+        self._phase = "plan"
+        emit(SaveStarted(self._save))
+
+    def planned(self, save_id: str) -> None:
+        self._phase = "write"
+        self._save = replace(self._save, save_id=save_id)
+        emit(SavePlanned(self._save))
+
+    def staged(self) -> None:
+        self.mark("staged")
+        emit(SaveStaged(self._save))
+
+    def written(self, nbytes: int) -> None:
+        self.mark("written")
+        self._phase = "commit"
+        emit(SaveWritten(self._save, nbytes))
+
+    def committed(self, nbytes: int, seconds: Mapping[str, float]) -> None:
+        self._ended = True
+        emit(SaveCommitted(self._save, nbytes, seconds))
+
+    def failed(self, error: BaseException, outcome: Outcome) -> None:
+        """Emit the end of a save that was not acknowledged, unless it has ended before or never started."""
+        if self._ended or self._phase == "start":
+            return
+        self._ended = True
+        if isinstance(error, Skipped):
+            emit(SaveSkipped(self._save, str(error)))
+        else:
+            emit(SaveFailed(self._save, self._phase, type(error).__name__, str(error), outcome))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +108,23 @@ class SaveOrder:
     """What becomes visible, where that does not follow from ``operation`` and ``apart``."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
-    phases: Phases = field(default_factory=Phases, init=False, repr=False, compare=False)
+    verb: Literal["save", "convert", "copy"] = "save"
+    lifecycle: Lifecycle = field(init=False, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _begun: list[Transaction] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lifecycle", Lifecycle(self._context()))
+
+    def _context(self) -> SaveContext:
+        rank, world = 0, 1
+        if self.operation is not None:
+            rank, world = self.operation.rank, self.operation.world
+        elif self.apart is not None:
+            rank, world = self.apart.rank, self.apart.world_size
+        run = None if self.step is None else self.location.store.url
+        url = self.location.url
+        return SaveContext(self.verb, url, run=run, step=self.step, generation=self.generation, rank=rank, world=world)
 
     @property
     def transaction(self) -> Transaction:

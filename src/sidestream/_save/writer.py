@@ -22,7 +22,7 @@ from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager
 from .._storage import WRITE_THREADS, Body
 from ..errors import Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
-from .order import SaveOrder
+from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
 __all__ = ["FirstCopy", "LiveWriter", "Stage", "Stager", "result_of"]
@@ -118,7 +118,7 @@ class LiveWriter:
             raise
 
     def pass_on(self, staged: asyncio.Future[None]) -> None:
-        asyncio.wrap_future(self._stage.free).add_done_callback(partial(_resolve, staged))
+        asyncio.wrap_future(self._stage.free).add_done_callback(partial(_resolve, staged, self._order.lifecycle))
 
     async def ended(self) -> tuple[Any, Any]:
         assert self._done is not None
@@ -196,6 +196,7 @@ class LiveWriter:
         if order.saver is not None:
             order.saver.start()  # while the plan is made
         plan = stage.plan(stop)  # what cannot be saved is refused before anything is made
+        order.lifecycle.planned(order.told_id)
         if self._ready is not None:
             self._ready(stop)
         order.write(stage.files(plan), threads=self._threads, stop=stop)  # ranks know the id of the save now
@@ -207,9 +208,11 @@ class LiveWriter:
         self._close_own()
 
 
-def _resolve(staged: asyncio.Future[None], free: asyncio.Future[None]) -> None:
+def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.Future[None]) -> None:
     """Resolve ``staged`` as ``free``, which has ended. No copy reads a source of a stage that gave way."""
     error = None if free.cancelled() else free.exception()
+    if error is None and not free.cancelled():
+        lifecycle.staged()
     if staged.done():
         return
     if error is None or isinstance(error, (Skipped, Closed)):

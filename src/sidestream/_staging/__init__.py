@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .arena import PAGE_BYTES, Arena, ArenaStatistics, Lease
+from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease
 from .capture import Captured, capture
 from .composite import Composite, Sharding
 from .device import DeviceEngine, StageMode
@@ -21,6 +21,7 @@ __all__ = [
     "Arena",
     "ArenaStatistics",
     "AsyncStager",
+    "Backing",
     "Captured",
     "Composite",
     "Copy",

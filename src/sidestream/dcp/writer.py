@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Unpack
 
 import torch.distributed as dist
@@ -21,18 +21,16 @@ from torch.futures import Future
 
 from .._layout.objects import allowed_types
 from .._runtime.threads import Deadline, Stop, Threads, io_threads
-from .._save.group import check_shared
-from .._save.operation import RankReceipt, Solo
+from .._save.operation import RankReceipt, Solo, check_shared
 from .._save.order import SaveOrder
 from .._save.planner.independent import Independent, tag_of
 from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.layout import PlannerLayout, receipt_for
-from .._save.planner.metadata import as_stock
 from .._storage import WRITE_THREADS, Kind, Location, Transaction
 from .._storage.clients.io_loop import in_io_thread
 from .._worker.client import choose_saver
 from ..blocking import run_anywhere
-from ..errors import InvalidOption, SidestreamError
+from ..errors import Aborted, InvalidOption, SidestreamError
 from ..options import Apart, Durability, SaverChoice, StorePolicy, Trust, check_choice, check_saver, check_timeout
 from .orders import Order, forget_order, order_received
 from .session import Address, Sessions, is_located
@@ -173,6 +171,8 @@ class StorageWriter(DcpStorageWriter):
         save.sent, save.alone = sent[0], len(plans) == 1
         order = save.order = self._order(save, sent[0], self._kind)
         save.coordinator = self._coordinator(order)
+        order.lifecycle.started()
+        order.lifecycle.planned(order.told_id)
         order.transaction.write_here(())
         save.net = weakref.finalize(self, _discard, order.transaction)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, sent, strict=True)]
@@ -205,9 +205,8 @@ class StorageWriter(DcpStorageWriter):
         layout = PlannerLayout(order, metadata)
         receipt = receipt_for([result for each in results for result in each])
         run_anywhere(lambda: _commit(order, coordinator, receipt, layout))
-        assert layout.metadata is not None
         # DCP returns this object, as it was written.
-        vars(metadata).update(vars(as_stock(layout.metadata)))
+        vars(metadata).update(vars(layout.stock_metadata()))
         self._sessions.current().drop()
 
     @classmethod
@@ -317,15 +316,21 @@ class _Session:
         save, self.save = self.save, None
         if save is not None and save.net is not None:
             save.net()
+        if save is not None and save.order is not None:
+            save.order.lifecycle.failed(Aborted("DCP has not finished this save"), save.order.outcome)
 
 
 async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, layout: PlannerLayout) -> None:
     """Commit what all ranks have written."""
     try:
         await check_shared(order, [receipt])
+        order.lifecycle.written(receipt.nbytes)
         await coordinator.commit(receipt, layout)
     except BaseException as error:
+        order.lifecycle.failed(error, order.outcome)
         await coordinator.fail(error)
+    order.lifecycle.mark("committed")
+    order.lifecycle.committed(receipt.nbytes, MappingProxyType(order.lifecycle.seconds))
     if order.kind == "replacement":
         try:
             await order.transaction.discard(order.deadline)

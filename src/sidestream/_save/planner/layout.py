@@ -13,7 +13,7 @@ from ..._format.records import Manifest
 from ..operation import RankReceipt
 from ..order import SaveOrder
 from .independent import part_id_of
-from .metadata import complete, files_of_commit, files_of_part
+from .metadata import as_stock, complete, files_of_commit, files_of_part
 from .plan import Decided
 
 __all__ = ["PlannerLayout", "receipt_for"]
@@ -43,6 +43,11 @@ class PlannerLayout:
         else:
             files = files_of_part(self.metadata, about, order.apart, part_id_of(order.save_id), order.saved_at)
         return {name: [content] for name, content in files.items()}
+
+    def stock_metadata(self) -> Metadata:
+        """Return what was written to ``.metadata``, as stock DCP reads it. Called after the commit."""
+        assert self.metadata is not None
+        return as_stock(self.metadata)
 
     def pack(self, receipt: RankReceipt) -> bytes:
         return pickle.dumps(receipt.content)

@@ -1,0 +1,188 @@
+"""The events in the life of a save: one for each phase, in order, and one end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import sidestream
+from sidestream import events
+from sidestream.dcp import StorageWriter
+from sidestream.errors import Conflict, NoSpace, Skipped, UnsafeObject
+from sidestream.events import SaveEvent
+
+WHOLE = ["SaveStarted", "SavePlanned", "SaveStaged", "SaveWritten", "SaveCommitted"]
+
+
+@contextmanager
+def watched() -> Iterator[list[Any]]:
+    seen: list[Any] = []
+    with events.observe(lambda event: isinstance(event, SaveEvent) and seen.append(event)):
+        yield seen
+
+
+def names(seen: list[Any]) -> list[str]:
+    return [type(event).__name__ for event in seen]
+
+
+def state() -> dict[str, Any]:
+    return {"weights": torch.arange(100_000.0), "step": 7}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"planner": DefaultSavePlanner()}, {"saver": "process"}], ids=["native", "planner", "process"]
+)
+async def test_a_save(options: dict[str, Any], tmp_path: Path) -> None:
+    with watched() as seen:
+        info = await sidestream.save(state(), tmp_path / "a", **options)
+    # Staging may end before or after the plan is passed on.
+    assert sorted(names(seen)) == sorted(WHOLE)
+    assert names(seen)[0] == "SaveStarted"
+    assert names(seen)[-2:] == ["SaveWritten", "SaveCommitted"]
+    assert {event.save.url for event in seen} == {str(tmp_path / "a")}
+    assert {event.save.save_id for event in seen[1:]} <= {info.save_id, ""}
+    last = seen[-1]
+    assert (last.save.save_id, last.nbytes, dict(last.seconds)) == (info.save_id, info.nbytes, dict(info.seconds))
+    assert [event.monotonic_ns for event in seen] == sorted(event.monotonic_ns for event in seen)
+    for event in seen:
+        plain = {one.name: getattr(event, one.name) for one in dataclasses.fields(event)}
+        json.dumps(plain | {"save": dataclasses.asdict(event.save), "seconds": dict(plain.get("seconds", {}))})
+
+
+async def test_a_step_of_a_run(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
+        with watched() as seen:
+            await (await checkpoints.save(state(), step=5))
+            await (await checkpoints.save(state(), step=5))
+    assert [
+        (event.save.run, event.save.step, event.save.generation) for event in seen if "Committed" in str(event)
+    ] == [
+        (str(tmp_path / "run"), 5, 1),
+        (str(tmp_path / "run"), 5, 2),
+    ]
+
+
+async def test_a_value_that_is_refused(tmp_path: Path) -> None:
+    with watched() as seen, pytest.raises(UnsafeObject):
+        await sidestream.save({"bad": object()}, tmp_path / "a")
+    assert names(seen)[0] == "SaveStarted"
+    assert names(seen)[-1] == "SaveFailed"
+    assert names(seen).count("SaveFailed") == 1
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].outcome) == ("plan", "UnsafeObject", "absent")
+
+
+async def test_a_target_that_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    with watched() as seen, pytest.raises(Conflict):
+        await sidestream.save(state(), tmp_path / "a")
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].outcome) == ("write", "Conflict", "absent")
+    assert seen[-1].reason
+
+
+async def test_a_full_disk_at_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def full(source: Any, target: Any, **options: Any) -> None:
+        if str(target).endswith("/a"):
+            raise OSError(28, "No space left on device")
+        rename(source, target, **options)
+
+    monkeypatch.setattr("os.rename", full)
+    with watched() as seen, pytest.raises(NoSpace):
+        await sidestream.save(state(), tmp_path / "a")
+    assert names(seen)[-2:] == ["SaveWritten", "SaveFailed"]
+    assert (seen[-1].phase, seen[-1].outcome) == ("commit", "absent")
+
+
+async def test_a_cancel(tmp_path: Path) -> None:
+    with watched() as seen:
+        pending = sidestream.async_save(state(), tmp_path / "a")
+        await asyncio.sleep(0)  # a save that is cancelled before its first step has not started
+        assert pending.cancel()
+        await pending.ended()
+    assert names(seen)[-1] == "SaveFailed"
+    assert seen[-1].error_type == "CancelledError"
+
+
+async def test_a_save_that_is_cancelled_before_its_first_step(tmp_path: Path) -> None:
+    with watched() as seen:
+        pending = sidestream.async_save(state(), tmp_path / "a")
+        assert pending.cancel()
+        await pending.ended()
+    assert not {"SaveCommitted", "SaveWritten"} & set(names(seen))
+    assert names(seen).count("SaveFailed") == names(seen).count("SaveStarted")
+
+
+async def test_a_newer_save_comes_first(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path / "run", overlap="latest", in_flight=1) as checkpoints:
+        with watched() as seen:
+            pendings = [await checkpoints.save(state(), step=step) for step in (1, 2, 3)]
+            ended = await asyncio.gather(*pendings, return_exceptions=True)
+    skipped = [step for step, one in zip((1, 2, 3), ended, strict=True) if isinstance(one, Skipped)]
+    assert skipped
+    assert [event.save.step for event in seen if isinstance(event, events.SaveSkipped)] == skipped
+
+
+def test_an_end_of_the_loop(tmp_path: Path) -> None:
+    pendings = []
+
+    async def start() -> None:
+        pendings.append(sidestream.async_save({"w": torch.ones(3_000_000)}, tmp_path / "a"))
+        await asyncio.sleep(0)
+
+    with watched() as seen:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(start())
+        loop.close()
+        end = time.monotonic() + 60
+        while not (pendings[0].done() and names(seen)[-1] == "SaveFailed"):
+            assert time.monotonic() < end
+            time.sleep(0.005)
+    assert names(seen).count("SaveFailed") == 1
+    assert seen[-1].error_type == "Aborted"
+
+
+async def test_conversions_and_copies(tmp_path: Path) -> None:
+    await sidestream.save(state(), tmp_path / "a")
+    with watched() as seen:
+        await sidestream.convert(tmp_path / "a", tmp_path / "a.pt")
+        await sidestream.copy(tmp_path / "a", tmp_path / "b")
+    assert [(event.save.operation, type(event).__name__) for event in seen] == [
+        (operation, name) for operation in ("convert", "copy") for name in WHOLE if name != "SaveStaged"
+    ]
+
+
+def test_a_save_of_dcp(tmp_path: Path) -> None:
+    with watched() as seen:
+        dcp.save(state(), storage_writer=StorageWriter(tmp_path / "a"))
+    assert names(seen) == [name for name in WHOLE if name != "SaveStaged"]
+    with watched() as seen, pytest.raises(CheckpointException, match="the planner fails"):
+        dcp.save(state(), storage_writer=StorageWriter(tmp_path / "b"), planner=Failing())
+    assert names(seen).count("SaveCommitted") == 0
+
+
+class Failing(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        raise ValueError("the planner fails")
+
+
+async def test_nothing_is_emitted_twice_and_observers_do_no_harm(tmp_path: Path) -> None:
+    def fail(event: Any) -> None:
+        raise RuntimeError("the observer fails")
+
+    with events.observe(fail):
+        await sidestream.save(state(), tmp_path / "a")
