@@ -49,6 +49,7 @@ __all__ = [
     "ShapeMismatch",
     "SidestreamError",
     "Skipped",
+    "SnapshotLost",
     "StatefulRefused",
     "StorageError",
     "UnexpectedKeys",
@@ -156,6 +157,11 @@ class OutOfMemory(SidestreamError, MemoryError):
 
 class Busy(SidestreamError, RuntimeError):
     """Every slot of a ``Checkpointer`` is taken, and its policy is to fail. Nothing was started."""
+
+
+class SnapshotLost(SidestreamError, MemoryError):
+    """The staged memory that an export or a publisher was reading was taken back, because another stage needed it, and
+    there is no committed checkpoint to read in its place."""
 
 
 class Skipped(SidestreamError, RuntimeError):

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, InvalidStateError
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ __all__ = [
     "let_go",
     "look_for_abandoned",
     "politely",
+    "result_of",
 ]
 
 with suppress(ImportError):
@@ -267,6 +268,31 @@ class Threads(Executor):
         for thread in others:
             thread.join(deadline.remaining_s())
         return not any(thread.is_alive() for thread in others)
+
+
+def result_of(future: Future[T], stop: Stop, deadline: Deadline, name: str) -> T:
+    """Wait in a thread for the result of ``future``. Raises ``Closed`` when ``stop`` is set, and ``DeadlineExceeded``,
+    which says that ``name`` was waited for."""
+    woken: Future[None] = Future()
+    try:
+        with stop.waking(partial(_wake, woken)):
+            stop.check()
+            _wait_for_either(future, woken, deadline.remaining_s())
+        stop.check()
+        if not future.done():
+            raise deadline.exceeded(name)
+        return future.result(0)
+    finally:
+        del future  # an error refers to this frame, and the result to staged memory
+
+
+def _wait_for_either(one: Future[Any], other: Future[Any], patience_s: float) -> None:
+    wait_for([one, other], patience_s, FIRST_COMPLETED)
+
+
+def _wake(woken: Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
 
 
 class _Work(threading.local):

@@ -209,11 +209,14 @@ def start_save(
     member: Member | None = None,
     planner: Any = None,
     apart: Apart | None = None,
+    sinks: int = 0,
 ) -> SaveOperation:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
 
     Runs in the thread of a blocking call: copies are ordered after the work that was enqueued on its current streams.
     ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
+
+    ``sinks`` is the number of sinks that read the snapshot, if one process saves without a planner.
 
     ``operation`` is there where several ranks save. A ``member`` alone in its group saves as any process does, unless
     it has tensors that only a group can describe.
@@ -236,8 +239,10 @@ def start_save(
 
         return start_planned(order, state, planner, stager)
     if operation is None:
-        writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, plan_save))
-        return SaveOperation(order=order, writer=writer, layout=NativeLayout(order), coordinator=Solo(order))
+        stage = LaidOutStage(order, state, captured, stager, plan_save, sinks)
+        writer = LiveWriter(order, stage)
+        layout, snapshots = NativeLayout(order), stage.snapshots
+        return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Solo(order), snapshots=snapshots)
     planning = planning_of(order, operation)
     writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, planning.lay_out))
     group = Group(order, operation, planning)

@@ -181,6 +181,9 @@ class SaveOperation:
     writer: Writer
     layout: Layout
     coordinator: Coordinator
+    snapshots: tuple[Any, ...] = ()
+    """A ``SnapshotReader`` for each sink, or None where the sink has to read the checkpoint. The owner of the operation
+    runs the sinks."""
 
     @property
     def url(self) -> str:

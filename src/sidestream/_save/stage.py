@@ -12,7 +12,7 @@ from .._format.digest import digest_of
 from .._format.shard import BlockSums, ShardLayout
 from .._layout.values import copy_value
 from .._runtime.threads import Stop
-from .._staging import AsyncStager, Captured, PlanCache, Staging, capture
+from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, capture
 from .._storage import Body
 from .._storage.bodies import BytesBody, ShardBody
 from .order import SaveOrder
@@ -47,8 +47,9 @@ LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
 class LaidOutStage:
     """The stage of a save that plans its files itself. Without a stager of ours, memory is mapped for this save alone.
 
-    ``captured`` is None where a stager of another kind makes the first copy. It may use its memory again for the next
-    stage, so ours is a second copy, and the sources are free when that one has ended.
+    ``readers`` sinks read the staged memory too. ``captured`` is None where a stager of another kind makes the first
+    copy. It may use its memory again for the next stage, so ours is a second copy, and the sources are free when that
+    one has ended.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LaidOutStage:
         captured: Captured | None,
         stager: AsyncStager | Stager | None,
         lay_out: LayOut,
+        readers: int = 0,
     ) -> None:
         if order.digest is not None:
             digest_of(order.digest)  # raises MissingExtra where it is not installed
@@ -76,6 +78,9 @@ class LaidOutStage:
         self._second_free: Future[None] = Future()
         self._staging: Staging[Any] | None = None
         self._given_way = False
+        self._readers = readers
+        self.snapshots: tuple[SnapshotReader[Any] | None, ...] = (None,) * readers
+        """For each of ``readers`` sinks, what it reads; None where it has to read the checkpoint."""
         self._sums: list[BlockSums] = []
         self._written: list[set[int]] = []  # of each shard
 
@@ -98,15 +103,16 @@ class LaidOutStage:
             return
         captured, self._captured = self._captured, None
         assert captured is not None
-        self._launch(captured)
+        staging = self._launch(captured, self._readers)
+        self.snapshots = tuple(SnapshotReader(staging, number) for number in range(self._readers))
 
-    def _launch(self, captured: Captured) -> Staging[Any]:
+    def _launch(self, captured: Captured, readers: int = 0) -> Staging[Any]:
         stager, saver = self._stager, self._order.saver
         if saver is not None:
             stager.share()
         planned = partial(self._lay_out, stager.plans, stager.budget_bytes)
         filler = None if saver is None else saver.filler()
-        staging = self._staging = stager.launch(captured, planned, self._order.deadline, filler=filler)
+        staging = self._staging = stager.launch(captured, planned, self._order.deadline, filler=filler, readers=readers)
         if self._given_way:
             staging.release()
         return staging

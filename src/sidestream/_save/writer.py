@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from inspect import iscoroutinefunction
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from .._runtime.caller import withdrawn_with_caller
 from .._runtime.state_dict_calls import Found, ask, in_order, key_order
-from .._runtime.threads import Deadline, Stop, Threads, in_background
+from .._runtime.threads import Deadline, Stop, Threads, in_background, result_of
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager
 from .._storage import WRITE_THREADS, Body
@@ -25,7 +25,7 @@ from ..errors import Closed, DeadlineExceeded, InvalidOption, SidestreamError, S
 from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
-__all__ = ["FirstCopy", "LiveWriter", "Stage", "Stager", "result_of"]
+__all__ = ["FirstCopy", "LiveWriter", "Stage", "Stager"]
 
 _GRACE_S = 5.0
 
@@ -256,24 +256,3 @@ class FirstCopy:
             return copy
         finally:
             del copy  # an error refers to this frame
-
-
-def result_of(future: Future[Any], stop: Stop, deadline: Deadline, name: str) -> Any:
-    """Wait in a thread for the result of ``future``. Raises ``Closed`` when ``stop`` is set, and ``DeadlineExceeded``,
-    which says that ``name`` was waited for."""
-    woken: Future[None] = Future()
-    try:
-        with stop.waking(partial(_wake, woken)):
-            stop.check()
-            wait([future, woken], deadline.remaining_s(), FIRST_COMPLETED)
-        stop.check()
-        if not future.done():
-            raise deadline.exceeded(name)
-        return future.result(0)
-    finally:
-        del future  # an error refers to this frame, and the result to staged memory
-
-
-def _wake(woken: Future[None]) -> None:
-    if not woken.done():
-        woken.set_result(None)

@@ -12,6 +12,7 @@ from .future import StagingFuture
 from .host import HostEngine
 from .image import Copy, ImageLayout, StagedImage
 from .plans import PlanCache, fingerprint
+from .snapshot import SnapshotReader
 from .stage import Staging
 from .stager import AsyncStager
 from .tree import StagedState
@@ -35,6 +36,7 @@ __all__ = [
     "Piece",
     "PlanCache",
     "Sharding",
+    "SnapshotReader",
     "StageMode",
     "StagedImage",
     "StagedState",

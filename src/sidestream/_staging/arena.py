@@ -251,6 +251,12 @@ class Arena:
             if not self._take_back():
                 return False
 
+    @property
+    def free_bytes(self) -> int:
+        """How much of the budget is not leased now."""
+        self._collect()
+        return self.budget_bytes - self._leased - self._kept
+
     def make_way(self, sizes: Sequence[int]) -> None:
         """Prepare for leases of ``sizes``, which will be requested in this order and held together. If they fit into
         the budget, but neither into the free extents nor into memory that can still be mapped, idle segments are

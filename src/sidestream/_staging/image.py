@@ -1,15 +1,16 @@
-"""Bytes on their way into leased memory: what a stage hands to the one who writes it out."""
+"""Bytes on their way into leased memory: what a stage hands to its readers."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from .._runtime.threads import Deadline, Stop
-from ..errors import ArenaExhausted, Closed, SidestreamError
+from ..errors import ArenaExhausted, Closed, SidestreamError, SnapshotLost
 from .arena import Lease
 
 __all__ = ["Copy", "ImageLayout", "StagedImage"]
@@ -38,13 +39,18 @@ class ImageLayout:
 
 
 class StagedImage:
-    """One image being filled from its beginning. The stager fills; one reader waits, reads, and releases.
+    """One image being filled from its beginning. The stager fills it; its reader waits, reads, and releases it.
 
-    The reader may write where no copy goes (framing), at any time after ``wait`` has returned once.
+    The reader may write where no copy goes (framing), at any time after ``wait`` has returned once. ``others`` are the
+    numbers of further readers, which read payloads only. Memory that only they need is offered to stages that wait for
+    memory; when it is taken back, they raise ``SnapshotLost``.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, others: Collection[int] = ()) -> None:
         self.nbytes = nbytes
+        self._others = set(others)
+        self._withdraw: Callable[[], None] | None = None  # the offer
+        self._taken = False
         self._changed = threading.Condition()
         self._lease: Lease | None = None
         self._filled = -1
@@ -77,8 +83,7 @@ class StagedImage:
             if self._error is None:
                 self._filled = self.nbytes
                 self._changed.notify_all()
-            if self._released and self._lease is not None:
-                self._lease.release()
+            self._settle()
 
     def advance(self, filled: int) -> None:
         """All copies that lie below offset ``filled`` have ended."""
@@ -137,11 +142,55 @@ class StagedImage:
         return self._lease
 
     def release(self) -> None:
-        """Give the memory back, or as soon as the stager no longer writes into it. Idempotent."""
+        """Give the memory back as soon as the stager no longer writes into it and no further reader needs it.
+        Idempotent."""
         with self._changed:
             self._released = True
-            if self._lease is not None and not self._writers:
-                self._lease.release()
+            self._settle()
+
+    # --- further readers ---
+
+    def read(self, reader: int, *, deadline: Deadline, stop: Stop) -> memoryview:
+        """Block until all of it has been staged, and return a view of it, of which only payloads have defined contents.
+        Memory that is taken back stays as it is until the view is released.
+
+        Raises ``SnapshotLost`` if the memory was taken back, what made the stage fail, ``DeadlineExceeded``, and
+        ``Closed`` once ``stop`` is set.
+        """
+        with stop.waking(self._wake), self._changed:
+            while self._filled < self.nbytes:
+                stop.check()
+                if self._error is not None:
+                    raise self._error.with_traceback(None)
+                if not self._changed.wait(deadline.remaining_s()):
+                    raise deadline.exceeded(f"staging of {self.nbytes} bytes")
+            if self._lease is None or self._taken or reader not in self._others:
+                raise SnapshotLost("the staged memory was taken back for another stage")
+            return self._lease.view.toreadonly()
+
+    def leave(self, reader: int) -> None:
+        """``reader`` needs the memory no more. Idempotent."""
+        with self._changed:
+            self._others.discard(reader)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Release memory that no reader needs, and offer memory that only further readers need. With the lock held."""
+        if self._lease is None or self._writers or not self._released:
+            return
+        if self._others and self._filled >= self.nbytes and not self._taken:
+            self._withdraw = self._withdraw or self._lease.offer(self._take_back)
+            return
+        self._lease.release()
+        if self._withdraw is not None:
+            self._withdraw()
+            self._withdraw = None
+
+    def _take_back(self) -> None:
+        """In a thread that waits for memory. A view that a reader has now keeps the memory until it is released."""
+        with self._changed:
+            self._taken, self._withdraw = True, None
+            self._settle()
 
     def _wake(self) -> None:
         with self._changed:

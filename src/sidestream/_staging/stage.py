@@ -34,7 +34,8 @@ P = TypeVar("P", bound=Laid)
 
 
 class Staging(Generic[P]):
-    """Images on their way into memory, for one reader. Whoever holds it has to ``release()`` it.
+    """Images on their way into memory. Its owner is their reader, and has to ``release()`` it; ``readers`` further ones
+    are named when it is launched (``SnapshotReader``).
 
     ``laid`` has the plan (of the reader's own kind) once it is made; ``images`` are there from then on and are filled
     one after the other. ``free`` resolves when the sources may change, ``copied`` when everything is in host memory.
@@ -49,6 +50,7 @@ class Staging(Generic[P]):
         device: DeviceStage | None,
         host: bool,
         outcome: StagingFuture[Any] | None = None,
+        readers: int = 0,
     ) -> None:
         self.deadline = deadline
         self.pace = pace
@@ -71,6 +73,8 @@ class Staging(Generic[P]):
         """Called once ``copied`` is resolved, in whichever thread did that."""
         self.work: Future[None] | None = None
         """The stager's part, queued or running."""
+        self.readers = frozenset(range(readers))
+        """The numbers of further readers that have not left."""
         self._captured: Captured | None = captured
         self._lock = threading.Lock()
         self._parts = 1
@@ -92,10 +96,11 @@ class Staging(Generic[P]):
 
     # --- progress; the stager's and the devices' threads ---
 
-    def lay(self, plan: P) -> None:
-        """``plan`` is made."""
+    def lay(self, plan: P, *, stays: bool = False) -> None:
+        """``plan`` is made. ``stays``: all of it may stay in memory for further readers."""
         with self._lock:
-            self.images = tuple(StagedImage(layout.nbytes) for layout in plan.images)
+            others = self.readers if stays else ()
+            self.images = tuple(StagedImage(layout.nbytes, others) for layout in plan.images)
             released = self._released
         if released:
             for image in self.images:
@@ -217,6 +222,14 @@ class Staging(Generic[P]):
         self._give_up()
         for image in self.images:
             image.release()
+
+    def leave(self, reader: int) -> None:
+        """A further reader needs nothing of it any more. Idempotent."""
+        with self._lock:
+            self.readers -= {reader}
+            images = self.images
+        for image in images:
+            image.leave(reader)
 
     def _give_up(self) -> None:
         self.stop.set()

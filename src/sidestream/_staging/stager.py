@@ -231,14 +231,18 @@ class AsyncStager:
         wait_streams: Sequence[Any] = (),
         *,
         filler: Filler | None = None,
+        readers: int = 0,
     ) -> Staging[P]:
         """Launch the filling of the images that ``lay_out`` plans, in order; it is called in the stager's thread.
 
         Memory is leased image by image, so that a state larger than the budget passes through if earlier images are
         released as they are read. Whoever reads them calls ``settle()`` when it is ready to. Where this process would
-        copy host memory without being waited for, and at its full speed, ``filler`` does it.
+        copy host memory without being waited for, and at its full speed, ``filler`` does it. ``readers`` is the number
+        of further readers, each of which reads it through a ``SnapshotReader``.
         """
-        staging = self._launch(captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler)
+        staging = self._launch(
+            captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler, readers=readers
+        )
         self._ledger.track(staging.copied)
         return staging
 
@@ -398,6 +402,7 @@ class AsyncStager:
         then: Callable[[Staging[P]], None],
         outcome: StagingFuture[Any] | None = None,
         filler: Filler | None = None,
+        readers: int = 0,
     ) -> Staging[P]:
         self._check_usable()
         on_device = self._split(captured.tensors)
@@ -414,7 +419,9 @@ class AsyncStager:
             captured.held.update(stage.held)
         host = len(on_device) < len(captured.tensors)
         pace = Pace(self._bytes_per_second)
-        staging: Staging[P] = Staging(captured, deadline, pace, device=stage, host=host, outcome=outcome)
+        staging: Staging[P] = Staging(
+            captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
+        )
         staging.then = partial(self._ended, staging, then)
         if stage is None and self._mode != "snapshot" and self._bytes_per_second is None:
             staging.filler = filler
@@ -466,7 +473,7 @@ class AsyncStager:
 
     def _fill(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
         plan = lay_out(staging.take())
-        staging.lay(plan)
+        staging.lay(plan, stays=self._stays(staging, plan))
         if staging.device is not None and self._device is not None:
             device = self._device.enter(staging.device)
             if device is not None:
@@ -488,6 +495,16 @@ class AsyncStager:
                     image.fail(error)  # before finish(), which takes an image without an error for a filled one
                     image.finish()
                 raise
+
+    def _stays(self, staging: Staging[P], plan: P) -> bool:
+        """Whether the whole stage fits into memory that is free now, so that further readers may keep it. Each of them
+        may hold one window for any time, which no other stage can take back, so that much has to be free besides."""
+        if not staging.readers or not plan.images:
+            return False
+        images = [whole_pages(layout.nbytes) for layout in plan.images]
+        scratch = [] if staging.device is None else staging.device.scratch
+        held = max(images) * len(staging.readers)
+        return sum(images) + sum(map(whole_pages, scratch)) + held <= self._arena.free_bytes
 
     def _pin(self, driver: Driver, device: Hashable, names: Callable[[], Sequence[str]] = tuple) -> None:
         """Register the memory of the arena with ``device``, which this thread has entered."""

@@ -7,12 +7,11 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .._runtime.threads import Deadline, Stop, Threads, io_threads
+from .._runtime.threads import Deadline, Stop, Threads, io_threads, result_of
 from .._storage import Body, Store, Transaction
 from ..errors import InvalidOption, SaverLost
 from ..options import SaverChoice, SaverProcess, check_saver
@@ -113,16 +112,7 @@ class Saver:
     def _ready(self, stop: Stop, deadline: Deadline) -> Link:
         """A process that is up. Raises ``SaverLost``, ``Closed``, ``DeadlineExceeded``."""
         link = self._current()
-        woken: Future[None] = Future()
-        link.up.add_done_callback(lambda _: _wake(woken))
-        with stop.waking(lambda: _wake(woken)):
-            stop.check()
-            try:
-                woken.result(deadline.remaining_s())
-            except FutureTimeout:
-                raise deadline.exceeded("starting the saver process") from None
-        stop.check()
-        link.up.result(0)
+        result_of(link.up, stop, deadline, "starting the saver process")
         return link
 
     def _current(self) -> Link:
@@ -149,13 +139,6 @@ def _hand(link: Link, memories: Sequence[Handed]) -> None:
     with suppress(SaverLost):  # the save that comes next starts another one
         for memory in memories:
             link.hand(memory)
-
-
-def _wake(woken: Future[None]) -> None:
-    try:
-        woken.set_result(None)
-    except Exception:  # the other one was first
-        return
 
 
 def choose_saver(saver: SaverChoice, store: Store) -> tuple[Saver | None, bool]:

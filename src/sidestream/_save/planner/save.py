@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..._layout.torch_planner import Asked, asked_save_planner
-from ..._runtime.threads import Stop
+from ..._runtime.threads import Stop, result_of
 from ..._staging import AsyncStager, Staging
 from ..._staging.tree import StagedState
 from ..._storage import Body
@@ -19,7 +19,7 @@ from ..group import Group, maker_of_attempt, terms_of
 from ..operation import SaveOperation, Solo
 from ..order import SaveOrder
 from ..pending import SaveProgress
-from ..writer import FirstCopy, LiveWriter, Stager, result_of
+from ..writer import FirstCopy, LiveWriter, Stager
 from .independent import Independent, tag_of
 from .items import Outgoing, warn_of_refused
 from .layout import PlannerLayout

@@ -1,0 +1,285 @@
+"""One snapshot and several readers: the checkpoint, and sinks that must never delay it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import GatedEngine
+from leases import all_returned
+
+import sidestream
+from sidestream import AsyncStager, open_checkpoint
+from sidestream._save.api import start_save
+from sidestream._save.pending import PendingSave
+from sidestream._save.sinks import PendingSink, Sink
+from sidestream._storage import locate_directory
+from sidestream.errors import ArenaExhausted, SnapshotLost, UnsafeObject
+
+WINDOW = 32 << 20
+STATE_BYTES = 4 * WINDOW
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    """About four windows."""
+    torch.manual_seed(seed)
+    return {f"t{number}": torch.randint(0, 255, (STATE_BYTES // 8,), dtype=torch.uint8) for number in range(8)}
+
+
+def same(found: dict[str, Any], state: dict[str, Any]) -> None:
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@dataclass
+class Collecting:
+    """Copies every payload. ``before(window)`` is called inside of each window."""
+
+    before: Callable[[int], None] = lambda window: None
+    found: dict[int, bytes] = field(default_factory=dict)
+    read_from: str = ""
+
+    def read(self, snapshot: Any, deadline: Any, stop: Any) -> dict[str, torch.Tensor]:
+        plan = snapshot.plan(deadline=deadline, stop=stop)
+        number = 0
+        files = []
+        for layout in plan.shards:
+            content = bytearray(layout.nbytes)
+            for window in layout.windows:
+                with snapshot.window(number, deadline=deadline, stop=stop) as view:
+                    self.before(number)
+                    content[window.start : window.end] = view[: window.end - window.start]
+                number += 1
+            files.append((layout, content))
+        self.read_from = "snapshot"
+        payloads = [
+            bytes(content[item.payload_offset : item.trailer_offset])
+            for layout, content in files
+            for item in layout.items
+        ]
+        return {f"t{index}": torch.frombuffer(bytearray(raw), dtype=torch.uint8) for index, raw in enumerate(payloads)}
+
+    async def read_checkpoint(self, checkpoint: Any, deadline: Any) -> dict[str, Any]:
+        self.read_from = "checkpoint"
+        return await (await open_checkpoint(checkpoint.url)).state_dict()
+
+
+class Null:
+    """Reads nothing."""
+
+    def read(self, snapshot: Any, deadline: Any, stop: Any) -> str:
+        return "nothing"
+
+    async def read_checkpoint(self, checkpoint: Any, deadline: Any) -> str:
+        return "nothing of the checkpoint"
+
+
+def save(
+    state: dict[str, Any], target: Path, stager: AsyncStager | None, *sinks: Sink, **options: Any
+) -> tuple[PendingSave, list[PendingSink]]:
+    options = {"durability": "flush", "timeout_s": 60.0, **options}
+    operation = start_save(state, locate_directory(target), stager=stager, sinks=len(sinks), **options)
+    pending = PendingSave(operation)
+    snapshots = operation.snapshots or (None,) * len(sinks)
+    return pending, [
+        PendingSink(sink, operation.order, snapshot, pending) for sink, snapshot in zip(sinks, snapshots, strict=True)
+    ]
+
+
+@contextmanager
+def stalled() -> Iterator[tuple[Callable[[int], None], threading.Event, threading.Event]]:
+    """A system call that returns when the test says so, as ``before``; set once a sink is in it; and what ends it."""
+    inside, over = threading.Event(), threading.Event()
+
+    def stall(window: int) -> None:
+        inside.set()
+        assert over.wait(60)
+
+    try:
+        yield stall, inside, over
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize("saver", ["thread", "process"])
+async def test_two_sinks_read_what_the_checkpoint_has(saver: str, tmp_path: Path) -> None:
+    from sidestream._worker.client import saver_process
+    from sidestream.options import SaverProcess
+
+    state = state_of(1)
+    options: dict[str, Any] = {"saver": (saver_process(SaverProcess()), False)} if saver == "process" else {}
+    async with AsyncStager(budget_bytes=2 * STATE_BYTES) as stager:
+        one, two = Collecting(), Collecting()
+        pending, sinks = save(state, tmp_path / "a", stager, one, two, Null(), **options)
+        await pending
+        for sink in sinks[:2]:
+            same(await sink, state)
+        assert await sinks[2] == "nothing"
+        assert [one.read_from, two.read_from] == ["snapshot", "snapshot"]
+        same(await (await open_checkpoint(tmp_path / "a")).state_dict(), state)
+        del sink
+        await all_returned(stager)
+
+
+async def test_the_checkpoint_does_not_wait_for_a_sink(tmp_path: Path) -> None:
+    state = state_of(2)
+    with stalled() as (stall, inside, over):
+        async with AsyncStager(budget_bytes=2 * STATE_BYTES) as stager:
+            pending, (sink,) = save(state, tmp_path / "a", stager, Collecting(stall))
+            await pending
+            assert not sink.done()
+            assert await asyncio.to_thread(inside.wait, 60)
+            same(await (await open_checkpoint(tmp_path / "a")).state_dict(), state)
+            over.set()
+            same(await sink, state)
+            await all_returned(stager)
+
+
+@pytest.mark.parametrize("what", ["stalled", "failing", "cancelled", "slow"])
+async def test_two_saves_in_little_memory(what: str, tmp_path: Path) -> None:
+    """Two sinks of each of two saves, in memory for 1.2 states and the windows that sinks are inside of."""
+    states = [state_of(3), state_of(4)]
+    with stalled() as (stall, _, over):
+
+        def fail(window: int) -> None:
+            raise OSError(5, "the sink fails")
+
+        before = {"stalled": stall, "cancelled": stall, "failing": fail, "slow": lambda window: None}[what]
+        async with AsyncStager(budget_bytes=int(1.2 * STATE_BYTES) + 2 * WINDOW + (1 << 20)) as stager:
+            saves = [
+                save(state, tmp_path / str(number), stager, Collecting(before), Collecting())
+                for number, state in enumerate(states)
+            ]
+            for number, (pending, sinks) in enumerate(saves):
+                if what == "cancelled":
+                    sinks[0].cancel()
+                info = await pending
+                assert info.nbytes > STATE_BYTES
+                same(await (await open_checkpoint(tmp_path / str(number))).state_dict(), states[number])
+            over.set()
+            for (_, sinks), state in zip(saves, states, strict=True):
+                same(await sinks[1], state)
+                if what == "cancelled":
+                    with pytest.raises(asyncio.CancelledError):
+                        await sinks[0]
+                elif what == "failing" and sinks[0]._sink.read_from != "checkpoint":
+                    with pytest.raises(OSError, match="the sink fails"):
+                        await sinks[0]
+                else:
+                    same(await sinks[0], state)
+            await all_returned(stager)
+
+
+async def test_memory_that_only_a_sink_needs_is_taken_back(tmp_path: Path) -> None:
+    """The sink is inside of its first window, which stays as it was; the others go to the next save."""
+    state, other = state_of(5), state_of(6)
+    copies: list[bytes] = []
+    with stalled() as (stall, inside, over):
+
+        class Checking(Collecting):
+            def read(self, snapshot: Any, deadline: Any, stop: Any) -> Any:
+                plan = snapshot.plan(deadline=deadline, stop=stop)
+                with snapshot.window(0, deadline=deadline, stop=stop) as view:
+                    copies.append(bytes(view))
+                    stall(0)
+                    copies.append(bytes(view))
+                item = plan.shards[0].items[0]
+                payload = slice(item.payload_offset, item.trailer_offset)
+                assert copies[0][payload] == copies[1][payload]
+                return super().read(snapshot, deadline, stop)
+
+        async with AsyncStager(budget_bytes=STATE_BYTES + 2 * WINDOW) as stager:
+            first = Checking()
+            pending, (sink,) = save(state, tmp_path / "a", stager, first)
+            assert await asyncio.to_thread(inside.wait, 60)
+            await pending
+            await sidestream.save(other, tmp_path / "b", stager=stager, durability="flush")
+            over.set()
+            same(await sink, state)  # read again, from the checkpoint
+            assert first.read_from == "checkpoint"
+            same(await (await open_checkpoint(tmp_path / "b")).state_dict(), other)
+            await all_returned(stager)
+
+
+async def test_a_state_that_only_passes_through(tmp_path: Path) -> None:
+    state = state_of(7)
+    async with AsyncStager(budget_bytes=2 * WINDOW + (1 << 20)) as stager:
+        sink = Collecting()
+        pending, (ended,) = save(state, tmp_path / "a", stager, sink)
+        await pending
+        same(await ended, state)
+        assert sink.read_from == "checkpoint"
+
+
+async def test_no_snapshot_and_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    async with AsyncStager(budget_bytes=2 * WINDOW + (1 << 20)) as stager:
+        pending, (sink,) = save(state_of(8), tmp_path / "a", stager, Collecting())
+        with pytest.raises(sidestream.errors.Conflict):
+            await pending
+        with pytest.raises(SnapshotLost, match="was not saved"):
+            await sink
+
+
+@pytest.mark.parametrize("round_", range(5))
+async def test_a_save_that_fails_beside_its_sink(round_: int, tmp_path: Path) -> None:
+    """The sink ends well if everything was staged by then, and with a typed error if the copies were stopped."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").touch()
+    state = state_of(9)
+    async with AsyncStager(budget_bytes=2 * STATE_BYTES) as stager:
+        pending, (sink,) = save(state, tmp_path / "a", stager, Collecting())
+        with pytest.raises(sidestream.errors.Conflict):
+            await pending
+        try:
+            same(await sink, state)
+        except SnapshotLost as error:
+            assert "was not saved" in str(error)  # noqa: PT017
+        await all_returned(stager)
+
+
+async def test_a_stage_that_fails_fails_its_sinks(tmp_path: Path) -> None:
+    async with AsyncStager(budget_bytes=2 * STATE_BYTES) as stager:
+        pending, (sink,) = save({"bad": object(), **state_of(10)}, tmp_path / "a", stager, Collecting())
+        with pytest.raises(UnsafeObject):
+            await pending
+        with pytest.raises(UnsafeObject):
+            await sink
+        await all_returned(stager)
+
+
+async def test_a_sink_is_cancelled_before_its_first_step(tmp_path: Path) -> None:
+    engine = GatedEngine()
+    async with AsyncStager(budget_bytes=2 * STATE_BYTES, engine=engine) as stager:
+        pending, (sink,) = save(state_of(11), tmp_path / "a", stager, Collecting())
+        sink.cancel()
+        engine.gate.set()
+        await pending
+        with pytest.raises(asyncio.CancelledError):
+            await sink
+        await all_returned(stager)
+
+
+async def test_other_stages_do_not_wait_for_a_sink(tmp_path: Path) -> None:
+    """Also those that refuse to wait: what only sinks hold counts as free."""
+    state = state_of(12)
+    with stalled() as (stall, inside, over):
+        async with AsyncStager(budget_bytes=STATE_BYTES + 2 * WINDOW, when_full="fail") as stager:
+            pending, (sink,) = save(state, tmp_path / "a", stager, Collecting(stall))
+            assert await asyncio.to_thread(inside.wait, 60)
+            await pending
+            staged = await stager.stage({"more": torch.ones(WINDOW // 4), "and more": torch.ones(WINDOW // 4)})
+            staged.release()
+            with pytest.raises(ArenaExhausted):
+                await stager.stage({"more": torch.ones((STATE_BYTES + 2 * WINDOW) // 4)})
+            over.set()
+            same(await sink, state)
