@@ -89,9 +89,7 @@ def _check_store(given: Any) -> None:
         )
     wanted = ("read", "size", *_TO_SAVE * can.listing, *("map",) * can.mapping)
     if missing := [f"{one}()" for one in wanted if not callable(getattr(given, one, None))]:
-        raise InvalidOption(
-            f"filesystem={name} has not all methods of a sidestream.options.BlobStore: add {', '.join(missing)}"
-        )
+        raise InvalidOption(f"filesystem={name} lacks methods of a sidestream.options.BlobStore: {', '.join(missing)}")
     if can.rename:
         raise InvalidOption(
             f"filesystem={name} has capabilities.rename, which only local directories have: leave it off"
