@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -261,6 +262,7 @@ async def test_every_operation_that_fails(
             assert not any(name.endswith(".metadata") for name in files(store.blobs))
         elif isinstance(failure, errors.StorageError):
             assert pending.outcome == "absent"
+            assert f"{kind} {nth} fails" in str(failure)
             assert files(store.blobs) == [], fault
         else:
             assert pending.outcome == "committed"
@@ -306,6 +308,29 @@ async def test_cancelling_in_the_middle(kind: str, store: DirectoryStore) -> Non
     else:
         assert pending.outcome == "absent"
         assert files(store.blobs) == []
+
+
+async def test_an_upload_is_aborted_when_its_parts_have_ended(store: DirectoryStore) -> None:
+    """A client that closes a connection takes a while when it is cancelled."""
+    ended: list[str] = []
+
+    class Slow(Wrapped):
+        async def operate(self, kind: str, work: Callable[[], Awaitable[Any]]) -> Any:
+            try:
+                return await super().operate(kind, work)
+            finally:
+                for _ in range(50 if kind == "part" else 0):
+                    await asyncio.sleep(0)
+                ended.append(kind)
+
+    faults = [Fault("part", nth) for nth in (1, 2, 3)]
+    pending = sidestream.async_save(state(), URL, **keywords(Slow(store, *faults)))
+    for fault in faults:
+        assert await asyncio.to_thread(fault.reached.wait, 60)
+    pending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+    assert [kind for kind in ended if kind in ("part", "abort")] == ["part", "part", "part", "abort"]
 
 
 async def test_what_hangs_ends_with_the_deadline(store: DirectoryStore) -> None:

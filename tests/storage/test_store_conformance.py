@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from _own_stores import DirectoryStore, Wrapped
+from _own_stores import DirectoryStore, Wrapped, without
 from _places import policy, s3_place
 
 from sidestream import errors
@@ -30,6 +30,7 @@ MARKER = b"a marker that is long enough to be looked at"
         "a store of the user",
         "one that delays",
         "one that fails",
+        "one without create-only put",
     ]
 )
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
@@ -41,6 +42,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield locate_run("run", Where(filesystem=DirectoryStore(tmp_path), policy=policy()))[0]
     elif request.param == "one that delays":
         yield locate_run("run", Where(filesystem=Wrapped(DirectoryStore(tmp_path)), policy=policy()))[0]
+    elif request.param == "one without create-only put":
+        plain = without(DirectoryStore(tmp_path), create_only=False)
+        yield locate_run("run", Where(filesystem=plain, policy=policy()))[0]
     elif request.param == "one that fails":
         yield locate_run("run", Where(filesystem=Wrapped(DirectoryStore(tmp_path), flaky=True), policy=policy()))[0]
     else:
@@ -206,6 +210,14 @@ async def test_a_small_file_is_made_once(store: Store) -> None:
     with pytest.raises(errors.Conflict):
         await store.put("note", BytesBody(b"yours, as it seems to me"), durability="fsync", deadline=soon())
     assert await store.read_tail("note", 100, deadline=soon()) == b"mine, and nobody else's"
+
+
+async def test_files_are_removed(store: Store) -> None:
+    written(store, {})
+    for name in ("one", "two"):
+        await store.put(f"notes/{name}", BytesBody(b"note"), durability="fsync", deadline=soon())
+    await store.remove(["notes/one", "notes/none", "none/none"], deadline=soon())
+    assert set(await store.ages("notes", deadline=soon())) == {"two"}
 
 
 async def test_nothing_there(store: Store) -> None:
