@@ -202,11 +202,12 @@ class StoreEngine(Engine):
             self._abort(upload, parts)
             if not (completing and isinstance(error, Exception)):
                 raise
-            if stop.is_set() or not self.is_complete(key, body.nbytes, self._policy.request_timeout_s):
+            patience_s = min(self._policy.request_timeout_s, max(_ABORT_S, deadline.remaining_s()))
+            if stop.is_set() or not self.is_complete(key, body.nbytes, patience_s):
                 raise
 
     def _abort(self, upload: BlobUpload, parts: Collection[Call[None]]) -> None:
-        """What the store does not abort in time is for the store to expire."""
+        """Wait for the parts first: none may be stored after the abort."""
         ending = Deadline.after(_ABORT_S)
         for part in parts:
             part.cancel()
