@@ -732,7 +732,7 @@ class Checkpointer:
 
     async def __aenter__(self) -> Checkpointer:
         loop = running_loop("Checkpointer")
-        if self._store.appears_whole:  # on object storage the first listing of the run shows the same
+        if self._store.capabilities.rename:  # on object storage the first listing of the run shows the same
             await check_run(self._store, self._deadline())
         self._loop = loop
         if self._saver is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from datetime import datetime
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from .errors import InvalidOption
 
@@ -12,14 +13,20 @@ __all__ = [
     "RANK_WAIT_S",
     "Allowance",
     "Apart",
+    "BlobInfo",
+    "BlobStore",
+    "BlobUpload",
+    "Capabilities",
     "Digest",
     "Durability",
     "EngineChoice",
     "Fallback",
     "IoPriority",
+    "Listing",
     "Overlap",
     "PerHost",
     "Progress",
+    "PutMode",
     "Reading",
     "SaverChoice",
     "SaverProcess",
@@ -113,6 +120,112 @@ class StorePolicy:
             raise InvalidOption(
                 f"part_bytes={self.part_bytes!r} has to be at least {_MIN_PART_BYTES}: S3 takes no less"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a store promises beyond its operations. Set only those flags whose promise holds.
+
+    ``create_only``: a ``put`` with ``mode="create"`` fails if the name exists, also when several machines put at the
+    same time. Of several saves to one target one succeeds, and the others raise ``Conflict``. Without the flag
+    sidestream looks before it puts, so two saves at the same time may both succeed, and the marker of the later one
+    stays. The event ``PromiseLost`` reports that.
+
+    ``listing``: ``listing`` shows every name whose write has returned, and no name whose delete has returned. Without
+    the flag sidestream only reads, as from a web server: a load needs the URL of a checkpoint that sidestream wrote, a
+    ``Checkpointer`` fails, and a save raises ``InvalidOption``.
+
+    ``mapping``: there is also ``async def map(self, name: str, nbytes: int) -> mmap.mmap``, which maps a file of this
+    machine with ``mmap.ACCESS_COPY``. Without the flag ``memory="mapped"`` raises ``InvalidOption``.
+
+    ``rename``: a directory becomes visible with all its files in one step, so one without a marker is damaged. Only
+    local directories have this. In every other store the marker makes a checkpoint visible, and a directory without
+    one is an unfinished save.
+    """
+
+    create_only: bool = False
+    listing: bool = False
+    mapping: bool = False
+    rename: bool = False
+
+
+PutMode = Literal["create", "overwrite"]
+"""``"create"``: raise ``FileExistsError`` if the name exists. ``"overwrite"``: replace what is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobInfo:
+    """``modified``: the time of the last write by the clock of the storage. None if it is unknown: what a dead process
+    left behind then never becomes old enough to be deleted."""
+
+    nbytes: int
+    modified: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What is directly below a prefix: blobs by the last component of their names, and the next component of names
+    that have more than one."""
+
+    files: Mapping[str, BlobInfo]
+    directories: Collection[str]
+
+
+class BlobUpload(Protocol):
+    """A blob that is written in parts and does not exist before ``complete``. The store removes an upload by itself if
+    its process dies."""
+
+    async def part(self, number: int, offset: int, content: bytes) -> None:
+        """Store the part ``number``, counted from 0, which begins at byte ``offset``. Several parts are sent at once. A
+        part that failed is sent again."""
+
+    async def complete(self) -> None:
+        """Make the whole blob visible, in the place of an older one of that name. Called when every part has returned,
+        and again after a failure."""
+
+    async def abort(self) -> None:
+        """Remove what was stored. Called when an upload fails or is cancelled, also while ``complete`` may have taken
+        effect: then the blob stays."""
+
+
+class BlobStore(Protocol):
+    """What a store of your own implements, to be handed to ``filesystem=``.
+
+    A name is a path without a leading slash: that of the URL, followed by names that sidestream chooses. A blob becomes
+    visible as a whole or not at all. When a write returns, the blob is durable.
+
+    Methods run on an event loop in a thread of sidestream, and several run at once. Anything that belongs to a loop has
+    to be made inside them. They have no timeouts and retries of their own: sidestream cancels a call after
+    ``StorePolicy.request_timeout_s``, and repeats it if it raised ``ConnectionError`` or ``TimeoutError``. A call that
+    was cancelled must not change anything after it has ended, so wait for the threads that it started.
+
+    Raise ``FileNotFoundError`` and ``FileExistsError`` as stated below, ``PermissionError`` if the storage refuses
+    access, ``ConnectionError`` or ``TimeoutError`` if a repetition may help, and any other ``OSError`` if it does not.
+    After a failed write sidestream assumes that the write may have taken effect, and reads it back.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """A class attribute is enough. The value never changes."""
+
+    async def read(self, name: str, start: int, end: int) -> bytes | bytearray | memoryview:
+        """Return the bytes from ``start`` up to ``end``, fewer if the blob ends before. Raise ``FileNotFoundError``."""
+
+    async def size(self, name: str) -> int:
+        """Return the number of bytes. Raise ``FileNotFoundError``, also for a prefix of other names."""
+
+    async def put(self, name: str, content: bytes, *, mode: PutMode) -> None:
+        """Write a whole blob. ``mode="create"`` is used only if ``capabilities.create_only`` is set."""
+
+    async def upload(self, name: str, part_bytes: int) -> BlobUpload:
+        """Begin to write a large blob. Every part but the last one has ``part_bytes`` bytes."""
+
+    async def listing(self, prefix: str) -> Listing:
+        """Return what is directly below ``prefix``, or at the top for ``""``; an empty ``Listing`` if nothing is.
+        A directory without blobs is not listed."""
+
+    async def delete(self, name: str) -> None:
+        """Delete a blob. Raise ``FileNotFoundError``, or return, if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from leases import all_returned
 import sidestream
 from sidestream import errors, events
 from sidestream._runtime.threads import Deadline
-from sidestream._storage.clients.engine import Engine
-from sidestream._storage.clients.lazy import Kept, LateEngine, frozen
+from sidestream._storage.clients.engine import Engine, LateEngine
+from sidestream._storage.clients.lazy import Kept, frozen
 from sidestream._storage.wrappers.file_cache import FileCache
 
 ENGINES = ["obstore", "fsspec"]
@@ -115,23 +115,23 @@ async def test_saves_share_a_client(s3: S3Server) -> None:
 
     where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
     engines = [vars(locate_directory(place.url(), where).store)["_bucket"].engine for _ in range(2)]
-    assert await engines[0]._engine() is await engines[1]._engine()
+    assert await engines[0].get() is await engines[1].get()
 
 
 async def test_a_client_that_hangs_is_waited_for_until_the_deadline() -> None:
     go = threading.Event()
+    made = cast(Engine, object())
 
     def make() -> Engine:
         assert go.wait(60)
-        return cast(Engine, None)
+        return made
 
     engine = LateEngine("hangs", make)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await engine.size("key")
+            await engine.get()
     go.set()
-    with pytest.raises(AttributeError):  # what was made by then; the one who gave up has not ended it
-        await engine.size("key")
+    assert await engine.get() is made  # the one who gave up has not ended it
 
 
 # --- the cache of files --------------------------------------------------------------------------------------------

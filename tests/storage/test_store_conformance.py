@@ -9,23 +9,44 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from _places import s3_place
+from _own_stores import DirectoryStore, Wrapped, without
+from _places import policy, s3_place
 
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, Stop, Threads
 from sidestream._storage import Attempt, Kind, ReadRange, Store, Transaction, Where, locate_run
-from sidestream._storage.bodies import BytesBody
+from sidestream._storage.bodies import BytesBody, PiecesBody
 
 ID, OTHER_ID = "a" * 32, "b" * 32
 MARKER = b"a marker that is long enough to be looked at"
 
 
-@pytest.fixture(params=["local", "memory", "s3 by obstore", "s3 by fsspec"])
+@pytest.fixture(
+    params=[
+        "local",
+        "memory",
+        "s3 by obstore",
+        "s3 by fsspec",
+        "a store of the user",
+        "one that delays",
+        "one that fails",
+        "one without create-only put",
+    ]
+)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "local":
         yield locate_run(tmp_path / "run")[0]
     elif request.param == "memory":
         yield locate_run(f"memory://{uuid.uuid4().hex}/run")[0]
+    elif request.param == "a store of the user":
+        yield locate_run("run", Where(filesystem=DirectoryStore(tmp_path), policy=policy()))[0]
+    elif request.param == "one that delays":
+        yield locate_run("run", Where(filesystem=Wrapped(DirectoryStore(tmp_path)), policy=policy()))[0]
+    elif request.param == "one without create-only put":
+        plain = without(DirectoryStore(tmp_path), create_only=False)
+        yield locate_run("run", Where(filesystem=plain, policy=policy()))[0]
+    elif request.param == "one that fails":
+        yield locate_run("run", Where(filesystem=Wrapped(DirectoryStore(tmp_path), flaky=True), policy=policy()))[0]
     else:
         place = s3_place(request.getfixturevalue("s3"), request.param.rpartition(" ")[2])
         options = place.keywords["storage_options"]
@@ -74,6 +95,23 @@ async def test_an_attempt_is_published(store: Store) -> None:
     assert await store.read_tail("ckpt/.metadata", 8, deadline=soon()) == MARKER[-8:]
     assert await store.read_tail("ckpt/.metadata", 4096, deadline=soon()) == MARKER
     assert await store.read_tail(f"ckpt/{empty}", 10, deadline=soon()) == b""
+
+
+async def test_a_large_file_in_odd_pieces(store: Store) -> None:
+    """Larger than a part of an upload, and no piece ends where a part does."""
+    lengths = [1, (3 << 20) + 7, 11 << 20, 4096, (5 << 20) - 1]
+    pieces = [bytes([number]) * length for number, length in enumerate(lengths)]
+    transaction, threads = begin(store), Threads("test", 2)
+    try:
+        transaction.write([("__0_0.distcp", PiecesBody(pieces))], threads=threads, stop=Stop())
+    finally:
+        threads.close()
+    await publish(transaction)
+    name = f"ckpt/{transaction.committed_name('__0_0.distcp')}"
+    assert await store.size(name, deadline=soon()) == sum(lengths)
+    found = bytearray(sum(lengths))
+    await store.read(name, [ReadRange(0, memoryview(found))], deadline=soon())
+    assert found == b"".join(pieces)
 
 
 async def test_ranges(store: Store) -> None:
@@ -172,6 +210,14 @@ async def test_a_small_file_is_made_once(store: Store) -> None:
     with pytest.raises(errors.Conflict):
         await store.put("note", BytesBody(b"yours, as it seems to me"), durability="fsync", deadline=soon())
     assert await store.read_tail("note", 100, deadline=soon()) == b"mine, and nobody else's"
+
+
+async def test_files_are_removed(store: Store) -> None:
+    written(store, {})
+    for name in ("one", "two"):
+        await store.put(f"notes/{name}", BytesBody(b"note"), durability="fsync", deadline=soon())
+    await store.remove(["notes/one", "notes/none", "none/none"], deadline=soon())
+    assert set(await store.ages("notes", deadline=soon())) == {"two"}
 
 
 async def test_nothing_there(store: Store) -> None:

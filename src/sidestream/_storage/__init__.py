@@ -5,7 +5,7 @@ from __future__ import annotations
 from .address import StoreAddress
 from .bodies import Body
 from .local.store import LocalStore
-from .store import Leftover, MappingStore, ReadRange, Store
+from .store import Leftover, ReadRange, Store
 from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, Transaction
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
 
@@ -18,7 +18,6 @@ __all__ = [
     "Leftover",
     "LocalStore",
     "Location",
-    "MappingStore",
     "Outcome",
     "ReadRange",
     "Store",

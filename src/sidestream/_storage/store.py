@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from mmap import mmap
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from .._runtime.threads import Deadline
-from ..options import Durability
+from ..options import Capabilities, Durability
 from .address import StoreAddress
 from .bodies import Body
 from .transaction import Attempt, Transaction
 
-__all__ = ["Leftover", "MappingStore", "ReadRange", "Store"]
+__all__ = ["Leftover", "ReadRange", "Store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,9 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """The root, in the form used in messages."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     @property
     def appears_whole(self) -> bool:
@@ -107,12 +110,8 @@ class Store(Protocol):
         """Return the names of the directories directly in ``directory``, by default the root; none if it does not
         exist."""
 
-
-@runtime_checkable
-class MappingStore(Protocol):
-    """A store whose files are on this machine."""
-
     async def map(self, name: str, nbytes: int, *, deadline: Deadline) -> mmap:
-        """The first ``nbytes`` of a file as memory. Writing to it changes private copies of its pages, never the file.
+        """With ``capabilities.mapping`` only: the first ``nbytes`` of a file as memory. Writing to it changes private
+        copies of its pages, never the file.
 
         Raises ``Corrupt`` if the file is shorter, ``FileNotFoundError`` if there is none."""

@@ -15,12 +15,12 @@ from fsspec.utils import get_protocol
 
 from .._runtime.redact import redacted
 from ..errors import InvalidOption, MissingExtra
-from ..options import StorePolicy
+from ..options import BlobStore, Capabilities, StorePolicy
 from .address import StoreAddress
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
-from .clients.engine import Engine
+from .clients.engine import Engine, LateEngine, StoreEngine
 from .clients.fsspec import FsspecEngine
-from .clients.lazy import Kept, LateEngine, frozen
+from .clients.lazy import Kept, frozen
 from .local.store import LocalStore
 from .object_store.store import ObjectStore
 from .store import Store
@@ -31,6 +31,7 @@ __all__ = ["EVERYDAY", "Location", "Where", "locate_directory", "locate_run"]
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
 _LOCAL = frozenset({"file", "local"})
+_TO_SAVE = ("put", "upload", "listing", "delete")
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
 _engines = Kept(16)
@@ -67,8 +68,32 @@ class Where:
             raise InvalidOption("storage_options= has to be a dict of what the fsspec file system takes")
         if self.policy is not None and not isinstance(self.policy, StorePolicy):
             raise InvalidOption(f"store_policy={self.policy!r} has to be a sidestream.StorePolicy")
-        if self.filesystem is not None and not hasattr(self.filesystem, "cat_file"):
-            raise InvalidOption(f"filesystem={type(self.filesystem).__name__} is no fsspec file system")
+        if self.filesystem is not None and not _is_fsspec(self.filesystem):
+            _check_store(self.filesystem)
+
+
+def _is_fsspec(filesystem: Any) -> bool:
+    return hasattr(filesystem, "cat_file") and not isinstance(filesystem, type)
+
+
+def _check_store(given: Any) -> None:
+    """Raise ``InvalidOption`` for what is not a ``BlobStore``."""
+    if isinstance(given, type):
+        raise InvalidOption(f"filesystem={given.__name__} is a class: pass an instance of it")
+    name = type(given).__name__
+    can = getattr(given, "capabilities", None)
+    if not isinstance(can, Capabilities):
+        raise InvalidOption(
+            f"filesystem={name} is neither an fsspec file system nor a sidestream.options.BlobStore: it has no "
+            "capabilities of the type sidestream.options.Capabilities"
+        )
+    wanted = ("read", "size", *_TO_SAVE * can.listing, *("map",) * can.mapping)
+    if missing := [f"{one}()" for one in wanted if not callable(getattr(given, one, None))]:
+        raise InvalidOption(f"filesystem={name} lacks methods of a sidestream.options.BlobStore: {', '.join(missing)}")
+    if can.rename:
+        raise InvalidOption(
+            f"filesystem={name} has capabilities.rename, which only local directories have: leave it off"
+        )
 
 
 EVERYDAY = Where()
@@ -149,6 +174,8 @@ def _local_path(text: str) -> Path:
 def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectStore:
     policy = where.policy or StorePolicy()
     shown = redacted(base)
+    if where.filesystem is not None and not _is_fsspec(where.filesystem):
+        return _own_store(where.filesystem, base, policy)
     if where.filesystem is not None:
         root = where.filesystem._strip_protocol(base)
         handed_in = FsspecEngine(where.filesystem, policy)
@@ -164,6 +191,13 @@ def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectSt
         return ObjectStore(engine, f"{bucket}/{_without_bucket(base)}".rstrip("/"), shown, policy, address=address)
     through, root = _through_fsspec(base, protocol, options, policy)
     return ObjectStore(through, root, shown, policy, _cache(through, policy), address)
+
+
+def _own_store(store: BlobStore, base: str, policy: StorePolicy) -> ObjectStore:
+    if policy.cache_dir is not None:
+        raise InvalidOption(f"cache_dir= needs an fsspec file system, not filesystem={type(store).__name__}")
+    root = base.rpartition("://")[2].strip("/")
+    return ObjectStore(StoreEngine(store, root, policy), root, redacted(base), policy)
 
 
 def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy, client: Client | None) -> LateEngine:

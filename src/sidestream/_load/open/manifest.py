@@ -65,13 +65,13 @@ async def open_root(location: Location, deadline: Deadline) -> tuple[Location, M
     """As ``open_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated."""
     store, name, url = location.store, location.name, location.url
     listed = await _listed(store, name, deadline)
-    if listed is None and (store.lists or name.endswith(FILE_SUFFIXES)):
+    if listed is None and (store.capabilities.listing or name.endswith(FILE_SUFFIXES)):
         try:
             nbytes = await store.size(name, deadline=deadline)
             manifest = await read_file_manifest(store, name, nbytes, deadline)
             await io_threads().run(validate, manifest, deadline=deadline)
         except FileNotFoundError as error:
-            what = await what_is_there(store, name, url, {}, deadline) if store.lists else ""
+            what = await what_is_there(store, name, url, {}, deadline) if store.capabilities.listing else ""
             raise CheckpointNotFound(
                 f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. "
                 f"{what or _INTERRUPTED}"
@@ -84,7 +84,7 @@ async def open_root(location: Location, deadline: Deadline) -> tuple[Location, M
 
 async def _listed(store: Store, name: str, deadline: Deadline) -> Mapping[str, int] | None:
     """The files of a directory and their sizes; None if there is no such directory, or nothing is listed here."""
-    if not store.lists:
+    if not store.capabilities.listing:
         return None
     try:
         return await store.sizes(name, deadline=deadline)
@@ -116,7 +116,7 @@ async def read_root(
 ) -> Manifest | Root:
     """As ``read_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated.
     ``listed`` are the sizes of its files, if they are known."""
-    if not store.lists:
+    if not store.capabilities.listing:
         return await _read_unlisted(store, directory, url, deadline)
     sizes: Mapping[str, int] = {}
     try:

@@ -12,7 +12,7 @@ from ..._format.dtypes import itemsize
 from ..._format.records import Entry, Manifest, TensorEntry
 from ..._runtime.threads import Deadline, io_threads, politely
 from ..._runtime.torch_probes import dtype_from_name
-from ..._storage import Location, MappingStore
+from ..._storage import Location
 from ...errors import InvalidOption
 
 __all__ = ["map_tensors"]
@@ -27,7 +27,7 @@ async def map_tensors(
     ``FileNotFoundError``.
     """
     store = location.store
-    if not isinstance(store, MappingStore):
+    if not store.capabilities.mapping:
         raise InvalidOption(f'{location.url} is not on this machine; use memory="host"')
     entries = await io_threads().run(_mappable, manifest.entries, fqns, deadline=deadline)
     files = {}

@@ -64,7 +64,7 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
         ours = (
             own_manifest_among(names) if few else await io_threads().run(own_manifest_among, names, deadline=deadline)
         )
-        if ours is not None and (store.appears_whole or not missing):
+        if ours is not None and (store.capabilities.rename or not missing):
             return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
         if not missing:
             return found

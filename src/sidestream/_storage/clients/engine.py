@@ -1,82 +1,238 @@
-"""What a client of object storage has to be able to do, so that ``ObjectStore`` can keep the contract of a store."""
+"""Clients of object storage, as ``ObjectStore`` drives them: fsspec, obstore, and a store of the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import asyncio
+import mmap
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import closing, suppress
 from datetime import datetime
-from typing import Literal, Protocol
+from functools import partial
+from typing import Any
 
-from ..._runtime.threads import Deadline, Stop
+from ..._runtime.gil import awaited
+from ..._runtime.threads import Deadline, Stop, io_threads
+from ...options import BlobStore, BlobUpload, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body
+from ..object_store.parts import part_bytes_for
+from .io_loop import Call
 from .requests import Requests
 
-__all__ = ["Creation", "Engine", "Listing", "ObjectInfo"]
+__all__ = ["Engine", "LateEngine", "StoreEngine"]
 
-Creation = Literal["conditional", "checked", "none"]
-"""How ``put(create=True)`` keeps its promise: the storage refuses an existing name; the client looks first, so that two
-writers may both succeed; or nothing can be written at all."""
+_ABORT_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """``modified`` is by the storage's clock, and None where it does not tell."""
+class Engine(ABC):
+    """The operations of a ``BlobStore``, and what a client may be able to do besides.
 
-    nbytes: int
-    modified: datetime | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What is directly below a prefix: objects, and the next components of longer names."""
-
-    files: Mapping[str, ObjectInfo]
-    directories: Collection[str]
-
-
-class Engine(Protocol):
-    """Names are whole keys (or paths), without the protocol. The coroutines run on fsspec's loop; they raise what the
-    client raises, may be called again after a failure, and may be cancelled: nothing of theirs is at work afterwards.
+    Names are whole keys (or paths), without the protocol. The coroutines run on the loop of the storage clients; they
+    raise what the client raises, may be called again after a failure, and may be cancelled: nothing of theirs is at
+    work afterwards.
     """
 
     name: str
+    capabilities: Capabilities
 
-    @property
-    def creation(self) -> Creation: ...
+    @abstractmethod
+    async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None: ...
 
-    @property
-    def lists(self) -> bool:
-        """Whether there are listings to be had (web servers have none)."""
-
-    async def put(self, key: str, content: memoryview, *, create: bool) -> None:
-        """One request. With ``create`` it fails if the name is taken."""
-
+    @abstractmethod
     def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
         """In the calling thread: send a large object in parts, while its content is still being staged. Parts are
         released as they are accepted. When this raises, nothing of the object is visible; an upload is left open only
         where the storage did not answer, and then ``open_uploads`` has it."""
 
-    async def read(self, key: str, start: int, end: int) -> memoryview:
-        """Bytes ``start`` to ``end``; fewer only if the object ends before."""
+    @abstractmethod
+    async def read(self, key: str, start: int, end: int) -> memoryview: ...
 
-    async def tail(self, key: str, nbytes: int) -> bytes: ...
-
-    async def listing(self, prefix: str) -> Listing:
-        """Below ``prefix/``, as it is now: never from a cache. Nothing, if there is nothing."""
-
+    @abstractmethod
     async def size(self, key: str) -> int: ...
 
-    async def delete(self, keys: Collection[str]) -> None:
-        """What is not there is passed over."""
+    @abstractmethod
+    async def listing(self, prefix: str) -> Listing:
+        """Below ``prefix/``, as it is now: never from a cache."""
+
+    @abstractmethod
+    async def delete(self, key: str) -> None: ...
+
+    async def map(self, key: str, nbytes: int) -> mmap.mmap:
+        """With ``capabilities.mapping`` only."""
+        raise NotImplementedError
+
+    async def tail(self, key: str, nbytes: int) -> bytes:
+        size = await self.size(key)
+        return bytes(await self.read(key, max(0, size - nbytes), size)) if size else b""
 
     async def forget(self, prefix: str) -> None:
         """Remove the empty directory of a storage that has directories."""
+        return
 
     async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
         """Uploads below ``prefix`` that were begun and neither completed nor aborted, as ``key?upload=id``, with the
         time at which they began. Empty where the storage has none, or does not tell."""
+        return {}
+
+    async def abort_uploads(self, uploads: Collection[str]) -> None:
+        """End uploads that ``open_uploads`` has returned."""
+        return
 
     async def checksum(self, key: str) -> str | None:
         """CRC-64/NVME of the whole object as the storage has it, in base64; None where it has none."""
+        return None
 
-    async def abort_uploads(self, uploads: Collection[str]) -> None: ...
+    def is_complete(self, key: str, nbytes: int, patience_s: float) -> bool:
+        """In a thread: whether only the acknowledgement of an upload was lost."""
+        looking = Call(lambda: self.size(key))
+        try:
+            return looking.result("looking", stop=Stop(), deadline=Deadline.after(patience_s)) == nbytes
+        except Exception:
+            return False
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a client holds credentials: it is not pickled")
+
+
+class LateEngine:
+    """The engine that ``make`` returns, made in a thread at the first request: that reads files of credentials, imports
+    packages, and may ask the network. Where it fails, the next request tries again."""
+
+    capabilities = Capabilities(create_only=True, listing=True)
+
+    def __init__(self, name: str, make: Callable[[], Engine]) -> None:
+        self.name = name
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: Future[Engine] | None = None
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"<LateEngine {self.name}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a client holds credentials: it is not pickled")
+
+    async def get(self) -> Engine:
+        """Whoever waits may give up: the others wait on."""
+        return await asyncio.shield(awaited(self._making()))
+
+    def _making(self) -> Future[Engine]:
+        with self._lock:
+            made = self._made
+            failed = made is not None and made.done() and (made.cancelled() or made.exception() is not None)
+            if made is None or failed or self._pid != os.getpid():
+                made = self._made = io_threads().submit(self._make)
+                self._pid = os.getpid()
+            return made
+
+
+class StoreEngine(Engine):
+    """A ``BlobStore``. Content is copied once, so that the store may keep what it is given; ``in_flight`` parts of
+    each upload are sent at once."""
+
+    def __init__(self, store: BlobStore, root: str, policy: StorePolicy) -> None:
+        self.name = type(store).__name__
+        self.capabilities = store.capabilities
+        self._store = store
+        self._root = root
+        self._policy = policy
+
+    async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
+        if mode == "create" and not self.capabilities.create_only:
+            await self._check_absent(key)
+            mode = "overwrite"
+        await self._store.put(key, bytes(content), mode=mode)
+
+    async def _check_absent(self, key: str) -> None:
+        with suppress(FileNotFoundError):
+            await self._store.size(key)
+            raise FileExistsError(key)
+
+    async def read(self, key: str, start: int, end: int) -> memoryview:
+        return memoryview(await self._store.read(key, start, end))
+
+    async def size(self, key: str) -> int:
+        return await self._store.size(key)
+
+    async def listing(self, prefix: str) -> Listing:
+        if not self.capabilities.listing:
+            raise NotImplementedError(f"{self.name} has no listings: give the URL of a checkpoint, not of a run")
+        return await self._store.listing(prefix)
+
+    async def delete(self, key: str) -> None:
+        with suppress(FileNotFoundError):
+            await self._store.delete(key)
+
+    async def map(self, key: str, nbytes: int) -> mmap.mmap:
+        mapped: mmap.mmap = await self._store.map(key, nbytes)  # type: ignore[attr-defined]  # a capability
+        return mapped
+
+    def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
+        name = key.removeprefix(f"{self._root}/")
+        part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
+
+        def send(work: Callable[[], Awaitable[Any]]) -> Call[Any]:
+            return Call(lambda: requests.run("uploading", name, work, deadline))
+
+        def result(call: Call[Any]) -> Any:
+            return call.result(f"uploading {name}", stop=stop, deadline=deadline)
+
+        upload: BlobUpload = result(send(lambda: self._store.upload(key, part_bytes)))
+        parts: deque[Call[None]] = deque()
+        completing = False
+        try:
+            with closing(_pieces(body, part_bytes, stop, deadline)) as pieces:
+                for number, piece in enumerate(pieces):
+                    if len(parts) == self._policy.in_flight:
+                        result(parts.popleft())
+                    parts.append(send(partial(upload.part, number, number * part_bytes, piece)))
+            while parts:
+                result(parts.popleft())
+            completing = True
+            result(send(upload.complete))
+        except BaseException as error:
+            self._abort(upload, parts)
+            if not (completing and isinstance(error, Exception)):
+                raise
+            patience_s = min(self._policy.request_timeout_s, max(_ABORT_S, deadline.remaining_s()))
+            if stop.is_set() or not self.is_complete(key, body.nbytes, patience_s):
+                raise
+
+    def _abort(self, upload: BlobUpload, parts: Collection[Call[None]]) -> None:
+        """Wait for the parts first: none may be stored after the abort."""
+        ending = Deadline.after(_ABORT_S)
+        for part in parts:
+            part.cancel()
+        for part in parts:
+            with suppress(Exception):
+                part.result("aborting", stop=Stop(), deadline=ending)
+        with suppress(Exception):
+            Call(upload.abort).result("aborting", stop=Stop(), deadline=ending)
+
+
+def _pieces(body: Body, part_bytes: int, stop: Stop, deadline: Deadline) -> Generator[bytes]:
+    """Copies of ``part_bytes`` each; a part of ``body`` is released when the last of it has been copied."""
+    gathered: list[bytes] = []
+    missing = part_bytes
+    for part in body.parts:
+        try:
+            view = part.take(stop, deadline)
+            while view:
+                gathered.append(bytes(view[:missing]))
+                view = view[missing:]
+                missing -= len(gathered[-1])
+                if not missing:
+                    yield b"".join(gathered)
+                    gathered, missing = [], part_bytes
+        finally:
+            part.release()
+    if gathered:
+        yield b"".join(gathered)

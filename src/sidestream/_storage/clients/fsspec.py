@@ -13,19 +13,18 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from ..._runtime.threads import Deadline, Stop, io_threads
 from ...errors import InvalidOption, StorageError
-from ...options import StorePolicy
+from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body, Part
 from ..object_store.parts import part_bytes_for
 from .bounded import Bounded, is_asynchronous
-from .engine import Creation, Listing, ObjectInfo
-from .io_loop import Call
+from .engine import Engine
 from .requests import Requests
 
 __all__ = ["FsspecEngine"]
 
 T = TypeVar("T")
 
-_CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+_CREATE_ONLY = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
 _READ_ONLY = frozenset({"http", "https"})
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
 
@@ -33,7 +32,7 @@ _ABORT_S = 3.0
 _one_creation = threading.Lock()  # of memory://, which only this process can see
 
 
-class FsspecEngine:
+class FsspecEngine(Engine):
     """``filesystem`` is used as it is: with its credentials, and through its own event loop if it is asynchronous."""
 
     def __init__(self, filesystem: Any, policy: StorePolicy) -> None:
@@ -43,34 +42,20 @@ class FsspecEngine:
         protocol = _innermost(self.filesystem).protocol
         self._protocols = frozenset((protocol,) if isinstance(protocol, str) else protocol)
         self.name = f"fsspec:{sorted(self._protocols)[0]}"
+        self.capabilities = Capabilities(
+            create_only=bool(self._protocols & _CREATE_ONLY), listing=not self._protocols & _READ_ONLY
+        )
 
-    def __repr__(self) -> str:
-        return f"<FsspecEngine {self.name}>"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a file system holds credentials: it is not pickled")
-
-    @property
-    def creation(self) -> Creation:
-        if self._protocols & _READ_ONLY:
-            return "none"
-        return "conditional" if self._protocols & (_CONDITIONAL | {"memory"}) else "checked"
-
-    @property
-    def lists(self) -> bool:
-        return not self._protocols & _READ_ONLY
-
-    async def put(self, key: str, content: memoryview, *, create: bool) -> None:
+    async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
         data = bytes(content)  # botocore and azure take nothing else
-        mode = {"mode": "create" if create else "overwrite"}
         if self._is_async("_pipe_file"):
-            await self.filesystem._pipe_file(key, data, **mode)
+            await self.filesystem._pipe_file(key, data, mode=mode)
         else:
-            await self._in_thread(self._put_here, key, data, create)
+            await self._in_thread(self._put_here, key, data, mode)
 
-    def _put_here(self, key: str, data: bytes, create: bool) -> None:
+    def _put_here(self, key: str, data: bytes, mode: PutMode) -> None:
         self._make_parents(key)
-        if not create:
+        if mode == "overwrite":
             self.filesystem.pipe_file(key, data)
             return
         # Elsewhere it would keep no other writer out, and a peer that stalls would hold up every file system.
@@ -135,7 +120,7 @@ class FsspecEngine:
             self._discard(file, key)
             if isinstance(error, Exception):
                 check()
-                if handed_over and self._is_complete(key, body.nbytes):
+                if handed_over and self.is_complete(key, body.nbytes, self._policy.request_timeout_s):
                     return  # only the acknowledgement was lost: the name is ours alone
             raise
 
@@ -150,13 +135,6 @@ class FsspecEngine:
         with suppress(AttributeError):  # one that only lies in memory publishes nothing when it is collected
             file.closed = True
 
-    def _is_complete(self, key: str, nbytes: int) -> bool:
-        deadline = Deadline.after(self._policy.request_timeout_s)
-        try:
-            return Call(lambda: self.size(key)).result("looking", stop=Stop(), deadline=deadline) == nbytes
-        except Exception:
-            return False
-
     def _make_parents(self, key: str) -> None:
         if not self._asynchronous and "/" in key:
             with suppress(FileExistsError, NotImplementedError):
@@ -170,10 +148,6 @@ class FsspecEngine:
     def _read_here(self, key: str, start: int, end: int) -> bytes:
         content: bytes = self.filesystem.cat_file(key, start=start, end=end)
         return content
-
-    async def tail(self, key: str, nbytes: int) -> bytes:
-        size = await self.size(key)
-        return bytes(await self.read(key, max(0, size - nbytes), size)) if size else b""
 
     async def listing(self, prefix: str) -> Listing:
         try:
@@ -192,7 +166,7 @@ class FsspecEngine:
             if entry["type"] == "directory":
                 directories.append(name)
             else:
-                files[name] = ObjectInfo(int(entry["size"]), _modified(entry))
+                files[name] = BlobInfo(int(entry["size"]), _modified(entry))
         return Listing(files, directories)
 
     def _list_here(self, prefix: str) -> list[dict[str, Any]]:
@@ -210,13 +184,12 @@ class FsspecEngine:
             raise FileNotFoundError(key)
         return int(info["size"])
 
-    async def delete(self, keys: Collection[str]) -> None:
-        for key in keys:
-            with suppress(FileNotFoundError):
-                if self._is_async("_rm_file"):
-                    await self.filesystem._rm_file(key)
-                else:
-                    await self._in_thread(self.filesystem.rm_file, key)
+    async def delete(self, key: str) -> None:
+        with suppress(FileNotFoundError):
+            if self._is_async("_rm_file"):
+                await self.filesystem._rm_file(key)
+            else:
+                await self._in_thread(self.filesystem.rm_file, key)
 
     async def forget(self, prefix: str) -> None:
         if not self._asynchronous:

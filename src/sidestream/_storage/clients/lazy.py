@@ -1,25 +1,16 @@
-"""Clients that are made when they are first needed, in a thread: that reads files of credentials, imports packages, and
-may ask the network. They are kept, because a new one has to open its connections again."""
+"""Clients are kept, because a new one has to open its connections again."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
-from concurrent.futures import Future
-from datetime import datetime
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-from ..._runtime.gil import awaited
-from ..._runtime.threads import Deadline, Stop, io_threads
-from ..bodies import Body
-from .engine import Creation, Engine, Listing
-from .io_loop import Call
-from .requests import Requests
+from .engine import Engine
 
-__all__ = ["Kept", "LateEngine", "frozen"]
+__all__ = ["Kept", "frozen"]
 
 _FILES = {  # where credentials are, by the variable that says so
     "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
@@ -27,75 +18,6 @@ _FILES = {  # where credentials are, by the variable that says so
     "GOOGLE_APPLICATION_CREDENTIALS": "~/.config/gcloud/application_default_credentials.json",
 }
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "BOTO", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT")
-
-
-class LateEngine:
-    """The engine that ``make`` returns, made in a thread at the first request. Where that fails, the next one tries
-    again. It has conditional puts and listings."""
-
-    creation: Creation = "conditional"
-    lists = True
-
-    def __init__(self, name: str, make: Callable[[], Engine]) -> None:
-        self.name = name
-        self._make = make
-        self._lock = threading.Lock()
-        self._made: Future[Engine] | None = None
-        self._pid = os.getpid()
-
-    def __repr__(self) -> str:
-        return f"<LateEngine {self.name}>"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a client holds credentials: it is not pickled")
-
-    async def _engine(self) -> Engine:
-        """Whoever waits may give up: the others wait on."""
-        return await asyncio.shield(awaited(self._making()))
-
-    def _making(self) -> Future[Engine]:
-        with self._lock:
-            made = self._made
-            failed = made is not None and made.done() and (made.cancelled() or made.exception() is not None)
-            if made is None or failed or self._pid != os.getpid():
-                made = self._made = io_threads().submit(self._make)
-                self._pid = os.getpid()
-            return made
-
-    def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
-        made = self._making()
-        engine = made.result() if made.done() else Call(self._engine).result("connecting", stop=stop, deadline=deadline)
-        engine.upload(key, body, requests, stop=stop, deadline=deadline)
-
-    async def put(self, key: str, content: memoryview, *, create: bool) -> None:
-        await (await self._engine()).put(key, content, create=create)
-
-    async def read(self, key: str, start: int, end: int) -> memoryview:
-        return await (await self._engine()).read(key, start, end)
-
-    async def tail(self, key: str, nbytes: int) -> bytes:
-        return await (await self._engine()).tail(key, nbytes)
-
-    async def listing(self, prefix: str) -> Listing:
-        return await (await self._engine()).listing(prefix)
-
-    async def size(self, key: str) -> int:
-        return await (await self._engine()).size(key)
-
-    async def delete(self, keys: Collection[str]) -> None:
-        await (await self._engine()).delete(keys)
-
-    async def forget(self, prefix: str) -> None:
-        await (await self._engine()).forget(prefix)
-
-    async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
-        return await (await self._engine()).open_uploads(prefix)
-
-    async def checksum(self, key: str) -> str | None:
-        return await (await self._engine()).checksum(key)
-
-    async def abort_uploads(self, uploads: Collection[str]) -> None:
-        await (await self._engine()).abort_uploads(uploads)
 
 
 class Kept:

@@ -19,11 +19,11 @@ import obstore.store
 from ..._runtime.threads import Deadline, Stop
 from ...errors import AccessDenied, Closed, ForkedProcess, StorageError
 from ...events import SlowPart, emit
-from ...options import StorePolicy
+from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body, Part, ShowingPart
 from ..object_store.parts import Checksum, part_bytes_for
 from .credentials import Client
-from .engine import Creation, Engine, Listing, ObjectInfo
+from .engine import Engine
 from .feed import Feed
 from .io_loop import Call
 from .requests import Requests, fate_of, translated
@@ -52,11 +52,10 @@ def _mark_used() -> None:
             )
 
 
-class ObstoreEngine:
+class ObstoreEngine(Engine):
     """One bucket. ``helper`` is the fsspec client of the same bucket, if there is one: obstore lists no uploads."""
 
-    creation: Creation = "conditional"
-    lists = True
+    capabilities = Capabilities(create_only=True, listing=True)
 
     def __init__(self, client: Client, policy: StorePolicy, helper: Engine | None) -> None:
         _mark_used()
@@ -71,15 +70,9 @@ class ObstoreEngine:
     def __repr__(self) -> str:
         return f"<ObstoreEngine {self._kind} {self._bucket}>"
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a client holds credentials: it is not pickled")
-
-    async def put(self, key: str, content: memoryview, *, create: bool) -> None:
+    async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None:
         self._check_process()
-        name = self._name(key)
-        await obstore.put_async(
-            self._store, name, content, mode="create" if create else "overwrite", use_multipart=False
-        )
+        await obstore.put_async(self._store, self._name(key), content, mode=mode, use_multipart=False)
 
     def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
         self._check_process()
@@ -214,7 +207,7 @@ class ObstoreEngine:
         self._check_process()
         found = await obstore.list_with_delimiter_async(self._store, self._name(prefix) or None)
         files = {
-            one["path"].rpartition("/")[2]: ObjectInfo(one["size"], one["last_modified"])
+            one["path"].rpartition("/")[2]: BlobInfo(one["size"], one["last_modified"])
             for one in found["objects"]
             if one["path"].strip("/") != self._name(prefix).strip("/")  # a marker of the directory itself
         }
@@ -224,17 +217,13 @@ class ObstoreEngine:
         self._check_process()
         return int((await obstore.head_async(self._store, self._name(key)))["size"])
 
-    async def delete(self, keys: Collection[str]) -> None:
+    async def delete(self, key: str) -> None:
         self._check_process()
-        for key in keys:
-            try:
-                await obstore.delete_async(self._store, self._name(key))
-            except Exception as error:
-                if fate_of(error) != "absent":
-                    raise
-
-    async def forget(self, prefix: str) -> None:
-        """There are none."""
+        try:
+            await obstore.delete_async(self._store, self._name(key))
+        except Exception as error:
+            if fate_of(error) != "absent":
+                raise
 
     async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
         return {} if self._helper is None else await self._helper.open_uploads(prefix)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..._runtime.threads import Deadline, Stop, io_threads
 from ...errors import Conflict, StorageError, from_os_error
-from ...options import Durability
+from ...options import Capabilities, Durability
 from ..address import StoreAddress
 from ..bodies import Body
 from ..store import Leftover, ReadRange
@@ -35,6 +35,7 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    capabilities = Capabilities(create_only=True, listing=True, mapping=True, rename=True)
     appears_whole = True
     lists = True
 

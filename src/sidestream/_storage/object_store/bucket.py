@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime
+from typing import TypeVar
 
-from ..._runtime.threads import Deadline
+from ..._runtime.threads import Deadline, Stop
 from ...errors import Conflict
-from ...options import StorePolicy
-from ..clients.engine import Engine, Listing
-from ..clients.io_loop import on_io_loop
+from ...options import Listing, StorePolicy
+from ..bodies import Body
+from ..clients.engine import Engine, LateEngine
+from ..clients.io_loop import Call, on_io_loop
 from ..clients.requests import Requests, Taken, fate_of, is_refused
 from .names import id_of
 
 __all__ = ["Bucket"]
+
+T = TypeVar("T")
 
 _LOOK_S = 15.0  # for uploads that may have been left open, at most: nobody shall wait much longer for what is rare
 
@@ -21,8 +25,9 @@ _LOOK_S = 15.0  # for uploads that may have been left open, at most: nobody shal
 class Bucket:
     """``root`` is bucket and prefix; ``url`` is what messages call it. Names are relative to the root."""
 
-    def __init__(self, engine: Engine, root: str, url: str, policy: StorePolicy) -> None:
+    def __init__(self, engine: Engine | LateEngine, root: str, url: str, policy: StorePolicy) -> None:
         self.engine = engine
+        self.capabilities = engine.capabilities
         self.root = root.rstrip("/")
         self.url = url
         self.policy = policy
@@ -36,23 +41,41 @@ class Bucket:
         name = name.removeprefix("./") if name != "." else ""
         return f"{self.root}/{name}".rstrip("/") if self.root else name
 
+    async def made(self) -> Engine:
+        return await self.engine.get() if isinstance(self.engine, LateEngine) else self.engine
+
+    async def run(self, doing: str, name: str, request: Callable[[Engine], Awaitable[T]], deadline: Deadline) -> T:
+        """Send ``request``, again where that may help: see ``Requests.run``."""
+
+        async def send() -> T:
+            return await request(await self.made())
+
+        return await self.requests.run(doing, name, send, deadline)
+
     async def tail(self, name: str, nbytes: int, deadline: Deadline) -> bytes:
         key = self.key(name)
 
         async def get() -> bytes:
-            return await self.requests.run("reading", name, lambda: self.engine.tail(key, nbytes), deadline)
+            return await self.run("reading", name, lambda engine: engine.tail(key, nbytes), deadline)
 
         return await on_io_loop(get, f"reading {name}", deadline=deadline)
 
-    async def put(self, key: str, content: memoryview, deadline: Deadline) -> None:
-        async def put() -> None:
-            await self.engine.put(key, content, create=False)
+    async def size(self, name: str, deadline: Deadline) -> int:
+        key = self.key(name)
+        return await self.run("looking at", name, lambda engine: engine.size(key), deadline)
 
-        await self.requests.run("writing", key.removeprefix(f"{self.root}/"), put, deadline)
+    async def put(self, key: str, content: memoryview, deadline: Deadline) -> None:
+        name = key.removeprefix(f"{self.root}/")
+        await self.run("writing", name, lambda engine: engine.put(key, content, mode="overwrite"), deadline)
+
+    def upload(self, key: str, body: Body, *, stop: Stop, deadline: Deadline) -> None:
+        """In a thread: see ``Engine.upload``."""
+        engine = Call(self.made).result("connecting", stop=stop, deadline=deadline)
+        engine.upload(key, body, self.requests, stop=stop, deadline=deadline)
 
     async def listing(self, directory: str, deadline: Deadline) -> Listing:
         key = self.key(directory)
-        return await self.requests.run("listing", directory, lambda: self.engine.listing(key), deadline)
+        return await self.run("listing", directory, lambda engine: engine.listing(key), deadline)
 
     async def create(self, name: str, content: bytes | memoryview, deadline: Deadline, *, whole: bool = False) -> bool:
         """Whether this created it. False: its content is there already, perhaps from a request that was carried out
@@ -62,31 +85,21 @@ class Bucket:
         key = self.key(name)
         end = bytes(content[0 if whole else -4096 :])
 
-        async def create() -> bool:
+        async def create(engine: Engine) -> bool:
             try:
-                await self.engine.put(key, memoryview(content), create=True)
+                await engine.put(key, memoryview(content), mode="create")
             except Exception as error:
                 if fate_of(error) != "taken":
                     raise
-                if not await self._holds(key, end, whole=whole):
+                if not await _holds(engine, key, end, whole=whole):
                     raise Taken(name) from error
                 return False
             return True
 
         try:
-            return await self.requests.run("writing", name, create, deadline)
+            return await self.run("writing", name, create, deadline)
         except Taken as taken:
             raise Conflict(f"{self.url}/{name} exists already: another writer was first") from taken
-
-    async def _holds(self, key: str, end: bytes, *, whole: bool) -> bool:
-        try:
-            if whole and await self.engine.size(key) != len(end):
-                return False
-            return (whole and not end) or (bool(end) and await self.engine.tail(key, len(end)) == end)
-        except Exception as error:
-            if fate_of(error) == "absent":  # 409: somebody else was creating it at that moment, and did not (yet)
-                raise ConnectionError("another request for the same name was in the way") from error
-            raise
 
     async def delete_of(self, target: str, save_id: str, deadline: Deadline) -> None:
         listing = await self.listing(target, deadline)
@@ -95,7 +108,10 @@ class Bucket:
             await self.delete(target, found, deadline)
         finally:
             await self.abort_uploads(target, save_id, deadline)
-        await self.engine.forget(self.key(target))
+        await self.forget(target)
+
+    async def forget(self, target: str) -> None:
+        await (await self.made()).forget(self.key(target))
 
     async def abort_uploads(self, target: str, save_id: str, deadline: Deadline) -> None:
         uploads = await self.uploads(target, deadline)
@@ -104,28 +120,39 @@ class Bucket:
     async def abort(self, uploads: Sequence[str], name: str, deadline: Deadline) -> None:
         """End these uploads; ``name`` is what messages call them."""
         if uploads:
-            await self.requests.run("aborting", name, lambda: self.engine.abort_uploads(uploads), deadline)
+            await self.run("aborting", name, lambda engine: engine.abort_uploads(uploads), deadline)
 
     async def delete(self, target: str, files: Iterable[str], deadline: Deadline) -> None:
         for file in files:
             name = f"{target}/{file}" if target else file
             key = self.key(name)
 
-            async def delete(key: str = key) -> None:
-                await self.engine.delete([key])
+            async def delete(engine: Engine, key: str = key) -> None:
+                await engine.delete(key)
 
-            await self.requests.run("deleting", name, delete, deadline)
+            await self.run("deleting", name, delete, deadline)
 
     async def uploads(self, target: str, deadline: Deadline) -> dict[str, datetime | None]:
         key = self.key(target) + "/"
 
-        async def ask() -> dict[str, datetime | None]:
+        async def ask(engine: Engine) -> dict[str, datetime | None]:
             try:
-                return dict(await self.engine.open_uploads(key))
+                return dict(await engine.open_uploads(key))
             except Exception as error:
                 if is_refused(error):  # a right that a writer need not have, or a request that not all servers know
                     return {}
                 raise
 
         soon = Deadline.after(min(_LOOK_S, deadline.remaining_s()))
-        return await self.requests.run("listing the uploads of", target, ask, soon)
+        return await self.run("listing the uploads of", target, ask, soon)
+
+
+async def _holds(engine: Engine, key: str, end: bytes, *, whole: bool) -> bool:
+    try:
+        if whole and await engine.size(key) != len(end):
+            return False
+        return (whole and not end) or (bool(end) and await engine.tail(key, len(end)) == end)
+    except Exception as error:
+        if fate_of(error) == "absent":  # 409: somebody else was creating it at that moment, and did not (yet)
+            raise ConnectionError("another request for the same name was in the way") from error
+        raise

@@ -8,14 +8,15 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from mmap import mmap
 from typing import Any, TypeVar
 
 from ..._runtime.threads import Deadline, io_threads
 from ...errors import AccessDenied, Corrupt
-from ...options import Durability, StorePolicy
+from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..address import StoreAddress
 from ..bodies import Body
-from ..clients.engine import Engine, ObjectInfo
+from ..clients.engine import Engine, LateEngine
 from ..clients.io_loop import on_io_loop
 from ..clients.requests import Requests
 from ..coalesce import coalesce
@@ -44,7 +45,7 @@ class ObjectStore:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | LateEngine,
         root: str,
         url: str,
         policy: StorePolicy,
@@ -63,8 +64,12 @@ class ObjectStore:
         raise TypeError("a store holds credentials: it is not pickled")
 
     @property
+    def capabilities(self) -> Capabilities:
+        return self._bucket.capabilities
+
+    @property
     def lists(self) -> bool:
-        return self._bucket.engine.lists
+        return self.capabilities.listing
 
     # --- saving ---
 
@@ -73,7 +78,7 @@ class ObjectStore:
 
     async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
         content = await content_of(body, deadline)
-        if self._bucket.engine.creation == "none":
+        if not self.capabilities.listing:
             raise AccessDenied(errno.EROFS, "it can be read and not written", f"{self.url}/{name}")
         await self._io(lambda: self._bucket.create(name, content, deadline), f"writing {name}", deadline)
 
@@ -119,16 +124,16 @@ class ObjectStore:
         key = self._bucket.key(name)
         start, end = run[0].offset, run[-1].offset + len(run[-1].into)
 
-        async def get() -> memoryview:
-            content = await self._bucket.engine.read(key, start, end)
-            if len(content) < end - start and await self._bucket.engine.size(key) >= end:
+        async def get(engine: Engine) -> memoryview:
+            content = await engine.read(key, start, end)
+            if len(content) < end - start and await engine.size(key) >= end:
                 raise ConnectionError(f"{len(content)} bytes came of {end - start}")
             return content
 
         if self._cache is not None and id_of(name.rpartition("/")[2]) is not None:
             content = await self._read_cached(self._cache, key, start, end, deadline)
         else:
-            content = await self._bucket.requests.run("reading", name, get, deadline)
+            content = await self._bucket.run("reading", name, get, deadline)
         if len(content) < end - start:
             at = start + len(content)
             raise Corrupt(
@@ -149,12 +154,20 @@ class ObjectStore:
         return await self._bucket.tail(name, nbytes, deadline)
 
     async def size(self, name: str, *, deadline: Deadline) -> int:
+        return await self._io(lambda: self._bucket.size(name, deadline), f"looking at {name}", deadline)
+
+    async def map(self, name: str, nbytes: int, *, deadline: Deadline) -> mmap:
         key = self._bucket.key(name)
 
-        async def get() -> int:
-            return await self._bucket.requests.run("looking at", name, lambda: self._bucket.engine.size(key), deadline)
+        async def map_file() -> mmap:
+            return await self._bucket.run("mapping", name, lambda engine: engine.map(key, nbytes), deadline)
 
-        return await self._io(get, f"looking at {name}", deadline)
+        mapped = await self._io(map_file, f"mapping {name}", deadline)
+        if len(mapped) < nbytes:
+            raise Corrupt(
+                f"{self.url}/{name} is shorter than the {nbytes} bytes that were saved", file=name.rpartition("/")[2]
+            )
+        return mapped
 
     async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
         listing = await self._io(lambda: self._bucket.listing(directory, deadline), f"listing {directory}", deadline)
@@ -189,7 +202,7 @@ class ObjectStore:
         if _MARKER in listing.files:
             return
         await self._bucket.delete(directory, sorted(listing.files, key=lambda name: name == _NOTE), deadline)
-        await self._bucket.engine.forget(self._bucket.key(directory))
+        await self._bucket.forget(directory)
 
     async def leftovers(self, *, deadline: Deadline) -> list[Leftover]:
         return await self._io(lambda: self._leftovers(deadline), "looking for leftovers", deadline)
@@ -204,7 +217,7 @@ class ObjectStore:
             if (note := listing.files.get(_NOTE)) is not None:
                 found.append(Leftover(f"{directory}/{_NOTE}", "retired", _age_s(now, note.modified)))
                 continue
-            ids: dict[str, list[ObjectInfo]] = {}
+            ids: dict[str, list[BlobInfo]] = {}
             for file, info in listing.files.items():
                 if (save_id := id_of(file)) is not None:
                     ids.setdefault(save_id, []).append(info)
@@ -229,12 +242,7 @@ class ObjectStore:
     async def _clock(self, deadline: Deadline) -> datetime | None:
         """What time it is there, as a freshly written object says."""
         name = f".leases/clock-{uuid.uuid4().hex}"  # each call has its own: it is deleted at the end
-        key = self._bucket.key(name)
-
-        async def write() -> None:
-            await self._bucket.engine.put(key, memoryview(b"now"), create=False)
-
-        await self._bucket.requests.run("writing", name, write, deadline)
+        await self._bucket.put(self._bucket.key(name), memoryview(b"now"), deadline)
         listing = await self._bucket.listing(".leases", deadline)
         await self._bucket.delete(".leases", [name.rpartition("/")[2]], deadline)
         written = listing.files.get(name.rpartition("/")[2])

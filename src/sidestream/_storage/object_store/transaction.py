@@ -110,9 +110,8 @@ class ObjectTransaction(Transaction):
                 "a step"
             )
         if self.attempt.kind == "file":
-            key = bucket.key(target)
             try:
-                await bucket.requests.run("looking at", target, lambda: bucket.engine.size(key), deadline)
+                await bucket.size(target, deadline)
             except FileNotFoundError:
                 return
             raise Conflict(f"{bucket.url}/{target} already exists: choose another name, or delete it first")
@@ -141,7 +140,7 @@ class ObjectTransaction(Transaction):
     def _send_parts(self, key: str, body: Body, stop: Stop) -> None:
         bucket = self._bucket
         try:
-            bucket.engine.upload(key, body, bucket.requests, stop=stop, deadline=self.attempt.deadline)
+            bucket.upload(key, body, stop=stop, deadline=self.attempt.deadline)
         except Exception as error:
             failure = translated(error, "uploading", bucket.shown(key))
             if isinstance(failure, FileNotFoundError) and not isinstance(failure, SidestreamError):
@@ -163,7 +162,7 @@ class ObjectTransaction(Transaction):
         self._check_writable(name)
 
     def _check_writable(self, name: str) -> None:
-        if self._bucket.engine.creation == "none":
+        if not self._bucket.capabilities.listing:
             where = f"{self._bucket.url}/{self._shown(name)}"
             raise AccessDenied(errno.EROFS, "it can be read and not written", where)
 
@@ -284,19 +283,19 @@ class ObjectTransaction(Transaction):
             uploads = await bucket.uploads(self._directory, deadline) if self._in_parts else {}
             mine = [upload for upload in uploads if upload.partition("?upload=")[0] in keys]
             await bucket.abort(mine, attempt.target, deadline)
-        await bucket.engine.forget(bucket.key(attempt.target))
+        await bucket.forget(attempt.target)
 
 
 def _check_promises(bucket: Bucket) -> None:
-    engine = bucket.engine
-    if engine.creation == "none":
+    name, can = bucket.engine.name, bucket.capabilities
+    if not can.listing:
         raise InvalidOption(f"{bucket.url} can be read and not written: save to object storage or a directory")
-    if engine.creation == "checked" and engine.name not in _warned:
-        _warned.add(engine.name)
+    if not can.create_only and name not in _warned:
+        _warned.add(name)
         emit(
             PromiseLost(
                 bucket.url,
-                f"{engine.name} has no conditional put: of two saves to one name at the same time both may report "
+                f"{name} has no conditional put: of two saves to one name at the same time both may report "
                 "success, and the marker of the later one stays",
             )
         )

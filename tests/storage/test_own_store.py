@@ -1,0 +1,354 @@
+"""A store of the user's own: what it is used for, what its flags change, and what is true when it fails."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import _own_stores
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _own_stores import DirectoryStore, Fault, Wrapped, without
+from _places import policy
+
+import sidestream
+from sidestream import blocking, errors, events
+from sidestream.options import BlobStore, Capabilities
+
+URL = "run/ckpt"
+
+
+def state() -> dict[str, Any]:
+    """Three parts, and a file of plain values."""
+    return {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
+
+
+def blank() -> dict[str, Any]:
+    return {"large": torch.zeros(3 << 20), "step": 0}
+
+
+def keywords(store: BlobStore, **changes: Any) -> dict[str, Any]:
+    return {"filesystem": store, "store_policy": policy(**changes)}
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+async def assert_loads(store: BlobStore) -> None:
+    target = blank()
+    await sidestream.load(target, URL, **keywords(store))
+    assert target["step"] == 7
+    assert torch.equal(target["large"], state()["large"])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path)
+
+
+def test_the_store_is_short() -> None:
+    source = inspect.getsource(_own_stores)
+    mine = source.partition("# --- from here on")[2].partition("# --- up to here")[0]
+    lines = [line for line in mine.splitlines()[1:] if line.strip()]
+    assert len(lines) <= 60
+    assert "sidestream" not in ast.unparse(ast.parse("\n".join(lines)))  # but for the import of the public names
+
+
+async def test_a_large_file_is_sent_in_parts(store: DirectoryStore, tmp_path: Path) -> None:
+    counting = Wrapped(store)
+    info = await sidestream.save(state(), f"/{URL}", **keywords(counting, in_flight=2))
+    assert info.url == f"/{URL}"
+    assert (counting.counts["upload"], counting.counts["part"], counting.counts["complete"]) == (1, 3, 1)
+    assert counting.counts["abort"] == 0
+    await assert_loads(store)
+    target = blank()
+    dcp.load(target, checkpoint_id=tmp_path / "blobs" / URL, no_dist=True)  # stock DCP
+    assert torch.equal(target["large"], state()["large"])
+    report = await sidestream.verify(URL, **keywords(store))
+    assert report.ok
+    assert files(store.parts) == []
+
+
+async def test_windows_of_a_streamed_state_are_cut_into_parts(store: DirectoryStore) -> None:
+    """Parts and windows have different sizes."""
+    source = {str(number): torch.full((5 << 18,), float(number)) for number in range(7)}
+    await sidestream.save(source, URL, snapshot=False, **keywords(Wrapped(store)))
+    target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    await sidestream.load(target, URL, **keywords(store))
+    assert all(torch.equal(tensor, target[name]) for name, tensor in source.items())
+
+
+async def test_a_run(store: DirectoryStore) -> None:
+    target = blank()
+    wrapped = Wrapped(store)
+    async with sidestream.Checkpointer("run", keep=sidestream.KeepLast(2), **keywords(wrapped)) as checkpoints:
+        assert await checkpoints.restore(target) is None
+        for step in (1, 2, 3):
+            await (await checkpoints.save(state(), step=step))
+        assert await checkpoints.restore(target) == 3
+    assert torch.equal(target["large"], state()["large"])
+    assert {name.split("/")[1] for name in files(store.blobs)} - {".leases"} == {"step-2", "step-3"}
+    async with sidestream.Checkpointer("run", **keywords(store)) as checkpoints:
+        assert await checkpoints.steps() == [2, 3]
+
+
+def test_blocking(store: DirectoryStore) -> None:
+    blocking.save(state(), URL, **keywords(store))
+    target = blank()
+    blocking.load(target, URL, **keywords(store))
+    assert torch.equal(target["large"], state()["large"])
+
+
+async def test_two_writers_one_winner(store: DirectoryStore) -> None:
+    saves = [sidestream.save(state(), URL, **keywords(Wrapped(store, seed=seed))) for seed in range(3)]
+    results = await asyncio.gather(*saves, return_exceptions=True)
+    assert sorted(type(one).__name__ for one in results) == ["Conflict", "Conflict", "SaveInfo"]
+    await assert_loads(store)
+    assert len(files(store.blobs)) == 4
+    assert files(store.parts) == []
+
+
+# --- flags ----------------------------------------------------------------------------------------------------------
+
+
+async def test_without_create_only_it_is_looked_first(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sidestream._storage.object_store import transaction
+
+    monkeypatch.setattr(transaction, "_warned", set())
+    plain = without(store, create_only=False)
+    seen: list[events.Event] = []
+    with events.observe(seen.append):
+        await sidestream.save(state(), URL, **keywords(plain))
+        await sidestream.save(state(), "run/other", **keywords(plain))
+    assert [type(one) for one in seen] == [events.PromiseLost]
+    assert "Wrapped has no conditional put" in str(seen[0])
+    assert plain.counts["create"] == 0
+    await assert_loads(store)
+    with pytest.raises(errors.Conflict):
+        await sidestream.save(state(), URL, **keywords(plain))
+
+
+async def test_without_listing_it_is_only_read(store: DirectoryStore) -> None:
+    await sidestream.save(state(), URL, **keywords(store))
+    plain = without(store, listing=False)
+    await assert_loads(plain)
+    with pytest.raises(errors.InvalidOption, match="can be read and not written"):
+        await sidestream.save(state(), "run/new", **keywords(plain))
+    with pytest.raises(errors.CheckpointNotFound):
+        await sidestream.load(blank(), "run/none", **keywords(plain))
+    async with sidestream.Checkpointer("run", **keywords(plain)) as checkpoints:
+        with pytest.raises(errors.StorageError, match="Wrapped has no listings: give the URL of a checkpoint"):
+            await checkpoints.steps()
+    assert plain.counts["listing"] == 0
+
+
+async def test_with_mapping_files_are_memory(store: DirectoryStore) -> None:
+    await sidestream.save(state(), URL, **keywords(store))
+    opened = await sidestream.open_checkpoint(URL, **keywords(store))
+    mapped = await opened.state_dict(memory="mapped")
+    assert torch.equal(mapped["large"], state()["large"])
+    mapped["large"].zero_()  # its own copy of the pages
+    await assert_loads(store)
+
+
+async def test_without_mapping_it_is_refused(store: DirectoryStore) -> None:
+    await sidestream.save(state(), URL, **keywords(store))
+    opened = await sidestream.open_checkpoint(URL, **keywords(without(store, mapping=False)))
+    with pytest.raises(errors.InvalidOption, match="not on this machine"):
+        await opened.state_dict(memory="mapped")
+
+
+async def test_a_mapped_file_that_was_cut_short(store: DirectoryStore) -> None:
+    await sidestream.save(state(), URL, **keywords(store))
+    opened = await sidestream.open_checkpoint(URL, **keywords(store))
+
+    class Short(DirectoryStore):
+        async def map(self, name: str, nbytes: int) -> Any:
+            return await super().map(name, nbytes - 1)
+
+    opened = await sidestream.open_checkpoint(URL, **keywords(Short(store.blobs.parent)))
+    with pytest.raises(errors.Corrupt, match="shorter"):
+        await opened.state_dict(memory="mapped")
+
+
+class _Reader:
+    capabilities = Capabilities()
+
+    async def read(self, name: str, start: int, end: int) -> bytes:
+        raise FileNotFoundError(name)
+
+    async def size(self, name: str) -> int:
+        raise FileNotFoundError(name)
+
+
+class _Writer(_Reader):
+    capabilities = Capabilities(listing=True)
+
+    async def put(self, name: str, content: bytes, *, mode: str) -> None: ...
+
+
+class _Renaming(_Reader):
+    capabilities = Capabilities(rename=True)
+
+
+class _Mapping(_Reader):
+    capabilities = Capabilities(mapping=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            object(),
+            "object is neither an fsspec file system nor a sidestream.options.BlobStore: it has no capabilities",
+        ),
+        (_Writer(), r"_Writer lacks .*: upload\(\), listing\(\), delete\(\)"),
+        (_Mapping(), r"_Mapping lacks .*: map\(\)"),
+        (_Renaming(), "capabilities.rename"),
+        (DirectoryStore, "DirectoryStore is a class"),
+    ],
+)
+async def test_what_is_no_store_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(errors.InvalidOption, match=message):
+        await sidestream.load(blank(), URL, filesystem=given)
+
+
+async def test_a_store_that_only_reads_needs_two_methods() -> None:
+    with pytest.raises(errors.CheckpointNotFound):
+        await sidestream.load(blank(), URL, filesystem=_Reader())
+
+
+async def test_a_cache_is_refused(store: DirectoryStore, tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidOption, match="cache_dir= needs an fsspec file system"):
+        await sidestream.load(blank(), URL, **keywords(store, cache_dir=str(tmp_path / "cache")))
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+async def points_of_failure(root: Path) -> list[tuple[str, int]]:
+    """Every operation of a save, by its kind and number."""
+    counting = Wrapped(DirectoryStore(root / "counting"))
+    await sidestream.save(state(), URL, **keywords(counting))
+    return [(kind, nth) for kind, count in counting.counts.items() for nth in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("error", [OSError, ConnectionError])
+async def test_every_operation_that_fails(
+    error: type[OSError], when: Literal["before", "after"], tmp_path: Path
+) -> None:
+    """Whatever is raised: ``outcome`` is true, what is absent leaves nothing, and what is acknowledged can be read."""
+    points = await points_of_failure(tmp_path)
+    assert {kind for kind, _ in points} >= {"listing", "upload", "part", "complete", "put", "create"}
+    outcomes = set()
+    for number, (kind, nth) in enumerate(points):
+        store = DirectoryStore(tmp_path / str(number))
+        fault = Fault(kind, nth, error, when)
+        pending = sidestream.async_save(state(), URL, **keywords(Wrapped(store, fault, seed=number), retries=0))
+        failure = (await asyncio.gather(pending, return_exceptions=True))[0]
+        assert fault.reached.is_set()
+        assert isinstance(failure, (sidestream.SaveInfo, errors.StorageError, errors.OutcomeUnknown, errors.NotDurable))
+        outcomes.add(pending.outcome)
+        assert files(store.parts) == [] or (kind, when) == ("upload", "after"), fault
+        if isinstance(failure, errors.OutcomeUnknown):  # the request may still be on its way
+            assert (kind, when, error, pending.outcome) == ("create", "before", ConnectionError, "unknown")
+            assert not any(name.endswith(".metadata") for name in files(store.blobs))
+        elif isinstance(failure, errors.StorageError):
+            assert pending.outcome == "absent"
+            assert f"{kind} {nth} fails" in str(failure)
+            assert files(store.blobs) == [], fault
+        else:
+            assert pending.outcome == "committed"
+            await assert_loads(store)
+    sent = {"committed"} if when == "after" else {"unknown"} if error is ConnectionError else set()
+    assert outcomes == {"absent"} | sent
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_every_operation_is_repeated(when: Literal["before", "after"], tmp_path: Path) -> None:
+    for number, (kind, nth) in enumerate(await points_of_failure(tmp_path)):
+        store = DirectoryStore(tmp_path / str(number))
+        fault = Fault(kind, nth, TimeoutError, when)
+        seen: list[events.Event] = []
+        with events.observe(seen.append):
+            await sidestream.save(state(), URL, **keywords(Wrapped(store, fault, seed=number), retries=1))
+        assert [type(one) for one in seen] == [events.Retried]
+        await assert_loads(store)
+
+
+async def test_an_upload_that_cannot_be_aborted(store: DirectoryStore) -> None:
+    """It is the store's to remove; no blob comes of it."""
+    faults = Fault("part", 2, OSError), Fault("abort", 1, OSError)
+    with pytest.raises(errors.StorageError, match=r"part 2 fails .*run/ckpt/__0_1"):
+        await sidestream.save(state(), URL, **keywords(Wrapped(store, *faults)))
+    assert faults[1].reached.is_set()
+    assert files(store.blobs) == []
+    assert len(files(store.parts)) == 1
+
+
+@pytest.mark.parametrize("kind", ["listing", "upload", "part", "complete", "put", "create"])
+async def test_cancelling_in_the_middle(kind: str, store: DirectoryStore) -> None:
+    fault = Fault(kind)
+    pending = sidestream.async_save(state(), URL, **keywords(Wrapped(store, fault), request_timeout_s=1.0, retries=0))
+    assert await asyncio.to_thread(fault.reached.wait, 60)
+    pending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+    assert files(store.parts) == []
+    if kind == "create":  # it was sent, and may still be on its way
+        assert pending.outcome == "unknown"
+        assert not any(name.endswith(".metadata") for name in files(store.blobs))
+    else:
+        assert pending.outcome == "absent"
+        assert files(store.blobs) == []
+
+
+async def test_an_upload_is_aborted_when_its_parts_have_ended(store: DirectoryStore) -> None:
+    """A client that closes a connection takes a while when it is cancelled."""
+    ended: list[str] = []
+
+    class Slow(Wrapped):
+        async def operate(self, kind: str, work: Callable[[], Awaitable[Any]]) -> Any:
+            try:
+                return await super().operate(kind, work)
+            finally:
+                for _ in range(50 if kind == "part" else 0):
+                    await asyncio.sleep(0)
+                ended.append(kind)
+
+    faults = [Fault("part", nth) for nth in (1, 2, 3)]
+    pending = sidestream.async_save(state(), URL, **keywords(Slow(store, *faults)))
+    for fault in faults:
+        assert await asyncio.to_thread(fault.reached.wait, 60)
+    pending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pending
+    assert [kind for kind in ended if kind in ("part", "abort")] == ["part", "part", "part", "abort"]
+
+
+async def test_what_hangs_ends_with_the_deadline(store: DirectoryStore) -> None:
+    with pytest.raises(errors.DeadlineExceeded):
+        await sidestream.save(state(), URL, timeout_s=1.0, **keywords(Wrapped(store, Fault("part", 3))))
+    assert files(store.blobs) == []
+    assert files(store.parts) == []
+
+
+@pytest.mark.parametrize("kind", ["size", "read"])
+async def test_a_load_that_fails(kind: str, store: DirectoryStore) -> None:
+    await sidestream.save(state(), URL, **keywords(store))
+    await assert_loads(Wrapped(store, flaky=True))
+    with pytest.raises(errors.StorageError, match=f"{kind} 1 fails"):
+        await sidestream.load(blank(), URL, **keywords(Wrapped(store, Fault(kind, 1, OSError))))
+
+
+async def test_a_refusal_is_access_denied(store: DirectoryStore) -> None:
+    with pytest.raises(errors.AccessDenied):
+        await sidestream.save(state(), URL, **keywords(Wrapped(store, Fault("put", 1, PermissionError))))
+    assert files(store.blobs) == []
