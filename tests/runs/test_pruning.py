@@ -363,7 +363,7 @@ async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path:
         with pytest.raises(StorageError):
             await transaction.put(name, BytesBody(b"z"))
     with pytest.raises(StorageError):
-        await transaction.publish()
+        await transaction.make_visible()
     await transaction.discard(_soon())
     threads.close()
     assert entries(tmp_path) == []

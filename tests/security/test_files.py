@@ -61,7 +61,7 @@ async def test_private_while_it_is_written(tmp_path: Path) -> None:
     object.__setattr__(body, "modes", modes := [])
     try:
         transaction.write([("f", body)], threads=threads, stop=Stop())
-        await transaction.publish()
+        await transaction.make_visible()
     finally:
         os.umask(old)
         threads.close()

@@ -128,7 +128,7 @@ class _Found:
 async def _look(location: Location, deadline: Deadline) -> _Found:
     directory, manifest = await open_manifest(location, deadline)
     single = directory.name != location.name
-    if not single and not location.store.lists:
+    if not single and not location.store.capabilities.listing:
         raise InvalidOption(f"{location.url}: a server without listings does not say which files are in a directory")
     verification = Verification(directory, manifest, deadline)
     pieces, left_out = await io_threads().run(_apart, await verification.plan(), deadline=deadline)

@@ -195,7 +195,7 @@ class Group:
         order.transaction.outcome = "unknown"
         while True:
             # In this order: what a process has not done when it has ended, it will not do.
-            ended = order.location.store.appears_whole and has_ended(planned.first)
+            ended = order.location.store.capabilities.rename and has_ended(planned.first)
             order.transaction.outcome = await self._seen(deadline)
             if order.outcome == "absent" and not ended:
                 order.transaction.outcome = "unknown"  # it may be about to publish

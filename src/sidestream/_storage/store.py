@@ -52,15 +52,6 @@ class Store(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     @property
-    def appears_whole(self) -> bool:
-        """Whether a directory appears with everything in it, so that one without a marker has lost it. Elsewhere it is
-        an attempt."""
-
-    @property
-    def lists(self) -> bool:
-        """Whether ``sizes`` and ``directories`` work. Web servers have no listings: there ``size`` has to do."""
-
-    @property
     def address(self) -> StoreAddress | None:
         """What another process opens the store with; None for what only this process has: memory, or a file system
         object that cannot be made again."""

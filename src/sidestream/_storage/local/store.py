@@ -36,8 +36,6 @@ class LocalStore:
         self.root = root
 
     capabilities = Capabilities(create_only=True, listing=True, mapping=True, rename=True)
-    appears_whole = True
-    lists = True
 
     @property
     def url(self) -> str:

@@ -41,8 +41,6 @@ _RUN_RANGES = 4096
 class ObjectStore:
     """A ``Store`` below ``root`` (bucket and prefix); ``url`` is what messages call it."""
 
-    appears_whole = False
-
     def __init__(
         self,
         engine: Engine | LateEngine,
@@ -66,10 +64,6 @@ class ObjectStore:
     @property
     def capabilities(self) -> Capabilities:
         return self._bucket.capabilities
-
-    @property
-    def lists(self) -> bool:
-        return self.capabilities.listing
 
     # --- saving ---
 
