@@ -41,6 +41,7 @@ __all__ = [
     "let_go",
     "look_for_abandoned",
     "politely",
+    "release_in_background",
     "result_of",
 ]
 
@@ -422,6 +423,14 @@ def in_background(work: Callable[[], object], name: str) -> Future[object]:
         threads.close()
 
 
+def release_in_background(work: Callable[[], object], name: str) -> Future[object]:
+    """``in_background``, for work that releases resources: the interpreter waits for it at its end, for up to 5 s."""
+    release = in_background(work, name)
+    _releases.add(release)
+    release.add_done_callback(_releases.discard)
+    return release
+
+
 def look_for_abandoned() -> None:
     """End, in the background, the operations that were in flight on event loops that have ended. Costs nothing if there
     are none. Does nothing once the interpreter ends: ``_end_work`` then releases them in the main thread."""
@@ -429,12 +438,9 @@ def look_for_abandoned() -> None:
         return
     for home, reason in take_abandoned():
         try:
-            release = in_background(partial(home.release, reason), "sidestream-abandoned")
+            release_in_background(partial(home.release, reason), "sidestream-abandoned")
         except RuntimeError:  # the system cannot start another thread
             put_back(home)
-            continue
-        _releases.add(release)
-        release.add_done_callback(_releases.discard)
 
 
 _stops: weakref.WeakSet[Stop] = weakref.WeakSet()

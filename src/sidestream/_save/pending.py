@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from .._runtime.abandoned import watch
 from .._runtime.public import public
 from .._runtime.tasks import supervise
-from .._runtime.threads import in_background, look_for_abandoned
+from .._runtime.threads import look_for_abandoned, release_in_background
 from .._storage import Outcome
 from ..errors import Aborted, Skipped, printable_lines
 from ..options import Durability
@@ -22,9 +22,6 @@ from ..options import Durability
 __all__ = ["PendingSave", "SaveInfo", "SaveProgress", "SaveWork"]
 
 _log = logging.getLogger("sidestream")
-
-_CLOSING_S = 0.2
-"""How long a loop that is being closed waits for a save that has not started."""
 
 
 @public
@@ -208,12 +205,11 @@ class PendingSave:
         self._end()
 
     def _clean_up_elsewhere(self) -> None:
-        """Clean up in a thread, because the work has not begun or was interrupted. The loop may be about to close, so
-        it waits only for a short time."""
+        """Clean up in a thread, because the work has not begun or was interrupted, and the loop may be about to
+        close."""
         self._work.abandon()
-        self._leaving = in_background(partial(self._work.leave, stuck=False), "sidestream-abandoned")
+        self._leaving = release_in_background(partial(self._work.leave, stuck=False), "sidestream-abandoned")
         self._leaving.add_done_callback(self._say_what_stayed)
-        wait([self._leaving], _CLOSING_S)
 
     def _say_what_stayed(self, left: Future[Any]) -> None:
         error = left.exception()

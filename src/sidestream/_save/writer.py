@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from .._runtime.caller import withdrawn_with_caller
 from .._runtime.state_dict_calls import Found, ask, in_order, key_order
-from .._runtime.threads import Deadline, Stop, Threads, in_background, result_of
+from .._runtime.threads import Deadline, Stop, Threads, release_in_background, result_of
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager
 from .._storage import WRITE_THREADS, Body
@@ -163,7 +163,7 @@ class LiveWriter:
         self._withdrawn = True
         self.interrupt()
         if self._done is not None and self._done.done():  # before it could see that
-            in_background(self._discard, "sidestream-abandoned")
+            release_in_background(self._discard, "sidestream-abandoned")
 
     def leave(self) -> None:
         used = [one for one in (self._done, self._stage.copied) if one is not None]
