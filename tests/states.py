@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sidestream._format.dtypes import DTYPES
+from sidestream._format.records import DTYPES
 
 SAVED_DTYPES = [getattr(torch, name) for name in DTYPES if hasattr(torch, name)]
 

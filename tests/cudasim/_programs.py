@@ -28,7 +28,7 @@ import cudasim
 import torch
 
 import sidestream
-from sidestream._format.dtypes import DTYPES
+from sidestream._format.records import DTYPES
 from sidestream._runtime.threads import Deadline
 from sidestream._staging import AsyncStager
 from sidestream._staging import stager as stager_module

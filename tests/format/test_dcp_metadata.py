@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sidestream._format.dcp.metadata import read_dcp_metadata
-from sidestream._format.dtypes import DTYPES
-from sidestream._format.records import Chunk, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from sidestream._format.records import DTYPES, Chunk, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from sidestream._format.validate import validate
 from sidestream.errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
 

@@ -23,8 +23,7 @@ import torch.distributed.checkpoint as dcp
 from hangs import processor_budget
 
 from sidestream._format.dcp.metadata import read_dcp_metadata
-from sidestream._format.dtypes import DTYPES
-from sidestream._format.records import Node, TensorEntry, ValueEntry
+from sidestream._format.records import DTYPES, Node, TensorEntry, ValueEntry
 from sidestream._format.torch_zip.item import TensorPayload, open_tensor_item, open_value_item
 from sidestream.errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
 

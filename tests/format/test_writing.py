@@ -21,11 +21,19 @@ from states import assert_same, filled, raw_bytes
 
 from sidestream._format import checksum
 from sidestream._format.dcp.described import describe
-from sidestream._format.dtypes import DTYPES
 from sidestream._format.frame import frame_tensor, frame_value
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.marker import TAIL_BYTES, Marker, find_marker
-from sidestream._format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Manifest, TensorEntry, ValueEntry
+from sidestream._format.records import (
+    BLOCK_BYTES,
+    DTYPES,
+    Chunk,
+    DictKey,
+    EmptyEntry,
+    Manifest,
+    TensorEntry,
+    ValueEntry,
+)
 from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
 from sidestream._format.values import pickle_node
 from sidestream._layout.values import decode_value, encode_value

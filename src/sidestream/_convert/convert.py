@@ -12,8 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from .._format.dtypes import itemsize
-from .._format.records import Manifest
+from .._format.records import Manifest, itemsize
 from .._format.safetensors.read import SUFFIX
 from .._layout.cast import castable
 from .._layout.ranges import PIECE_BYTES
@@ -30,8 +29,7 @@ from .._storage import Kind, Where, locate_directory
 from ..errors import InvalidOption, UnsupportedTensor
 from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
 from .operation import run_here
-from .pipeline import Pipeline
-from .source import Source, SourceOpaque, SourceTensor, open_source
+from .source import Pipeline, Source, SourceOpaque, SourceTensor, open_source
 from .targets import (
     DcpTarget,
     OutTensor,

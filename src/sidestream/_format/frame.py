@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from zlib import crc32
 
-from .dtypes import DTYPES
 from .pickles import write as p
+from .records import DTYPES
 
 __all__ = ["Frame", "frame_tensor", "frame_value"]
 

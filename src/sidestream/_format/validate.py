@@ -9,9 +9,20 @@ from .._runtime.threads import politely
 from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
 from .cover import TooIntricateError, find_overlap, volume
 from .digest import DIGEST_BYTES
-from .dtypes import DTYPES, itemsize
 from .pickles.keys import name_of
-from .records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .records import (
+    BLOCK_BYTES,
+    DTYPES,
+    Chunk,
+    DictKey,
+    EmptyEntry,
+    Entry,
+    Manifest,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+    itemsize,
+)
 from .shared import Root
 from .transforms import MOST_EXPANSION, may_expand
 

@@ -26,10 +26,9 @@ import math
 from typing import Any
 
 from ..errors import Corrupt
-from .dtypes import DTYPES
 from .frame import tensor_pickle
 from .pickles import write as p
-from .records import Node
+from .records import DTYPES, Node
 
 __all__ = ["bytes_and_position", "is_stored", "node_bytes", "node_kind", "pickle_node", "pickle_part"]
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .._format.digest import DIGEST_BYTES
-from .._format.dtypes import itemsize
-from .._format.records import BLOCK_BYTES, Chunk, ForeignPayload, TensorEntry
+from .._format.records import BLOCK_BYTES, Chunk, ForeignPayload, TensorEntry, itemsize
 from .._runtime.threads import politely
 
 __all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "overlap", "overlaps", "plan_ranges"]

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .._format.dcp.described import Described, Template
-from .._format.dtypes import DTYPES
 from .._format.frame import Frame, frame_tensor, frame_value
-from .._format.records import BLOCK_BYTES, Chunk, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
+from .._format.records import BLOCK_BYTES, DTYPES, Chunk, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
 from .._format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from .._format.values import pickle_node
 from .._runtime.threads import politely

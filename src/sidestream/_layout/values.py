@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from .._format.dtypes import DTYPES
-from .._format.records import Node
+from .._format.records import DTYPES, Node
 from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, plain_bytes
 from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from .address import StoreAddress
 from .bodies import Body
 from .local.store import LocalStore
 from .store import Leftover, ReadRange, Store
-from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, Transaction
+from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
 
 __all__ = [

@@ -9,9 +9,8 @@ from typing import Literal, Protocol
 
 from .._runtime.threads import Deadline
 from ..options import Capabilities, Durability
-from .address import StoreAddress
 from .bodies import Body
-from .transaction import Attempt, Transaction
+from .transaction import Attempt, StoreAddress, Transaction
 
 __all__ = ["Leftover", "ReadRange", "Store"]
 

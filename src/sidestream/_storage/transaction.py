@@ -12,19 +12,18 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from .._format.marker import TAIL_BYTES
 from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, Stop, Threads
 from ..errors import Closed, Conflict, DeadlineExceeded, NotDurable, OutcomeUnknown, SidestreamError
-from ..options import Durability
-from .address import StoreAddress
+from ..options import Durability, StorePolicy
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
 
-__all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "Transaction"]
+__all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "StoreAddress", "Transaction"]
 
 Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
 
@@ -42,6 +41,18 @@ WRITE_THREADS = 4
 
 _READ_BACK_S = 10.0
 _CLEAN_UP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """What another process on this machine opens the same store with: secrets included, which are never shown."""
+
+    url: str = field(repr=False)
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    policy: StorePolicy | None = None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("storage options hold credentials: they are not pickled")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from fsspec.utils import get_protocol
 from .._runtime.redact import redacted
 from ..errors import InvalidOption, MissingExtra
 from ..options import BlobStore, Capabilities, StorePolicy
-from .address import StoreAddress
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine
 from .clients.fsspec import FsspecEngine
@@ -24,6 +23,7 @@ from .clients.lazy import Kept, frozen
 from .local.store import LocalStore
 from .object_store.store import ObjectStore
 from .store import Store
+from .transaction import StoreAddress
 from .wrappers.file_cache import FileCache
 
 __all__ = ["EVERYDAY", "Location", "Where", "locate_directory", "locate_run"]

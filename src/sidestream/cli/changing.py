@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .._format.dtypes import DTYPES
+from .._format.records import DTYPES
 from ..errors import InvalidOption, SidestreamError
 from .frame import AsJson, StorageOption, TargetOption, TimeoutS, Url, app, bar, options_of, print_json, say, size, verb
 

@@ -13,7 +13,7 @@ import torch
 
 from .. import blocking
 from .._convert.source import SourceOpaque, SourceTensor, open_source
-from .._format.dtypes import itemsize
+from .._format.records import itemsize
 from .._run.steps import list_steps
 from .._runtime.threads import Deadline
 from .._storage import Where, locate_run

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from ..._runtime.threads import let_go, politely
 from ...errors import Corrupt
-from ..dtypes import DTYPES
 from ..pickles.keys import name_of
 from ..pickles.machine import Call, Global, Limits, Pairs
 from ..pickles.tensors import DtypeNames, is_dtype
 from ..pickles.unpickle import decode
-from ..records import Chunk, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..records import DTYPES, Chunk, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from ..transforms import check_transforms
 
 __all__ = ["DcpDescription", "read_dcp_description", "read_dcp_metadata"]

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 from ..._runtime.threads import politely
-from ..dtypes import itemsize
-from ..records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry
+from ..records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, itemsize
 
 __all__ = ["with_opaque_entries"]
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 
 from ...errors import Corrupt, UnsupportedCheckpoint
-from ..dtypes import DTYPES, STORAGE_DTYPES, itemsize
+from ..records import DTYPES, STORAGE_DTYPES, itemsize
 from .machine import Call, Global, Pairs, Persistent
 
 __all__ = ["TENSOR_GLOBALS", "TENSOR_REBUILDERS", "DtypeNames", "StoredTensor", "is_dtype", "read_tensor"]

@@ -16,8 +16,7 @@ from itertools import repeat
 
 from ..._runtime.threads import politely
 from ...errors import Corrupt, UnsafeObject
-from ..dtypes import itemsize
-from ..records import Node
+from ..records import Node, itemsize
 from .machine import Call, Global, Pairs, Persistent
 from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from ..._runtime.threads import politely
 from ...errors import Corrupt, UnsupportedCheckpoint
-from ..dtypes import itemsize
-from ..records import Chunk, Entry, Manifest, TensorEntry
+from ..records import Chunk, Entry, Manifest, TensorEntry, itemsize
 
 __all__ = [
     "DTYPE_NAMES",

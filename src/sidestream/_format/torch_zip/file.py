@@ -11,12 +11,11 @@ from zlib import crc32
 
 from ..._runtime.threads import politely
 from ...errors import Corrupt, KeyCollision, UnsafeObject, UnsupportedCheckpoint
-from ..dtypes import itemsize
 from ..pickles.machine import Call, Limits, Pairs
 from ..pickles.tensors import TENSOR_REBUILDERS, StoredTensor, read_tensor
 from ..pickles.unpickle import decode
 from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of
-from ..records import DictKey, Key, Node
+from ..records import DictKey, Key, Node, itemsize
 from .zip import TorchZip
 
 __all__ = ["FileTensor", "FileValue", "TorchArchive", "read_torch_file"]

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..._format.cover import TooIntricateError, find_overlap, volume
-from ..._format.dtypes import itemsize
-from ..._format.records import Key
+from ..._format.records import Key, itemsize
 from ..._format.shared import Placed, Shared, SharedRow
 from ..._runtime.threads import politely
 from ...errors import InvalidOption, UnsupportedCheckpoint

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._format.dtypes import DTYPES
-from ..._format.records import DictKey, Key
+from ..._format.records import DTYPES, DictKey, Key
 from ..._runtime.threads import politely
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint

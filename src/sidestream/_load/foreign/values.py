@@ -15,10 +15,9 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar
 import torch
 
 from ..._format.checksum import crc32
-from ..._format.dtypes import itemsize
 from ..._format.pickles.values import ValueBudget
 from ..._format.rank_files import Replica
-from ..._format.records import Chunk, Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..._format.records import Chunk, Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry, itemsize
 from ..._format.torch_zip.item import Records, open_tensor_item, open_value_item
 from ..._format.torch_zip.zip import TorchZip, is_older, is_zip
 from ..._format.transforms import UnpackBudget, require, unpack

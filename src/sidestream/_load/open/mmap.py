@@ -8,8 +8,7 @@ from mmap import mmap
 
 import torch
 
-from ..._format.dtypes import itemsize
-from ..._format.records import Entry, Manifest, TensorEntry
+from ..._format.records import Entry, Manifest, TensorEntry, itemsize
 from ..._runtime.threads import Deadline, io_threads, politely
 from ..._runtime.torch_probes import dtype_from_name
 from ..._storage import Location

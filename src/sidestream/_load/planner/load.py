@@ -13,8 +13,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ..._format.digest import digest_check
-from ..._format.dtypes import itemsize
-from ..._format.records import Manifest, TensorEntry
+from ..._format.records import Manifest, TensorEntry, itemsize
 from ..._group import Operation
 from ..._layout.torch_planner import Asked, asked_load_planner, packed, unpacked
 from ..._runtime.caller import call

@@ -14,9 +14,8 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..._format.dtypes import DTYPES
 from ..._format.frame import frame_tensor
-from ..._format.records import Node
+from ..._format.records import DTYPES, Node
 from ..._format.shard import ShardLayout, lay_out
 from ..._format.torch_zip.item import check_value_item, open_value_item
 from ..._layout.save_layout import window_bytes_for, window_copies

@@ -15,10 +15,9 @@ from pathlib import Path
 from ..._runtime.threads import Deadline, Stop, io_threads
 from ...errors import Conflict, StorageError, from_os_error
 from ...options import Capabilities, Durability
-from ..address import StoreAddress
 from ..bodies import Body
 from ..store import Leftover, ReadRange
-from ..transaction import Attempt, Transaction
+from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import RACES, RETIRED, make_root, remove_tree, sync_directory, take_away
 from .read import map_file, read_ranges, read_tail, size_of, sizes_in
 from .transaction import LocalTransaction

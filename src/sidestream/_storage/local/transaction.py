@@ -14,9 +14,8 @@ from pathlib import Path
 from ..._runtime.threads import Deadline, Stop, Threads, io_threads
 from ...errors import Conflict, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
 from ...options import Durability
-from ..address import StoreAddress
 from ..bodies import Body
-from ..transaction import Attempt, Transaction
+from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
     is_directory,
     is_vacant,

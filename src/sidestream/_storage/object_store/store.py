@@ -14,14 +14,13 @@ from typing import Any, TypeVar
 from ..._runtime.threads import Deadline, io_threads
 from ...errors import AccessDenied, Corrupt
 from ...options import BlobInfo, Capabilities, Durability, StorePolicy
-from ..address import StoreAddress
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.io_loop import on_io_loop
 from ..clients.requests import Requests
 from ..coalesce import coalesce
 from ..store import Leftover, ReadRange
-from ..transaction import Attempt, Transaction
+from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket
 from .names import id_of

@@ -23,11 +23,10 @@ from ...errors import (
     without_frames,
 )
 from ...events import PromiseLost, emit
-from ..address import StoreAddress
 from ..bodies import Body
 from ..clients.io_loop import Call, on_io_loop
 from ..clients.requests import is_uncertain, translated
-from ..transaction import Attempt, Transaction
+from ..transaction import Attempt, StoreAddress, Transaction
 from .bucket import Bucket
 from .names import id_of, name_with_id
 from .parts import part_bytes_for
