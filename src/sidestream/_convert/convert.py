@@ -17,7 +17,7 @@ from .._format.safetensors.read import SUFFIX
 from .._layout.cast import castable
 from .._layout.ranges import PIECE_BYTES
 from .._layout.select import selected
-from .._load.foreign.single_file import TORCH_SUFFIXES
+from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, io_threads, politely

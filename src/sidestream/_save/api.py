@@ -77,8 +77,8 @@ async def save(
     which leaves the interpreter to the trainer (``SaverChoice``). The whole save has ``timeout_s``.
 
     ``url`` is a path, or what fsspec understands: ``s3://``, ``gs://``, ``az://``, ``memory://`` and so on, with
-    ``storage_options`` as fsspec users write them, or a ``filesystem`` object that has them already. ``store_policy``
-    says how object storage is talked to.
+    ``storage_options`` as fsspec users write them. ``filesystem`` is an fsspec file system that has them already, or a
+    store of your own (``sidestream.options.BlobStore``). ``store_policy`` has the settings of the requests.
 
     Where ``torch.distributed`` is initialized this is a call of all ranks together, or of those in ``process_group``,
     each with its own part of the state (``docs/ranks.md``); ``process_group="alone"`` saves from this process only.

@@ -6,13 +6,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import BinaryIO
+
+import torch
 
 from ..._format.dcp.metadata import read_dcp_metadata
-from ..._format.file_kinds import HEAD_BYTES, other_kind
+from ..._format.file_kinds import HEAD_BYTES, other_kind, part_of_checkpoint
 from ..._format.marker import METADATA_NAME
 from ..._format.pickles.opaque import with_opaque_entries
 from ..._format.rank_files import is_rank_file, merge_ranks, rank_files
-from ..._format.records import Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..._format.records import Chunk, EmptyEntry, Entry, ForeignPayload, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from ..._format.safetensors.read import (
     INDEX_NAME,
     PREFIX_BYTES,
@@ -25,17 +28,22 @@ from ..._format.safetensors.read import (
     parse_index,
     shards_of,
 )
+from ..._format.torch_zip.file import FileTensor, FileValue, read_torch_file
+from ..._format.torch_zip.zip import other_zip
 from ..._format.validate import check_item
 from ..._runtime.threads import Deadline, io_threads, politely
 from ..._storage import ReadRange, Store
-from ...errors import Corrupt, UnsupportedCheckpoint, allocating
-from .values import agree
+from ...errors import Corrupt, UnsafeObject, UnsupportedCheckpoint, allocating
+from .values import StoreFile, agree
 
 __all__ = [
+    "FILE_SUFFIXES",
     "MOST_METADATA_BYTES",
+    "TORCH_SUFFIXES",
     "find_other_kind",
     "is_foreign",
     "read_file",
+    "read_file_manifest",
     "read_foreign_manifest",
     "read_safetensors_file",
 ]
@@ -261,3 +269,62 @@ class _Content:
         if self._empty > max(_MOST_EMPTY_PAGES, self._pages // 2):
             raise Corrupt(f"{self._name} consists mostly of zeros: it is sparse or damaged", file=self._name)
         self.raw += piece
+
+
+# --- a single file as a checkpoint: one of torch.save, or of safetensors ---
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+FILE_SUFFIXES = (SUFFIX, *TORCH_SUFFIXES)
+"""What the names of single files end with."""
+
+
+async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Deadline) -> Manifest:
+    """Of a file at the root of ``store``; not yet validated. Everything in it is data, and no payload is read.
+
+    Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``KeyCollision``."""
+    if name.endswith(SUFFIX):
+        return await read_safetensors_file(store, ".", name, {name: nbytes}, deadline)
+    reader = StoreFile(store, name, nbytes, deadline)
+
+    def read(file: BinaryIO) -> Manifest:
+        try:
+            found = read_torch_file(file, nbytes)
+        except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
+            what = other_zip(file, nbytes)
+            if what is None:
+                raise
+            raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
+        return Manifest("", _entries(found, name), {name: nbytes})
+
+    try:
+        return await reader.run(read, 1 << 16)
+    except (Corrupt, UnsupportedCheckpoint) as error:
+        if part_of_checkpoint(name):
+            raise UnsupportedCheckpoint(
+                f"{name} is one file of a checkpoint: use the path of the directory that contains it"
+            ) from error
+        what = await find_other_kind(store, name, nbytes, deadline)
+        if what is not None:
+            raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
+        raise
+
+
+def _entries(found: Mapping[str, FileTensor | FileValue], name: str) -> dict[str, Entry]:
+    return {
+        fqn: _tensor(one, name)
+        if isinstance(one, FileTensor)
+        else EmptyEntry(one.path)
+        if one.empty
+        else ValueEntry(one.path, name, 0, 0, one.node)
+        for fqn, one in politely(found.items())
+    }
+
+
+def _tensor(one: FileTensor, name: str) -> TensorEntry:
+    stored = one.stored
+    row_major = torch.empty(stored.shape, device="meta").stride() == stored.strides
+    whole = row_major and not stored.storage_offset
+    payload = ForeignPayload(one.crc, stored.storage_bytes, None if whole else stored.strides, stored.storage_offset)
+    offsets = (0,) * len(stored.shape)
+    chunk = Chunk(offsets, stored.shape, name, one.start, stored.storage_bytes, one.start, told=payload)
+    return TensorEntry(one.path, stored.dtype, stored.shape, (chunk,))

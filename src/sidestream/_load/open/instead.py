@@ -11,8 +11,7 @@ from ..._runtime.threads import Deadline, io_threads, politely
 from ..._storage import Store
 from ..._storage.names import parse_step, step_name
 from ...errors import SidestreamError
-from ..foreign.manifests import is_foreign
-from ..foreign.single_file import TORCH_SUFFIXES
+from ..foreign.manifests import TORCH_SUFFIXES, is_foreign
 from .steps import Step, newest_committed, steps_among
 
 __all__ = ["what_is_there"]

@@ -18,8 +18,7 @@ from ..._runtime.threads import Deadline, io_threads
 from ..._storage import Location, Store
 from ...errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
 from ..foreign.independent_parts import check_sizes, is_whole, read_apart, read_part_markers
-from ..foreign.manifests import is_foreign, read_file, read_foreign_manifest
-from ..foreign.single_file import FILE_SUFFIXES, read_file_manifest
+from ..foreign.manifests import FILE_SUFFIXES, is_foreign, read_file, read_file_manifest, read_foreign_manifest
 from .instead import what_is_there
 from .steps import about, own_manifest_among, read_marker
 
