@@ -212,8 +212,9 @@ def observe(observer: Observer) -> Iterator[None]:
 
 
 def emit(event: Event) -> None:
-    """Tell the observers, and the log: a lost promise or process is a warning there, all else is for debugging."""
-    _log.log(logging.WARNING if isinstance(event, (PromiseLost, SaverGone)) else logging.DEBUG, "%s", event)
+    """Call the observers. Troubles are logged too: a lost promise or process as a warning, all else for debugging."""
+    if not isinstance(event, SaveEvent):
+        _log.log(logging.WARNING if isinstance(event, (PromiseLost, SaverGone)) else logging.DEBUG, "%s", event)
     for observer in _observers:
         try:
             observer(event)

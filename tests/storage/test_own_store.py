@@ -126,8 +126,8 @@ async def test_without_create_only_it_is_looked_first(store: DirectoryStore, mon
     with events.observe(seen.append):
         await sidestream.save(state(), URL, **keywords(plain))
         await sidestream.save(state(), "run/other", **keywords(plain))
-    assert [type(one) for one in seen] == [events.PromiseLost]
-    assert "Wrapped has no conditional put" in str(seen[0])
+    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.PromiseLost]
+    assert any("Wrapped has no conditional put" in str(one) for one in seen)
     assert plain.counts["create"] == 0
     await assert_loads(store)
     with pytest.raises(errors.Conflict):
@@ -279,7 +279,7 @@ async def test_every_operation_is_repeated(when: Literal["before", "after"], tmp
         seen: list[events.Event] = []
         with events.observe(seen.append):
             await sidestream.save(state(), URL, **keywords(Wrapped(store, fault, seed=number), retries=1))
-        assert [type(one) for one in seen] == [events.Retried]
+        assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.Retried]
         await assert_loads(store)
 
 

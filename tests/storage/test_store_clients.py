@@ -199,7 +199,7 @@ async def test_a_storage_that_lists_no_uploads(s3: S3Server, engine: str, status
     seen: list[events.Event] = []
     with events.observe(seen.append):
         await sidestream.save(STATE, place.url(), **place.keywords)
-    assert seen == []
+    assert [one for one in seen if not isinstance(one, events.SaveEvent)] == []
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -210,7 +210,7 @@ async def test_uploads_that_could_not_be_listed(s3: S3Server, engine: str) -> No
     seen: list[events.Event] = []
     with events.observe(seen.append):
         await sidestream.save(STATE, place.url(), **place.keywords)
-    assert [type(one) for one in seen] == [events.PromiseLost]
+    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.PromiseLost]
     async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
         store = checkpoints._store
         with pytest.raises(errors.StorageError, match="listing the uploads"):
