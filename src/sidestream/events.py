@@ -175,7 +175,7 @@ class SaveFailed(SaveEvent):
     ``outcome`` says whether the checkpoint is there: a commit whose last sync failed is ``"committed"`` all the
     same."""
 
-    phase: Literal["start", "plan", "write", "commit"]
+    phase: Literal["plan", "write", "commit"]
     error_type: str
     reason: str
     outcome: Literal["committed", "absent", "unknown"]

@@ -51,6 +51,7 @@ class CopyingWriter:
 async def run_here(order: SaveOrder, write: Callable[[Transaction], Awaitable[Any]], layout: Layout) -> None:
     """Run a save in the task of the caller, and settle it if the loop of that task ends."""
     operation = SaveOperation(order=order, writer=CopyingWriter(order, write), layout=layout, coordinator=Solo(order))
+    order.lifecycle.started()
     watched = watch(_Unfinished(f"{_DOING[order.verb]} to {order.location.url}", operation))
     try:
         await operation.run(asyncio.get_running_loop().create_future())

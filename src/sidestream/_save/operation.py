@@ -203,7 +203,6 @@ class SaveOperation:
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         lifecycle = self.order.lifecycle
-        lifecycle.started()
         try:
             committed = await self._run(staged)
         except BaseException as error:

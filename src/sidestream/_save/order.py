@@ -37,9 +37,9 @@ class Lifecycle:
     def __init__(self, save: SaveContext) -> None:
         self.seconds: dict[str, float] = {}
         self._save = save
-        self._phase: Literal["start", "plan", "write", "commit"] = "start"
+        self._phase: Literal["plan", "write", "commit"] = "plan"
         self._began = time.monotonic()
-        self._ended = False
+        self._open = False  # started, and not ended
 
     @classmethod
     def of_rank(cls, url: str, operation: Operation) -> Lifecycle:
@@ -51,7 +51,7 @@ class Lifecycle:
         self.seconds.setdefault(phase, time.monotonic() - self._began)
 
     def started(self) -> None:
-        self._phase = "plan"
+        self._open = True
         emit(SaveStarted(self._save))
 
     def planned(self, save_id: str) -> None:
@@ -69,14 +69,14 @@ class Lifecycle:
         emit(SaveWritten(self._save, nbytes))
 
     def committed(self, nbytes: int, seconds: Mapping[str, float]) -> None:
-        self._ended = True
+        self._open = False
         emit(SaveCommitted(self._save, nbytes, seconds))
 
     def failed(self, error: BaseException, outcome: Outcome) -> None:
         """Emit the end of a save that was not acknowledged, unless it has ended before or never started."""
-        if self._ended or self._phase == "start":
+        if not self._open:
             return
-        self._ended = True
+        self._open = False
         if isinstance(error, Skipped):
             emit(SaveSkipped(self._save, str(error)))
         else:

@@ -21,7 +21,7 @@ from .._runtime.threads import Deadline, Stop, Threads, release_in_background, r
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager
 from .._storage import WRITE_THREADS, Body
-from ..errors import Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
+from ..errors import Aborted, Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
 from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
@@ -109,6 +109,7 @@ class LiveWriter:
         try:
             self._done = self._threads.submit(self._work, launch.succeeded)
             stage.launch()
+            order.lifecycle.started()  # before the writing thread can report a plan
             withdrawn_with_caller(self)
             launch.succeeded.put(True)
             stage.settle()
@@ -162,6 +163,7 @@ class LiveWriter:
         """End a save that nobody will await, and remove what it wrote. For the launching thread; does not wait."""
         self._withdrawn = True
         self.interrupt()
+        self._order.lifecycle.failed(Aborted("the caller was interrupted"), "absent")
         if self._done is not None and self._done.done():  # before it could see that
             release_in_background(self._discard, "sidestream-abandoned")
 
