@@ -245,9 +245,10 @@ class Group:
 
     def _leave_other(self) -> None:
         """On any other rank: find out whether rank 0 has committed."""
-        operation, transaction = self._operation, self._order.transaction
+        operation = self._operation
         if operation.step != "commit":
             return
+        transaction = self._order.transaction
         from .._storage.clients.io_loop import Call  # imports fsspec
 
         wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))

@@ -236,8 +236,8 @@ class SaveOperation:
         self.writer.interrupt()
 
     def leave(self, *, stuck: bool) -> None:
-        self.writer.leave()
         try:
+            self.writer.leave()
             self.coordinator.leave(stuck=stuck)
         finally:
             self.order.lifecycle.failed(Aborted("the event loop has ended"), self.outcome)

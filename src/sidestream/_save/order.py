@@ -18,6 +18,7 @@ from ..errors import Skipped
 from ..events import (
     SaveCommitted,
     SaveContext,
+    SaveEvent,
     SaveFailed,
     SavePlanned,
     SaveSkipped,
@@ -40,6 +41,7 @@ class Lifecycle:
         self._phase: Literal["plan", "write", "commit"] = "plan"
         self._began = time.monotonic()
         self._open = False  # started, and not ended
+        self._lock = threading.RLock()  # phases end in different threads; an observer may end the save
 
     @classmethod
     def of_rank(cls, url: str, operation: Operation) -> Lifecycle:
@@ -50,37 +52,48 @@ class Lifecycle:
         """Record that ``phase`` has ended, the first time that this is called for it."""
         self.seconds.setdefault(phase, time.monotonic() - self._began)
 
-    def started(self) -> None:
-        self._open = True
-        emit(SaveStarted(self._save))
+    def started(self, world: int | None = None) -> None:
+        """Emit the beginning. ``world``: the number of ranks, where another library has brought them together."""
+        with self._lock:
+            self._save = self._save if world is None else replace(self._save, world=world)
+            self._open = True
+            emit(SaveStarted(self._save))
 
     def planned(self, save_id: str) -> None:
-        self._phase = "write"
-        self._save = replace(self._save, save_id=save_id)
-        emit(SavePlanned(self._save))
+        with self._lock:
+            self._phase = "write"
+            self._save = replace(self._save, save_id=save_id)
+            self._emit(SavePlanned(self._save))
 
     def staged(self) -> None:
-        self.mark("staged")
-        emit(SaveStaged(self._save))
+        with self._lock:
+            self.mark("staged")
+            self._emit(SaveStaged(self._save))
 
     def written(self, nbytes: int) -> None:
-        self.mark("written")
-        self._phase = "commit"
-        emit(SaveWritten(self._save, nbytes))
+        with self._lock:
+            self.mark("written")
+            self._phase = "commit"
+            self._emit(SaveWritten(self._save, nbytes))
 
     def committed(self, nbytes: int, seconds: Mapping[str, float]) -> None:
-        self._open = False
-        emit(SaveCommitted(self._save, nbytes, seconds))
+        with self._lock:
+            self._emit(SaveCommitted(self._save, nbytes, seconds))
+            self._open = False
 
     def failed(self, error: BaseException, outcome: Outcome) -> None:
         """Emit the end of a save that was not acknowledged, unless it has ended before or never started."""
-        if not self._open:
-            return
-        self._open = False
-        if isinstance(error, Skipped):
-            emit(SaveSkipped(self._save, str(error)))
-        else:
-            emit(SaveFailed(self._save, self._phase, type(error).__name__, str(error), outcome))
+        with self._lock:
+            if isinstance(error, Skipped):
+                self._emit(SaveSkipped(self._save, str(error)))
+            else:
+                self._emit(SaveFailed(self._save, self._phase, type(error).__name__, str(error), outcome))
+            self._open = False
+
+    def _emit(self, event: SaveEvent) -> None:
+        """Emit ``event`` of a save that has started and not ended: a thread that was left behind emits nothing."""
+        if self._open:
+            emit(event)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from .._runtime.tasks import supervise
 from .._runtime.threads import Deadline, Stop, Threads
-from .._staging import SnapshotReader
+from .._staging import SnapshotReader, clean
 from .._storage import Location
-from ..errors import Closed, SnapshotLost
+from ..errors import SnapshotLost
 from .order import SaveOrder
 from .pending import PendingSave
 
@@ -23,9 +23,9 @@ class Sink(Protocol):
     committed."""
 
     def read(self, snapshot: SnapshotReader[Any], deadline: Deadline, stop: Stop) -> Any:
-        """Read the windows of a snapshot, and return the result of the sink. Called in a thread. It has to be inside of
-        one window at a time. Where it raises ``SnapshotLost`` it has to undo what it did: ``read_checkpoint`` starts
-        over."""
+        """Read the windows of a snapshot, one after the other, and return the result of the sink. Called in a thread.
+        Where this raises ``SnapshotLost`` it undoes what it did, because ``read_checkpoint`` starts over. Memory of a
+        window is kept for as long as any view or tensor over it exists."""
 
     async def read_checkpoint(self, checkpoint: Location, deadline: Deadline) -> Any:
         """Read the committed checkpoint, and return the result of the sink."""
@@ -42,6 +42,7 @@ class PendingSink:
         self._sink = sink
         self._order = order
         self._save = save
+        self._snapshot = snapshot
         self._stop = Stop()
         self._threads = Threads("sidestream-sink", 1)
         self._read: Future[Any] | None = None
@@ -79,6 +80,8 @@ class PendingSink:
         """The task has ended, perhaps before its first step."""
         self._stop.set()
         self._threads.close()
+        if self._snapshot is not None:
+            self._snapshot.close()  # the thread may not have begun
         if not self._result.done():
             self._result.cancel()
 
@@ -87,14 +90,13 @@ class PendingSink:
         if self._read is not None:
             try:
                 return await self._threads.wait(self._read, "a sink", stop=self._stop, deadline=order.deadline)
-            except (SnapshotLost, Closed):  # Closed: the save has ended, and stopped the copies
-                if self._stop.is_set():
-                    raise
+            except SnapshotLost:
+                pass
         await self._save.ended()
         if self._save.outcome != "committed":
             raise SnapshotLost(
-                f"the staged memory was needed by another stage, and {order.location.url} was not saved, which could "
-                "have been read in its place"
+                f"the snapshot could not be read to its end, and {order.location.url} was not saved, which could have "
+                "been read in its place"
             )
         return await self._sink.read_checkpoint(order.location, Deadline.after(order.deadline.timeout_s))
 
@@ -102,5 +104,10 @@ class PendingSink:
 def _read(sink: Sink, snapshot: SnapshotReader[Any], deadline: Deadline, stop: Stop) -> Any:
     try:
         return sink.read(snapshot, deadline, stop)
+    except Exception as error:
+        raise clean(error, "the thread of a sink") from None  # its frames refer to staged memory
+    except BaseException as error:  # SystemExit in this thread is not the end of the program
+        ended = f"a sink was ended by {type(error).__name__}: {error}"
     finally:
         snapshot.close()
+    raise RuntimeError(ended)  # here, because its context would keep the frames too

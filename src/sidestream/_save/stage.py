@@ -92,8 +92,10 @@ class LaidOutStage:
 
     @property
     def copied(self) -> Future[Any] | None:
-        if self._staging is not None:
-            return self._staging.copied
+        return None if self._staging is None else self._staging.copied
+
+    @property
+    def first(self) -> Future[Any] | None:
         return None if self._first is None else self._first.future
 
     def launch(self) -> None:
@@ -172,7 +174,8 @@ class LaidOutStage:
             self._staging.release()
 
     def drop(self) -> None:
-        """Do nothing: the stage has released its memory."""
+        if self._first is not None:
+            self._first.drop()
 
     def progress(self) -> SaveProgress:
         laid = None if self._staging is None else self._staging.laid

@@ -49,7 +49,11 @@ class Stage(Protocol):
 
     @property
     def copied(self) -> Future[Any] | None:
-        """Resolved when no copy reads a source or writes into memory any more; None: there is no copy."""
+        """Resolved when no copy of ours reads a source or writes into memory any more; None: there is none."""
+
+    @property
+    def first(self) -> Future[Any] | None:
+        """Resolved with the copy of a stager of another kind, which nothing can stop; None: it is not waited for."""
 
     def launch(self) -> None:
         """Start the copies, in the thread of the caller."""
@@ -101,7 +105,7 @@ class LiveWriter:
         self._stage = stage
         self._ready = ready
         self._stop = Stop()
-        self._withdrawn = False  # the caller was interrupted and will not await this save
+        self._launched = self._withdrawn = False  # withdrawn: the caller was interrupted and will not await this save
         self._done: Future[Any] | None = None
         # First: starting a thread releases the GIL, which the stager's thread would then keep for a while.
         launch = _Launch()
@@ -109,6 +113,7 @@ class LiveWriter:
         try:
             self._done = self._threads.submit(self._work, launch.succeeded)
             stage.launch()
+            self._launched = True
             order.lifecycle.started()  # before the writing thread can report a plan
             withdrawn_with_caller(self)
             launch.succeeded.put(True)
@@ -137,15 +142,15 @@ class LiveWriter:
         """Release all memory; no copy reads a source or writes into memory any more when this returns.
 
         The wait for a device that hangs ends at the deadline, or after 5 s if the save was signalled to stop: its
-        copies keep their memory until they end.
+        copies keep their memory until they end. The wait for the copy of a stager of another kind ends after 5 s.
         """
         self._stage.give_way()
-        copied = self._stage.copied
+        copied, first = self._stage.copied, self._stage.first
+        if first is not None:
+            await _ended(first, _GRACE_S)
         if copied is not None:
-            ended = asyncio.wrap_future(copied)
-            ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # the save itself reports it
-            patience_s = _GRACE_S if self._stop.is_set() else max(self._order.deadline.remaining_s(), _GRACE_S)
-            await asyncio.wait([ended], timeout=patience_s)
+            stopped = self._stop.is_set()
+            await _ended(copied, _GRACE_S if stopped else max(self._order.deadline.remaining_s(), _GRACE_S))
         self._stage.drop()
         if self._stage.own is not None:
             hangs = copied is not None and not copied.done()
@@ -164,12 +169,12 @@ class LiveWriter:
         self._withdrawn = True
         self.interrupt()
         self._order.lifecycle.failed(Aborted("the caller was interrupted"), "absent")
-        if self._done is not None and self._done.done():  # before it could see that
-            release_in_background(self._discard, "sidestream-abandoned")
+        if self._done is not None and self._launched:  # the thread may have ended before it could see that
+            self._done.add_done_callback(lambda _: release_in_background(self._discard, "sidestream-abandoned"))
 
     def leave(self) -> None:
         used = [one for one in (self._done, self._stage.copied) if one is not None]
-        wait(used, self._order.deadline.remaining_s() + _GRACE_S)
+        wait(used, self._order.deadline.remaining_s() + _GRACE_S)  # a copy of another stager is not waited for
         self._stage.drop()
         self._close_own()
 
@@ -208,6 +213,12 @@ class LiveWriter:
         """Remove what was written, and free the memory of a save whose caller was interrupted. Called in a thread."""
         self._order.transaction.discard_here()
         self._close_own()
+
+
+async def _ended(copied: Future[Any], patience_s: float) -> None:
+    ended = asyncio.wrap_future(copied)
+    ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # the save itself reports it
+    await asyncio.wait([ended], timeout=patience_s)
 
 
 def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.Future[None]) -> None:
@@ -258,3 +269,7 @@ class FirstCopy:
             return copy
         finally:
             del copy  # an error refers to this frame
+
+    def drop(self) -> None:
+        """Drop the reference to a copy that has not been returned."""
+        self._copy = None

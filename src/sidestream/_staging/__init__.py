@@ -13,7 +13,7 @@ from .host import HostEngine
 from .image import Copy, ImageLayout, StagedImage
 from .plans import PlanCache, fingerprint
 from .snapshot import SnapshotReader
-from .stage import Staging
+from .stage import Staging, clean
 from .stager import AsyncStager
 from .tree import StagedState
 
@@ -44,5 +44,6 @@ __all__ = [
     "StagingFuture",
     "TorchDriver",
     "capture",
+    "clean",
     "fingerprint",
 ]

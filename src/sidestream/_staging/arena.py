@@ -139,11 +139,12 @@ class Lease:
         memory = self._memory()
         return None if memory is None or memory.descriptor is None else memory  # type: ignore[return-value]
 
-    def offer(self, take_back: Callable[[], None]) -> Callable[[], None]:
-        """Nobody needs it unless something goes wrong: ``take_back``, which releases it, is called at most once, when a
-        thread would otherwise wait for memory, in that thread. It must not block. Returns what withdraws the offer."""
+    def offer(self, take_back: Callable[[], None], *, by_sink: bool = False) -> Callable[[], None]:
+        """Offer memory that is needed only if something goes wrong, or only ``by_sink``: ``take_back``, which releases
+        it, is called at most once, when a thread would otherwise wait for memory, in that thread. It must not block.
+        Returns what withdraws the offer."""
         arena = self._arena()
-        return _nothing if arena is None else arena.take_offer(take_back)
+        return _nothing if arena is None else arena.take_offer(take_back, by_sink=by_sink)
 
     @property
     def array(self) -> ctypes.Array[ctypes.c_char]:
@@ -174,6 +175,7 @@ class Arena:
         self._backing = backing
         self._pinner: tuple[Pinner, Hashable] | None = None
         self._offers: dict[object, Callable[[], None]] = {}
+        self._sink_offers: dict[object, Callable[[], None]] = {}
         self._segments: list[_Segment] = []
         self._turn = threading.Lock()
         # Finalizers run wherever the last reference dies, perhaps in a thread that holds a lock of ours, so they may
@@ -225,13 +227,13 @@ class Arena:
     def shared_memory(self) -> list[SharedMemory]:
         return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]  # type: ignore[misc]
 
-    def take_offer(self, take_back: Callable[[], None]) -> Callable[[], None]:
+    def take_offer(self, take_back: Callable[[], None], *, by_sink: bool) -> Callable[[], None]:
         """See ``Lease.offer``."""
-        key = object()
-        self._offers[key] = take_back
+        key, offers = object(), self._sink_offers if by_sink else self._offers
+        offers[key] = take_back
         if self._waiters:
             self.wake()
-        return lambda: self._offers.pop(key, None) and None
+        return lambda: offers.pop(key, None) and None
 
     def pin(self, pinner: Pinner, device: Hashable) -> None:
         """Register every segment, including future ones, with ``pinner`` through ``device``. Blocks; raises what
@@ -365,11 +367,13 @@ class Arena:
                 raise self._exhausted(request) from None
 
     def _take_back(self) -> bool:
-        """Take one offer, if there is any."""
+        """Take one offer, if there is any: the oldest of a sink, which starts over from a checkpoint, before those
+        without which a lost saver process is the end of a save."""
+        offers = self._sink_offers or self._offers
         try:
-            _, take_back = self._offers.popitem()
-        except KeyError:
-            return False
+            _, take_back = offers.popitem() if offers is self._offers else (None, offers.pop(next(iter(offers))))
+        except (KeyError, StopIteration, RuntimeError):  # withdrawn by another thread at this moment
+            return bool(self._sink_offers or self._offers)
         take_back()
         return True
 

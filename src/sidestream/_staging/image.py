@@ -152,19 +152,21 @@ class StagedImage:
 
     def read(self, reader: int, *, deadline: Deadline, stop: Stop) -> memoryview:
         """Block until all of it has been staged, and return a view of it, of which only payloads have defined contents.
-        Memory that is taken back stays as it is until the view is released.
+        Memory that is taken back stays as it is until the last view or tensor over it is gone.
 
         Raises ``SnapshotLost`` if the memory was taken back, what made the stage fail, ``DeadlineExceeded``, and
         ``Closed`` once ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
+            if reader not in self._others:
+                raise SnapshotLost("this window was read before, or the state did not fit into free staging memory")
             while self._filled < self.nbytes:
                 stop.check()
                 if self._error is not None:
                     raise self._error.with_traceback(None)
                 if not self._changed.wait(deadline.remaining_s()):
                     raise deadline.exceeded(f"staging of {self.nbytes} bytes")
-            if self._lease is None or self._taken or reader not in self._others:
+            if self._lease is None or self._taken:
                 raise SnapshotLost("the staged memory was taken back for another stage")
             return self._lease.view.toreadonly()
 
@@ -179,7 +181,7 @@ class StagedImage:
         if self._lease is None or self._writers or not self._released:
             return
         if self._others and self._filled >= self.nbytes and not self._taken:
-            self._withdraw = self._withdraw or self._lease.offer(self._take_back)
+            self._withdraw = self._withdraw or self._lease.offer(self._take_back, by_sink=True)
             return
         self._lease.release()
         if self._withdraw is not None:

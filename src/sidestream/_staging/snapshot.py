@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from .._runtime.threads import Deadline, Stop, result_of
-from ..errors import SnapshotLost
+from ..errors import Closed, SnapshotLost
 from .stage import Laid, Staging
 
 __all__ = ["SnapshotReader"]
@@ -18,9 +18,11 @@ P = TypeVar("P", bound=Laid)
 class SnapshotReader(Generic[P]):
     """A reader of the payloads in a stage, which never delays the stage or its first reader.
 
-    Each window is read once, in any order, by one thread at a time. The reader holds no window but the one that it is
-    reading: when another stage waits for memory, all others can be taken back, and ``window`` raises ``SnapshotLost``.
-    The same is raised for a state that does not fit into free memory, so that it only passes through. Call ``close``.
+    Each window is read once, in any order, by one thread at a time. Its memory is kept until the last view or tensor
+    over it is gone, so the reader drops one window before it reads the next. When another stage waits for memory, all
+    windows that are not being read can be taken back, and ``window`` raises ``SnapshotLost``. The same is raised for a
+    state that does not fit into free memory, so that it only passes through, and where the save has stopped the copies.
+    Call ``close``.
     """
 
     def __init__(self, staging: Staging[P], number: int) -> None:
@@ -30,22 +32,31 @@ class SnapshotReader(Generic[P]):
     def plan(self, *, deadline: Deadline, stop: Stop) -> P:
         """Block until it is known what lies where, and return that. Raises what made the stage fail, ``Closed`` once
         ``stop`` is set, and ``DeadlineExceeded``."""
-        return result_of(self._staging.laid, stop, deadline, "planning")
+        try:
+            return result_of(self._staging.laid, stop, deadline, "planning")
+        except Closed as error:
+            raise _lost(error, stop) from error
 
     @contextmanager
     def window(self, index: int, *, deadline: Deadline, stop: Stop) -> Iterator[memoryview]:
         """Block until a window has been staged, and return its memory for the time of the context. Only the payloads in
         it have defined contents. Raises what ``plan`` raises, and ``SnapshotLost``."""
-        images = self._staging.images
-        if index >= len(images):
-            raise SnapshotLost("this stage has no such window")
-        view = images[index].read(self._number, deadline=deadline, stop=stop)
+        image = self._staging.images[index]
+        try:
+            view = image.read(self._number, deadline=deadline, stop=stop)
+        except Closed as error:
+            raise _lost(error, stop) from error
         try:
             yield view
         finally:
-            view.release()
-            images[index].leave(self._number)
+            del view  # not released: torch.frombuffer() keeps a view without an export that would prevent it
+            image.leave(self._number)
 
     def close(self) -> None:
         """Give up what has not been read. Idempotent; may be called in any thread."""
         self._staging.leave(self._number)
+
+
+def _lost(error: Closed, stop: Stop) -> Closed | SnapshotLost:
+    """Return the error to raise for ``error``, which says that the copies were stopped, unless ``stop`` is set."""
+    return error if stop.is_set() else SnapshotLost("the save has ended before everything was staged")

@@ -75,6 +75,8 @@ class Staging(Generic[P]):
         """The stager's part, queued or running."""
         self.readers = frozenset(range(readers))
         """The numbers of further readers that have not left."""
+        self.held_bytes = 0
+        """How much memory they may keep that no other stage can take back."""
         self._captured: Captured | None = captured
         self._lock = threading.Lock()
         self._parts = 1

@@ -54,6 +54,7 @@ __all__ = ["AsyncStager"]
 
 _GRACE_S = 5.0
 _STOPPED_S = 1.0
+_HELD_SHARE = 4  # of the budget, for windows that further readers are inside of
 P = TypeVar("P", bound=Laid)
 _Image: TypeAlias = tuple[ImageLayout, StagedImage]
 _IS_CPU = attrgetter("is_cpu")
@@ -118,6 +119,7 @@ class AsyncStager:
         self._lock = threading.Lock()
         self._ledger = Ledger()
         self._stagings: list[Staging[Any]] = []
+        self._read: list[Staging[Any]] = []  # those that further readers read
         self._closed = False
 
     # --- what users call ---
@@ -498,13 +500,25 @@ class AsyncStager:
 
     def _stays(self, staging: Staging[P], plan: P) -> bool:
         """Whether the whole stage fits into memory that is free now, so that further readers may keep it. Each of them
-        may hold one window for any time, which no other stage can take back, so that much has to be free besides."""
+        may keep two windows for any time, which no other stage can take back: the one that it reads and, while it waits
+        for the next, the one before. So that much has to be free besides, and all stages together may lose no more than
+        a quarter of the budget in this way."""
         if not staging.readers or not plan.images:
             return False
         images = [whole_pages(layout.nbytes) for layout in plan.images]
         scratch = [] if staging.device is None else staging.device.scratch
-        held = max(images) * len(staging.readers)
-        return sum(images) + sum(map(whole_pages, scratch)) + held <= self._arena.free_bytes
+        held = 2 * max(images) * len(staging.readers)
+        with self._lock:
+            self._read = [one for one in self._read if one.readers]
+            others = sum(one.held_bytes for one in self._read)
+            stays = (
+                others + held <= self.budget_bytes // _HELD_SHARE
+                and sum(images) + sum(map(whole_pages, scratch)) + held <= self._arena.free_bytes
+            )
+            if stays:
+                staging.held_bytes = held
+                self._read.append(staging)
+        return stays
 
     def _pin(self, driver: Driver, device: Hashable, names: Callable[[], Sequence[str]] = tuple) -> None:
         """Register the memory of the arena with ``device``, which this thread has entered."""

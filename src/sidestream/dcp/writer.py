@@ -22,7 +22,7 @@ from torch.futures import Future
 from .._layout.objects import allowed_types
 from .._runtime.threads import Deadline, Stop, Threads, io_threads
 from .._save.operation import RankReceipt, Solo, check_shared
-from .._save.order import SaveOrder
+from .._save.order import Lifecycle, SaveOrder
 from .._save.planner.independent import Independent, tag_of
 from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.layout import PlannerLayout, receipt_for
@@ -170,11 +170,15 @@ class StorageWriter(DcpStorageWriter):
             sent = [replace(sent[0], rank=self._apart.rank)]
         save.sent, save.alone = sent[0], len(plans) == 1
         order = save.order = self._order(save, sent[0], self._kind)
-        save.coordinator = self._coordinator(order)
-        order.lifecycle.started()
+        order.lifecycle.started(None if self._apart is not None else len(plans))
         order.lifecycle.planned(order.told_id)
-        order.transaction.write_here(())
-        save.net = weakref.finalize(self, _discard, order.transaction)
+        try:
+            save.coordinator = self._coordinator(order)
+            order.transaction.write_here(())
+        except BaseException as error:
+            order.lifecycle.failed(error, order.outcome)
+            raise
+        save.net = weakref.finalize(self, _discard, order.transaction, order.lifecycle)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, sent, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -189,7 +193,8 @@ class StorageWriter(DcpStorageWriter):
             self._sessions.current().save_id = sent.save_id
         try:
             results = self._write_items(save.order, sent.rank, plan, planner)
-        except BaseException:
+        except BaseException as error:
+            save.order.lifecycle.failed(error, save.order.outcome)
             if save.alone:  # other ranks may be writing there still
                 self._sessions.current().drop()
             raise
@@ -316,8 +321,6 @@ class _Session:
         save, self.save = self.save, None
         if save is not None and save.net is not None:
             save.net()
-        if save is not None and save.order is not None:
-            save.order.lifecycle.failed(Aborted("DCP has not finished this save"), save.order.outcome)
 
 
 async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, layout: PlannerLayout) -> None:
@@ -338,12 +341,13 @@ async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, lay
             _log.warning("what %s replaced could not be removed: %s", order.location.url, error)
 
 
-def _discard(transaction: Transaction) -> None:
+def _discard(transaction: Transaction, lifecycle: Lifecycle) -> None:
     """Once, after DCP has told every rank how the save ended, so that no rank writes there any more.
 
     Also called by the garbage collector, in whichever thread it runs: the loop of storage clients must not wait for
     itself.
     """
+    lifecycle.failed(Aborted("DCP has not finished this save"), transaction.outcome)
     if transaction.outcome != "absent":
         return
     if in_io_thread():

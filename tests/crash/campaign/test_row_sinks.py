@@ -24,7 +24,7 @@ from sidestream._worker.client import choose_saver
 
 SHORT, LONG = 60, 2_000
 MIB = 1 << 20
-WINDOWS = 20
+WINDOWS = 40
 BUDGET_BYTES = int(1.2 * WINDOWS * MIB)
 WAYS = ("reads", "slow", "stalled", "fails", "cancelled", "nothing")
 

@@ -97,8 +97,10 @@ class PlannedStage:
 
     @property
     def copied(self) -> Future[Any] | None:
-        if self._staging is not None:
-            return self._staging.copied
+        return None if self._staging is None else self._staging.copied
+
+    @property
+    def first(self) -> Future[Any] | None:
         return None if self._first is None else self._first.future
 
     def launch(self) -> None:
@@ -155,7 +157,7 @@ class PlannedStage:
     def end(self) -> None:
         if self._outgoing is not None:
             self._outgoing.close()
-        staged = self._staged if self._first is None else self._first.future
+        staged = self.first or self._staged
         if staged is not None:
             staged.add_done_callback(_release)
         copy, self._copy = self._copy, None
@@ -169,7 +171,10 @@ class PlannedStage:
             staging.release()
 
     def drop(self) -> None:
-        self._staging = self._staged = self._first = None
+        first, self._first = self._first, None
+        if first is not None:
+            first.drop()
+        self._staging = self._staged = self._outgoing = None
 
     def progress(self) -> SaveProgress:
         """Return the size of what was written, once all is: before, nothing is known of a planner's save."""
