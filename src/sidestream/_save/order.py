@@ -164,7 +164,7 @@ class SaveOrder:
         return self.own_id if self.operation is None else self.operation.save_id
 
     @property
-    def told_id(self) -> str:
+    def reported_id(self) -> str:
         """The save id that is reported to the caller."""
         return self.save_id if self.apart is None else self.apart.save_id
 

@@ -203,7 +203,7 @@ class LiveWriter:
         if order.saver is not None:
             order.saver.start()  # while the plan is made
         plan = stage.plan(stop)  # what cannot be saved is refused before anything is made
-        order.lifecycle.planned(order.told_id)
+        order.lifecycle.planned(order.reported_id)
         if self._ready is not None:
             self._ready(stop)
         order.write(stage.files(plan), threads=self._threads, stop=stop)  # ranks know the id of the save now

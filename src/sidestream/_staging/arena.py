@@ -367,15 +367,15 @@ class Arena:
                 raise self._exhausted(request) from None
 
     def _take_back(self) -> bool:
-        """Take one offer, if there is any: the oldest of a sink, which starts over from a checkpoint, before those
-        without which a lost saver process is the end of a save."""
-        offers = self._sink_offers or self._offers
-        try:
-            _, take_back = offers.popitem() if offers is self._offers else (None, offers.pop(next(iter(offers))))
-        except (KeyError, StopIteration, RuntimeError):  # withdrawn by another thread at this moment
-            return bool(self._sink_offers or self._offers)
-        take_back()
-        return True
+        """Take one offer, if there is any. Those of sinks come first, the oldest before the others: a sink starts over
+        from a checkpoint, while a save whose saver process is lost ends without the memory that it has offered."""
+        for offers in (self._sink_offers, self._offers):
+            for key in list(offers):
+                take_back = offers.pop(key, None)
+                if take_back is not None:  # else it was withdrawn at this moment
+                    take_back()
+                    return True
+        return False
 
     def _exhausted(self, request: _Request) -> ArenaExhausted:
         kept = f" and {self._kept} cannot be unregistered" if self._kept else ""

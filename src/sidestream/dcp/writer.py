@@ -171,7 +171,7 @@ class StorageWriter(DcpStorageWriter):
         save.sent, save.alone = sent[0], len(plans) == 1
         order = save.order = self._order(save, sent[0], self._kind)
         order.lifecycle.started(None if self._apart is not None else len(plans))
-        order.lifecycle.planned(order.told_id)
+        order.lifecycle.planned(order.reported_id)
         try:
             save.coordinator = self._coordinator(order)
             order.transaction.write_here(())

@@ -35,7 +35,7 @@ class PlannerLayout:
         order = self._order
         assert self.metadata is not None
         results = [receipt.content for receipt in receipts]
-        self.metadata = complete(self.metadata, results, order.location.url, order.told_id)
+        self.metadata = complete(self.metadata, results, order.location.url, order.reported_id)
         sizes = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
         about = Manifest(order.save_id, {}, sizes, order.step, order.generation, None, order.metadata)
         if order.apart is None:
