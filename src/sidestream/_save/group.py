@@ -109,7 +109,8 @@ class Group:
 
     async def commit(self, receipt: RankReceipt, layout: SharedLayout) -> Committed:
         order = self._order
-        packed = await io_threads().run(_pack, receipt, layout, order.lifecycle.seconds, deadline=order.deadline)
+        seconds = dict(order.lifecycle.seconds)  # a copy: the loop may add to it meanwhile
+        packed = await io_threads().run(_pack, receipt, layout, seconds, deadline=order.deadline)
         answer = await self._operation.aexchange("commit", packed, partial(self._commit, layout))
         told = json.loads(answer)
         order.transaction.outcome = "committed"

@@ -208,7 +208,7 @@ class SaveOperation:
         except BaseException as error:
             lifecycle.failed(error, self.outcome)
             raise
-        seconds = MappingProxyType(lifecycle.seconds if committed.seconds is None else dict(committed.seconds))
+        seconds = MappingProxyType(dict(lifecycle.seconds if committed.seconds is None else committed.seconds))
         lifecycle.committed(committed.nbytes, seconds)
         order = self.order
         return SaveInfo(

@@ -17,7 +17,7 @@ from .._storage import Body
 from .._storage.bodies import BytesBody, ShardBody
 from .order import SaveOrder
 from .pending import SaveProgress
-from .writer import FirstCopy, Stager
+from .writer import FirstCopy, Stage, Stager
 
 __all__ = ["LaidOutStage"]
 
@@ -44,7 +44,7 @@ LayOut: TypeAlias = Callable[[PlanCache, int, Captured], Any]
 """Plan a save, in the stager's thread, given the stager's cache of plans and its budget in bytes."""
 
 
-class LaidOutStage:
+class LaidOutStage(Stage):
     """The stage of a save that plans its files itself. Without a stager of ours, memory is mapped for this save alone.
 
     ``readers`` sinks read the staged memory too. ``captured`` is None where a stager of another kind makes the first
@@ -61,22 +61,20 @@ class LaidOutStage:
         lay_out: LayOut,
         readers: int = 0,
     ) -> None:
+        super().__init__()
         if order.digest is not None:
             digest_of(order.digest)  # raises MissingExtra where it is not installed
         self._order = order
         self._lay_out = lay_out
         self._captured = captured
         self._foreign: tuple[Mapping[str, Any], Stager] | None = None
-        self.own: AsyncStager | None = None
         if isinstance(stager, AsyncStager):
             self._stager = stager
         else:
             timeout_s = order.deadline.timeout_s
             self._stager = self.own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=timeout_s)
             self._foreign = None if stager is None else (state, stager)
-        self._first: FirstCopy | None = None
         self._second_free: Future[None] = Future()
-        self._staging: Staging[Any] | None = None
         self._given_way = False
         self._readers = readers
         self.snapshots: tuple[SnapshotReader[Any] | None, ...] = (None,) * readers
@@ -89,14 +87,6 @@ class LaidOutStage:
         if self._first is None and self._staging is not None:
             return self._staging.free
         return self._second_free
-
-    @property
-    def copied(self) -> Future[Any] | None:
-        return None if self._staging is None else self._staging.copied
-
-    @property
-    def first(self) -> Future[Any] | None:
-        return None if self._first is None else self._first.future
 
     def launch(self) -> None:
         if self._foreign is not None:

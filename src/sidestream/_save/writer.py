@@ -7,6 +7,7 @@ waits for the event loop, so that code on the loop may block at the fence while 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -19,7 +20,7 @@ from .._runtime.caller import withdrawn_with_caller
 from .._runtime.state_dict_calls import Found, ask, in_order, key_order
 from .._runtime.threads import Deadline, Stop, Threads, release_in_background, result_of
 from .._runtime.torch_probes import Stateful
-from .._staging import AsyncStager
+from .._staging import AsyncStager, Staging
 from .._storage import WRITE_THREADS, Body
 from ..errors import Aborted, Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
 from .order import Lifecycle, SaveOrder
@@ -37,48 +38,63 @@ class Stager(Protocol):
     def stage(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-class Stage(Protocol):
+class Stage(ABC):
     """A live state on its way into host memory, and the files that are made of it."""
 
-    own: AsyncStager | None
-    """The stager that was made for this save alone."""
+    def __init__(self) -> None:
+        self.own: AsyncStager | None = None
+        """The stager that was made for this save alone."""
+        self._staging: Staging[Any] | None = None
+        self._first: FirstCopy | None = None
 
     @property
+    @abstractmethod
     def free(self) -> Future[None]:
         """Resolved when the sources may change, or with the error of the staging."""
 
     @property
     def copied(self) -> Future[Any] | None:
         """Resolved when no copy of ours reads a source or writes into memory any more; None: there is none."""
+        return None if self._staging is None else self._staging.copied
 
     @property
     def first(self) -> Future[Any] | None:
         """Resolved with the copy of a stager of another kind, which nothing can stop; None: it is not waited for."""
+        return None if self._first is None else self._first.future
 
+    @abstractmethod
     def launch(self) -> None:
         """Start the copies, in the thread of the caller."""
 
+    @abstractmethod
     def settle(self) -> None:
         """Block until the sources in host memory are copied, where the stager's mode promises that."""
 
+    @abstractmethod
     def plan(self, stop: Stop) -> Any:
         """Return what has to be written, once that is known. Called in the writing thread; blocks."""
 
+    @abstractmethod
     def files(self, plan: Any) -> Iterator[tuple[str, Body]]:
         """Yield name and content of each file, in the order in which they can be written. May block."""
 
+    @abstractmethod
     def written(self) -> Any:
         """Return what is known of the items, all of which are on storage."""
 
+    @abstractmethod
     def end(self) -> None:
         """Release what the writing thread used, when it is about to end."""
 
+    @abstractmethod
     def give_way(self) -> None:
         """Stop copies, and waits for memory. Called in any thread; does not block."""
 
+    @abstractmethod
     def drop(self) -> None:
         """Drop the references to staged memory."""
 
+    @abstractmethod
     def progress(self) -> SaveProgress: ...
 
 

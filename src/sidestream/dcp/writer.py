@@ -122,7 +122,7 @@ class StorageWriter(DcpStorageWriter):
         self._address = Address(url, storage_options, filesystem, store_policy)
         check_saver(saver)
         self._saver: SaverChoice = saver
-        self._kind: Kind = "part" if apart is not None else "replacement" if overwrite else "directory"
+        self._kind: Kind = "replacement" if overwrite else "directory"
         self._durability: Durability = durability
         self._timeout_s = timeout_s
         self._extensions = extensions
@@ -333,7 +333,7 @@ async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, lay
         order.lifecycle.failed(error, order.outcome)
         await coordinator.fail(error)
     order.lifecycle.mark("committed")
-    order.lifecycle.committed(receipt.nbytes, MappingProxyType(order.lifecycle.seconds))
+    order.lifecycle.committed(receipt.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
     if order.kind == "replacement":
         try:
             await order.transaction.discard(order.deadline)

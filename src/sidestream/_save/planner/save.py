@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..._layout.torch_planner import Asked, asked_save_planner
 from ..._runtime.threads import Stop, result_of
-from ..._staging import AsyncStager, Staging
+from ..._staging import AsyncStager
 from ..._staging.tree import StagedState
 from ..._storage import Body
 from ...errors import InvalidOption
@@ -19,7 +19,7 @@ from ..group import Group, maker_of_attempt, terms_of
 from ..operation import SaveOperation, Solo
 from ..order import SaveOrder
 from ..pending import SaveProgress
-from ..writer import FirstCopy, LiveWriter, Stager
+from ..writer import FirstCopy, LiveWriter, Stage, Stager
 from .independent import Independent, tag_of
 from .items import Outgoing, warn_of_refused
 from .layout import PlannerLayout
@@ -70,22 +70,20 @@ class Deciding(Protocol):
     def decide(self, state: Mapping[str, Any]) -> Decided: ...
 
 
-class PlannedStage:
+class PlannedStage(Stage):
     """The stage of a save that a planner plans. The planner may keep the staged copy for as long as it likes."""
 
     def __init__(
         self, order: SaveOrder, state: Mapping[str, Any], deciding: Deciding, stager: AsyncStager | Stager | None
     ) -> None:
+        super().__init__()
         self._order = order
         self._deciding = deciding
         self._state: Mapping[str, Any] | None = state
-        self.own: AsyncStager | None = None
         if stager is None:
             stager = self.own = AsyncStager(timeout_s=order.deadline.timeout_s)
         self._stager = stager
-        self._staging: Staging[Any] | None = None
         self._staged: Future[StagedState] | None = None
-        self._first: FirstCopy | None = None
         self._first_free: Future[None] = Future()
         self._copy: Any = None
         self._outgoing: Outgoing | None = None
@@ -94,14 +92,6 @@ class PlannedStage:
     @property
     def free(self) -> Future[None]:
         return self._first_free if self._staging is None else self._staging.free
-
-    @property
-    def copied(self) -> Future[Any] | None:
-        return None if self._staging is None else self._staging.copied
-
-    @property
-    def first(self) -> Future[Any] | None:
-        return None if self._first is None else self._first.future
 
     def launch(self) -> None:
         state, self._state = self._state, None
