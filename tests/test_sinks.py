@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from engines import GatedEngine
 from leases import all_returned
+from snapshots import payloads
 
 import sidestream
 from sidestream import AsyncStager, open_checkpoint
@@ -52,28 +53,12 @@ class Collecting:
     """Copies every payload. ``before(window)`` is called inside of each window."""
 
     before: Callable[[int], None] = lambda window: None
-    found: dict[int, bytes] = field(default_factory=dict)
     read_from: str = ""
 
     def read(self, snapshot: Any, deadline: Any, stop: Any) -> dict[str, torch.Tensor]:
-        plan = snapshot.plan(deadline=deadline, stop=stop)
-        number = 0
-        files = []
-        for layout in plan.shards:
-            content = bytearray(layout.nbytes)
-            for window in layout.windows:
-                with snapshot.window(number, deadline=deadline, stop=stop) as view:
-                    self.before(number)
-                    content[window.start : window.end] = view[: window.end - window.start]
-                number += 1
-            files.append((layout, content))
+        found = payloads(snapshot, deadline, stop, self.before)
         self.read_from = "snapshot"
-        payloads = [
-            bytes(content[item.payload_offset : item.trailer_offset])
-            for layout, content in files
-            for item in layout.items
-        ]
-        return {f"t{index}": torch.frombuffer(bytearray(raw), dtype=torch.uint8) for index, raw in enumerate(payloads)}
+        return {f"t{index}": torch.frombuffer(bytearray(raw), dtype=torch.uint8) for index, raw in enumerate(found)}
 
     async def read_checkpoint(self, checkpoint: Any, deadline: Any) -> dict[str, Any]:
         self.read_from = "checkpoint"

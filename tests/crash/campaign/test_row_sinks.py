@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from _rows import Row, Size
+from snapshots import payloads
 
 import sidestream
 from sidestream import AsyncStager, open_checkpoint
@@ -39,15 +40,7 @@ class Drawn:
     def read(self, snapshot: Any, deadline: Any, stop: Any) -> list[bytes] | None:
         if self.way == "nothing":
             return None
-        found, number = [], 0
-        for layout in snapshot.plan(deadline=deadline, stop=stop).shards:
-            content = bytearray(layout.nbytes)
-            for window in layout.windows:
-                with snapshot.window(number, deadline=deadline, stop=stop) as view:
-                    self._meet(number)
-                    content[window.start : window.end] = view[: window.end - window.start]
-                number += 1
-            found += [bytes(content[item.payload_offset : item.trailer_offset]) for item in layout.items]
+        found = payloads(snapshot, deadline, stop, self._meet)
         self.source = "snapshot"
         return found
 
