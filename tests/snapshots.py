@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 
-def payloads(snapshot: Any, deadline: Any, stop: Any, inside: Callable[[int], None]) -> list[bytes]:
+def payloads(snapshot: Any, stop: Any, inside: Callable[[int], None]) -> list[bytes]:
     """Return the payload of every item, in the order of the plan. ``inside(number)`` is called inside of a window."""
     number = 0
     found: list[bytes] = []
-    for layout in snapshot.plan(deadline=deadline, stop=stop).shards:
+    for layout in snapshot.plan(stop).shards:
         content = bytearray(layout.nbytes)
         for window in layout.windows:
-            with snapshot.window(number, deadline=deadline, stop=stop) as view:
+            with snapshot.window(number, stop) as view:
                 inside(number)
                 content[window.start : window.end] = view[: window.end - window.start]
             number += 1

@@ -30,6 +30,7 @@ PUBLIC_MODULES = ("errors", "options", "events", "blocking", "signing", "dcp")
 MOST_ROOMS = 20  # with __init__
 DEEPEST = 10
 MOST_EDGES = 5.3  # imports of other modules of the package, per module
+MOST_DEADLINES = 44  # functions with a parameter of this name: all others work under ``time_limit``
 
 Rows = Sequence[frozenset[str]]
 
@@ -181,6 +182,18 @@ def too_tangled(sources: Mapping[str, str]) -> list[str]:
     return [f"{mean:.2f} edges per module, more than {MOST_EDGES}"] if mean > MOST_EDGES else []
 
 
+def with_deadline(sources: Mapping[str, str]) -> list[str]:
+    """Functions that take a deadline as a parameter."""
+    found = []
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if any(one.arg == "deadline" for one in arguments):
+                    found.append(f"{name}.{node.name}")
+    return found
+
+
 def cycles(sources: Mapping[str, str]) -> list[str]:
     """A circle among modules. The rows of the table exclude one among rooms.
 
@@ -297,6 +310,10 @@ def test_edges(sources: dict[str, str]) -> None:
 
 def test_no_circles(sources: dict[str, str]) -> None:
     assert cycles(sources) == []
+
+
+def test_deadlines_are_not_handed_down(sources: dict[str, str]) -> None:
+    assert len(with_deadline(sources)) <= MOST_DEADLINES
 
 
 def test_root_is_lazy(sources: dict[str, str]) -> None:
@@ -435,6 +452,11 @@ def test_catches_a_tangle() -> None:
     everything = "\n".join(f"from . import {name.rpartition('.')[2]}" for name in crowd)
     assert too_tangled(dict.fromkeys(crowd, everything)) != []
     assert too_tangled(crowd) == []
+
+
+def test_counts_a_deadline() -> None:
+    source = "class A:\n    async def a(self, *, deadline): ...\ndef b(timeout_s): ..."
+    assert with_deadline({"m": source}) == ["m.a"]
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,12 @@ class Collecting:
     before: Callable[[int], None] = lambda window: None
     read_from: str = ""
 
-    def read(self, snapshot: Any, deadline: Any, stop: Any) -> dict[str, torch.Tensor]:
-        found = payloads(snapshot, deadline, stop, self.before)
+    def read(self, snapshot: Any, stop: Any) -> dict[str, torch.Tensor]:
+        found = payloads(snapshot, stop, self.before)
         self.read_from = "snapshot"
         return {f"t{index}": torch.frombuffer(bytearray(raw), dtype=torch.uint8) for index, raw in enumerate(found)}
 
-    async def read_checkpoint(self, checkpoint: Any, deadline: Any) -> dict[str, Any]:
+    async def read_checkpoint(self, checkpoint: Any) -> dict[str, Any]:
         self.read_from = "checkpoint"
         return await (await open_checkpoint(checkpoint.url)).state_dict()
 
@@ -68,10 +68,10 @@ class Collecting:
 class Null:
     """Reads nothing."""
 
-    def read(self, snapshot: Any, deadline: Any, stop: Any) -> str:
+    def read(self, snapshot: Any, stop: Any) -> str:
         return "nothing"
 
-    async def read_checkpoint(self, checkpoint: Any, deadline: Any) -> str:
+    async def read_checkpoint(self, checkpoint: Any) -> str:
         return "nothing of the checkpoint"
 
 
@@ -287,14 +287,14 @@ class Keeping:
     def __init__(self) -> None:
         self.kept: torch.Tensor | None = None
 
-    def read(self, snapshot: Any, deadline: Any, stop: Any) -> bytes:
-        snapshot.plan(deadline=deadline, stop=stop)
-        with snapshot.window(0, deadline=deadline, stop=stop) as view, warnings.catch_warnings():
+    def read(self, snapshot: Any, stop: Any) -> bytes:
+        snapshot.plan(stop)
+        with snapshot.window(0, stop) as view, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch: the memory is not writable
             self.kept = torch.frombuffer(view, dtype=torch.uint8)
             return bytes(view)
 
-    async def read_checkpoint(self, checkpoint: Any, deadline: Any) -> None:
+    async def read_checkpoint(self, checkpoint: Any) -> None:
         raise AssertionError("the snapshot was lost")
 
 

@@ -27,7 +27,7 @@ from sidestream._format.checksum import block_crcs
 from sidestream._format.records import BLOCK_BYTES
 from sidestream._runtime import gil as _turns
 from sidestream._runtime import threads as _threads
-from sidestream._runtime.threads import Deadline, Threads
+from sidestream._runtime.threads import Deadline, Threads, time_limit
 from sidestream.errors import DeadlineExceeded
 
 PATIENCE_S = 60.0
@@ -115,8 +115,8 @@ async def test_what_only_sleeps_is_given_no_turns() -> None:
 async def test_a_thread_that_is_left_behind_is_given_no_more() -> None:
     threads, ended = Threads("test-turns", 1), threading.Event()
     try:
-        with pytest.raises(DeadlineExceeded):
-            await threads.run(ended.wait, deadline=Deadline.after(0.01))
+        with pytest.raises(DeadlineExceeded), time_limit(Deadline.after(0.01)):
+            await threads.run(ended.wait)
         await until_none_is_planned()
     finally:
         ended.set()

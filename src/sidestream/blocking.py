@@ -36,6 +36,7 @@ from ._run.health import Health
 from ._run.pruning import Pruned
 from ._runtime.caller import Caller, is_serving
 from ._runtime.tasks import drain, refuse_on_a_loop, supervise
+from ._runtime.threads import Deadline, time_limit
 from ._save import api as _saving
 from ._save import pending as _pending
 from ._storage import Outcome
@@ -98,20 +99,21 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def _run(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline | None = None) -> T:
     """Run ``work()`` on the portal's loop and wait for it. Ctrl-C cancels it and waits until it has cleaned up."""
     refuse_on_a_loop("sidestream.blocking")
-    return run_anywhere(work)
+    return run_anywhere(work, deadline)
 
 
-def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """As ``_run``, within others' blocking calls: whoever makes those on a loop has decided to block it."""
+def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline | None = None) -> T:
+    """As ``_run``, within others' blocking calls: whoever makes those on a loop has decided to block it. ``deadline``
+    is that of waits which have none of their own."""
     if is_serving():
         raise WrongLoop(
             "sidestream.blocking was called by an object or a callback that runs within another call of "
             "sidestream.blocking: make this call before or after the other one"
         )
-    call = _Call(work, _portal.loop())
+    call = _Call(work, _portal.loop(), deadline)
     try:
         return call.result()
     finally:
@@ -126,9 +128,12 @@ class _Call(Generic[T]):
     interrupt could leave the lock acquired, and the loop would wait for it for ever.
     """
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, work: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop, deadline: Deadline | None
+    ) -> None:
         self.caller = Caller()
         self._work = work
+        self._deadline = deadline
         self._loop = loop
         self._result: Future[T] = Future()
         self._interrupted = False
@@ -159,7 +164,8 @@ class _Call(Generic[T]):
     async def _run(self) -> None:
         """Run the work in a task of its own, so that its error is delivered and not raised here."""
         self.caller.adopt()
-        self._task = task = asyncio.ensure_future(self._work())
+        with time_limit(self._deadline):
+            self._task = task = asyncio.ensure_future(self._work())
         if self._interrupted:
             task.cancel()
         try:

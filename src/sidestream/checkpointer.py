@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -42,7 +42,7 @@ from ._run.watch import Watch
 from ._runtime.abandoned import Watched, watch
 from ._runtime.public import public
 from ._runtime.tasks import finish, running_loop
-from ._runtime.threads import Deadline, io_threads
+from ._runtime.threads import Deadline, io_threads, time_limit
 from ._save.api import Stager, start_save, start_together
 from ._save.pending import PendingSave, SaveWork
 from ._staging import AsyncStager, Backing, capture
@@ -222,20 +222,20 @@ class Checkpointer:
         Cancelling it leaves what has been done by then.
         """
         self._check_usable()
-        deadline = self._deadline()
-        if self._saver is not None and self._fall_back:
-            await io_threads().run(self._saver.start, deadline=deadline)
-        elif self._saver is not None:
-            await self._saver.up(deadline)
-        if state is not None and isinstance(self._stager, AsyncStager):
-            if isinstance(state, int):
-                await self._stager.prewarm(state)
-            else:
-                await self._prewarm(self._stager, state, deadline)
-            if self._saver is not None:
-                await self._saver.hand(self._stager.shared_memory(), deadline)
+        with self._time_limit():
+            if self._saver is not None and self._fall_back:
+                await io_threads().run(self._saver.start)
+            elif self._saver is not None:
+                await self._saver.up()
+            if state is not None and isinstance(self._stager, AsyncStager):
+                if isinstance(state, int):
+                    await self._stager.prewarm(state)
+                else:
+                    await self._prewarm(self._stager, state)
+                if self._saver is not None:
+                    await self._saver.hand(self._stager.shared_memory())
 
-    async def _prewarm(self, stager: AsyncStager, state: Mapping[str, Any], deadline: Deadline) -> None:
+    async def _prewarm(self, stager: AsyncStager, state: Mapping[str, Any]) -> None:
         try:
             captured = capture(state, copy_value)
         except UnsafeObject:  # for the save to say: its planner may leave that out
@@ -245,7 +245,7 @@ class Checkpointer:
         if captured.sharded or self._together() is not None:
             return  # it takes a group to plan
         with suppress(InvalidOption, KeyCollision, UnsafeObject, UnsupportedTensor):  # as above
-            await io_threads().run(plan_save, stager.plans, stager.budget_bytes, captured, deadline=deadline)
+            await io_threads().run(plan_save, stager.plans, stager.budget_bytes, captured)
 
     async def save(
         self,
@@ -360,7 +360,8 @@ class Checkpointer:
         return member is None or member.group.rank == 0
 
     async def _next_generation(self, step: int) -> int:
-        generation = await next_generation(self._store, step, self._deadline())
+        with self._time_limit():
+            generation = await next_generation(self._store, step)
         return max(generation, self._taken.get(step, 0) + 1)
 
     async def _claim_generation(self, step: int) -> int:
@@ -489,7 +490,8 @@ class Checkpointer:
             restoring = Restoring(self._store, self.url, self._leases, wish, options)
         else:
             restoring = RestoringTogether(member, self._store, self.url, self._leases, wish, options, self._rank_wait_s)
-        self._restored = await restoring.run(state)
+        with time_limit(Deadline.after(options.timeout_s)):
+            self._restored = await restoring.run(state)
         self._passed_over = restoring.passed_over
         if self._restored is None:
             if wish.step is not None:
@@ -521,7 +523,8 @@ class Checkpointer:
         Damage is reported and not raised: look at ``ok``. Raises ``CheckpointNotFound``, and what ``verify`` raises.
         """
         async with self._reading(step) as (_, location):
-            return await verify_at(location, self._deadline(), progress)
+            with self._time_limit():
+                return await verify_at(location, progress)
 
     async def metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
         """What was noted about a step when it was saved, and nothing else of it is read; empty if nothing was.
@@ -531,13 +534,15 @@ class Checkpointer:
         async with self._reading(step) as (found, _):
             if found.damage is not None:
                 raise found.damage
-            return await read_metadata(self._store, found.name, self._deadline())
+            with self._time_limit():
+                return await read_metadata(self._store, found.name)
 
     async def steps(self) -> list[int]:
         """The committed steps, in order. What is being written, or was left by a crash, is not among them, nor is a
         step whose marker is damaged."""
         self._check_usable()
-        return [found.step for found in await list_steps(self._store, self._deadline()) if found.damage is None]
+        with self._time_limit():
+            return [found.step for found in await list_steps(self._store) if found.damage is None]
 
     async def latest(self) -> int | None:
         """The newest committed step, or None."""
@@ -560,7 +565,8 @@ class Checkpointer:
     async def _reading(self, step: int | Latest | None) -> AsyncIterator[tuple[Step, Location]]:
         self._check_usable()
         wish = self._wish(step, "never")
-        chosen = await choose(self._store, self._leases, wish, (), self._deadline())
+        with self._time_limit():
+            chosen = await choose(self._store, self._leases, wish, ())
         if chosen is None:
             raise await self._not_found(wish.step)
         found, lease = chosen
@@ -578,7 +584,8 @@ class Checkpointer:
         return Wish(step, fallback == "older")
 
     async def _not_found(self, step: int | None) -> CheckpointNotFound:
-        there = [found.step for found in await list_steps(self._store, self._deadline())]
+        with self._time_limit():
+            there = [found.step for found in await list_steps(self._store)]
         wanted = "step" if step is None else f"step {step}"
         return CheckpointNotFound(f"{self.url} has no committed {wanted}; it has {there or 'none'}")
 
@@ -596,7 +603,8 @@ class Checkpointer:
             return Pruned()
         if dry_run:
             async with self._pruning:
-                return await self._pruner.preview(self._protected, self._deadline())
+                with self._time_limit():
+                    return await self._pruner.preview(self._protected)
         return await self._prune()
 
     def health(self) -> Health:
@@ -673,7 +681,8 @@ class Checkpointer:
 
     async def _prune(self) -> Pruned:
         async with self._pruning:
-            return await self._pruner.run(self._protected, self._deadline())
+            with self._time_limit():
+                return await self._pruner.run(self._protected)
 
     def _protected(self) -> list[int]:
         """The step that was saved last, and those under way: a commit is listed before its save has ended."""
@@ -733,7 +742,8 @@ class Checkpointer:
     async def __aenter__(self) -> Checkpointer:
         loop = running_loop("Checkpointer")
         if self._store.capabilities.rename:  # on object storage the first listing of the run shows the same
-            await check_run(self._store, self._deadline())
+            with self._time_limit():
+                await check_run(self._store)
         self._loop = loop
         if self._saver is not None:
             self._saver.hold()
@@ -779,6 +789,9 @@ class Checkpointer:
 
     def _deadline(self) -> Deadline:
         return Deadline.after(self._timeout_s)
+
+    def _time_limit(self) -> AbstractContextManager[None]:
+        return time_limit(self._deadline())
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

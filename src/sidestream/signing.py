@@ -21,7 +21,7 @@ from ._load.foreign.manifests import read_file
 from ._load.open.manifest import read_manifest
 from ._load.verify import VerifyReport, verify_manifest
 from ._runtime.tasks import running_loop
-from ._runtime.threads import Deadline, io_threads
+from ._runtime.threads import Deadline, io_threads, time_limit
 from ._storage import Location, Where, locate_directory
 from ._storage.bodies import BytesBody
 from .errors import BadSignature, CheckpointNotFound, Conflict, InvalidOption, MissingExtra
@@ -53,9 +53,13 @@ async def sign(
     check_timeout(timeout_s)
     signing = _package("signing")
     location = locate_directory(url, Where(storage_options, filesystem, store_policy))
-    deadline = Deadline.after(timeout_s)
-    manifest = await _signable(location, deadline)
-    files = await _signed_files(location, manifest, deadline)
+    with time_limit(Deadline.after(timeout_s)):
+        return await _sign(location, signing, key, password)
+
+
+async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], password: str | None) -> str:
+    manifest = await _signable(location)
+    files = await _signed_files(location, manifest)
     secret = None if password is None else password.encode()
 
     def make(model: Path, signature: Path) -> bytes:
@@ -66,10 +70,10 @@ async def sign(
         config.sign(model, signature)
         return signature.read_bytes()
 
-    raw = await io_threads().run(_with_files, files, b"", make, deadline=deadline)
+    raw = await io_threads().run(_with_files, files, b"", make)
     name = f"{manifest_name(manifest.save_id)}.sig"
     try:
-        await location.store.put(f"{location.name}/{name}", BytesBody(raw), durability="fsync", deadline=deadline)
+        await location.store.put(f"{location.name}/{name}", BytesBody(raw), durability="fsync")
     except Conflict as error:
         raise Conflict(f"{location.url} has been signed already: delete {name} to sign it again") from error
     return name
@@ -95,10 +99,16 @@ async def verify(
     check_timeout(timeout_s)
     verifying = _package("verifying")
     location = locate_directory(url, Where(storage_options, filesystem, store_policy))
-    deadline = Deadline.after(timeout_s)
-    manifest = await _signable(location, deadline)
-    files = await _signed_files(location, manifest, deadline)
-    bundle = await _signature(location, manifest, deadline)
+    with time_limit(Deadline.after(timeout_s)):
+        return await _verify(location, verifying, key, progress)
+
+
+async def _verify(
+    location: Location, verifying: Any, key: str | os.PathLike[str], progress: Progress | None
+) -> VerifyReport:
+    manifest = await _signable(location)
+    files = await _signed_files(location, manifest)
+    bundle = await _signature(location, manifest)
 
     def check(model: Path, signature: Path) -> bytes:
         try:
@@ -114,8 +124,8 @@ async def verify(
             ) from error
         return b""
 
-    await io_threads().run(_with_files, files, bundle, check, deadline=deadline)
-    report = await verify_manifest(location, manifest, deadline, progress)
+    await io_threads().run(_with_files, files, bundle, check)
+    report = await verify_manifest(location, manifest, progress)
     if report.damaged or report.digest != "verified":
         first = report.damaged[0].message if report.damaged else "its digests were not compared"
         raise BadSignature(f"{location.url}: the signature is good, the files are not what was signed: {first}")
@@ -130,33 +140,33 @@ def _package(part: str) -> Any:
     return {"signing": signing, "verifying": verifying}[part]
 
 
-async def _signable(location: Location, deadline: Deadline) -> Manifest:
-    manifest = await read_manifest(location.store, location.name, location.url, deadline)
+async def _signable(location: Location) -> Manifest:
+    manifest = await read_manifest(location.store, location.name, location.url)
     if manifest.digest is None:
         what = "was saved without digests" if manifest.own else "is not one of ours, and has no digests"
         raise InvalidOption(f'{location.url} {what}: save it with digest="blake3" to sign it')
     return manifest
 
 
-async def _signed_files(location: Location, manifest: Manifest, deadline: Deadline) -> dict[str, bytes]:
-    sizes = await location.store.sizes(location.name, deadline=deadline)
+async def _signed_files(location: Location, manifest: Manifest) -> dict[str, bytes]:
+    sizes = await location.store.sizes(location.name)
     files = {}
     root = manifest_name(manifest.save_id)
     parts = (part_name(root, rank) for rank in range(manifest.ranks))
     for name in (root, METADATA_NAME, *(part for part in parts if part in sizes)):
         try:
-            files[name] = bytes(await read_file(location.store, f"{location.name}/{name}", sizes[name], deadline))
+            files[name] = bytes(await read_file(location.store, f"{location.name}/{name}", sizes[name]))
         except (KeyError, FileNotFoundError) as error:
             raise CheckpointNotFound(f"{location.url} was deleted while it was read") from error
     return files
 
 
-async def _signature(location: Location, manifest: Manifest, deadline: Deadline) -> bytes:
+async def _signature(location: Location, manifest: Manifest) -> bytes:
     name = f"{manifest_name(manifest.save_id)}.sig"
-    sizes = await location.store.sizes(location.name, deadline=deadline)
+    sizes = await location.store.sizes(location.name)
     if not 0 < sizes.get(name, 0) <= _MOST_SIGNATURE_BYTES:
         raise BadSignature(f"{location.url} carries no signature ({name})")
-    return bytes(await read_file(location.store, f"{location.name}/{name}", sizes[name], deadline))
+    return bytes(await read_file(location.store, f"{location.name}/{name}", sizes[name]))
 
 
 def _with_files(files: dict[str, bytes], bundle: bytes, work: Callable[[Path, Path], bytes]) -> bytes:

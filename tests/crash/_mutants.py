@@ -100,13 +100,13 @@ MUTANTS = (
            "        sync_directory(attempt)\n        sync_directory(target.parent)\n"
            "        os.rename(attempt, target)\n        return\n" + _TRY, "cuts"),
     Mutant("files are synced before they are written", _WRITE,
-           "            _Parts(descriptor, direct, body, deadline).write(stop, threads)\n",
+           "            _Parts(descriptor, direct, body).write(stop, threads)\n",
            "            os.fsync(descriptor)\n            durability = 'flush'\n"
-           "            _Parts(descriptor, direct, body, deadline).write(stop, threads)\n", "cuts"),
+           "            _Parts(descriptor, direct, body).write(stop, threads)\n", "cuts"),
     Mutant("a deletion is not synced before it goes on", _STORE, "            sync_directory(root)\n        except",
            "            pass\n        except", "cuts", "a retention pass"),
-    Mutant("a saver process syncs nothing", "_worker/work.py", 'asked["save_id"], asked["durability"], deadline)',
-           'asked["save_id"], "flush", deadline)', "saver_cuts"),
+    Mutant("a saver process syncs nothing", "_worker/work.py", 'asked["save_id"], asked["durability"])',
+           'asked["save_id"], "flush")', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
            "        shutil.copytree(attempt, target)\n        shutil.rmtree(attempt)\n" + _TRY, "kills"),

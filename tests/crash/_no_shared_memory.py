@@ -17,7 +17,7 @@ from _look import attempts_in
 from _seeded import blank_state, make_state, same
 
 import sidestream
-from sidestream._runtime.threads import Deadline
+from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._worker.client import saver_process
 
 LACKS = (
@@ -57,7 +57,8 @@ def refuse(call: str, number: int) -> None:
 async def lack_in_saver(options: sidestream.SaverProcess, lack: str) -> None:
     """The process is up, and may have nothing more than it has."""
     process = saver_process(options)
-    await process.up(Deadline.after(60))
+    with time_limit(Deadline.after(60)):
+        await process.up()
     assert process.pid is not None
     if lack.startswith("descriptors"):
         held = len(os.listdir(f"/proc/{process.pid}/fd"))

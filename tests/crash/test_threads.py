@@ -17,7 +17,7 @@ from _trials import Trials
 
 from sidestream import errors
 from sidestream._runtime import threads as _threads
-from sidestream._runtime.threads import Deadline, Stop, Threads, io_threads
+from sidestream._runtime.threads import Deadline, Stop, Threads, io_threads, time_limit
 
 
 class Work:
@@ -73,8 +73,8 @@ async def test_returns_what_the_function_returns(threads: Threads) -> None:
 
 
 async def test_raises_what_the_function_raises(threads: Threads) -> None:
-    with pytest.raises(ZeroDivisionError):
-        await threads.run(divmod, 7, 0, deadline=Deadline.after(30))
+    with pytest.raises(ZeroDivisionError), time_limit(Deadline.after(30)):
+        await threads.run(divmod, 7, 0)
 
 
 @pytest.mark.parametrize("deadline", [None, 30.0])
@@ -82,7 +82,8 @@ async def test_raises_what_the_function_raises(threads: Threads) -> None:
 async def test_task_cancel_waits_for_the_thread(threads: Threads, cancels: int, deadline: float | None) -> None:
     work, stop = Work(), Stop()
     limit = None if deadline is None else Deadline.after(deadline)
-    task = asyncio.create_task(threads.run(work, stop=stop, deadline=limit))
+    with time_limit(limit):
+        task = asyncio.create_task(threads.run(work, stop=stop))
     await work.begun()
     assert not stop.is_set()
     for _ in range(cancels):
@@ -190,8 +191,8 @@ async def test_the_deadline_sets_the_stop_flag(threads: Threads) -> None:
             os.sched_yield()
         stop.check()
 
-    with pytest.raises((errors.Closed, errors.DeadlineExceeded)):
-        await threads.run(watching, stop=stop, deadline=Deadline.after(0.01))
+    with pytest.raises((errors.Closed, errors.DeadlineExceeded)), time_limit(Deadline.after(0.01)):
+        await threads.run(watching, stop=stop)
 
 
 async def test_a_waker_is_called_by_the_stop_flag(threads: Threads) -> None:
@@ -221,7 +222,8 @@ async def test_a_stuck_thread_is_left_behind_after_the_deadline(
 ) -> None:
     monkeypatch.setattr(_threads, "_GRACE_S", 0.01)
     work, stop = Work(), Stop()
-    task = asyncio.create_task(threads.run(work, stop=stop, deadline=Deadline.after(0.01)))
+    with time_limit(Deadline.after(0.01)):
+        task = asyncio.create_task(threads.run(work, stop=stop))
     await work.begun()
     if cancel:
         task.cancel()
@@ -247,8 +249,8 @@ async def test_what_a_stuck_thread_raises_later_is_nobodys(
         assert released.wait(30)
         raise OSError("too late")
 
-    with pytest.raises(errors.DeadlineExceeded):
-        await threads.run(failing, deadline=Deadline.after(0.01))
+    with pytest.raises(errors.DeadlineExceeded), time_limit(Deadline.after(0.01)):
+        await threads.run(failing)
     released.set()
     await threads.run(int)
     await threads.run(int)
@@ -260,7 +262,8 @@ async def test_a_closed_loop_is_no_trouble_for_a_thread_left_behind(monkeypatch:
     threads, work = Threads("test-threads", 1), Work()
 
     async def main() -> None:
-        await threads.run(work, deadline=Deadline.after(0.01))
+        with time_limit(Deadline.after(0.01)):
+            await threads.run(work)
 
     def run_it() -> BaseException | None:
         try:

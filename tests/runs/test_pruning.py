@@ -19,7 +19,7 @@ import sidestream
 from sidestream import KeepAll, KeepBest, KeepEvery, KeepLast, SavedStep
 from sidestream._run.leases import Leases
 from sidestream._run.pruning import Pruner
-from sidestream._runtime.threads import Deadline, Stop, Threads
+from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
@@ -246,7 +246,8 @@ async def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -
         await until(lambda: any("read" in name for name in leases_in(tmp_path)), "the reader's lease")
         await until(lambda: not any("read" in name for name in leases_in(tmp_path)), "it to give way")
         assert not reading.done()
-        await LocalStore(tmp_path).retire("step-1", durability="flush", deadline=_soon())
+        with time_limit(Deadline.after(60)):
+            await LocalStore(tmp_path).retire("step-1", durability="flush")
         deleter.unlink()
         with pytest.raises(CheckpointNotFound):
             await reading
@@ -284,10 +285,6 @@ async def test_without_the_right_to_write_a_reader_reads_without_a_lease() -> No
             assert await line_of(reader) == "1 False True {'loss': 0.5}"
             assert await ended(reader) == (0, "")
         run.chmod(0o755)
-
-
-def _soon() -> Deadline:
-    return Deadline.after(60)
 
 
 # --- attempts ---------------------------------------------------------------------------------------------------------
@@ -348,7 +345,7 @@ async def test_an_attempt_without_a_lease_is_collected_by_age(tmp_path: Path) ->
 async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path: Path) -> None:
     """As after a suspension that was longer than every lease: an error, and nothing torn."""
     writer, collector = LocalStore(tmp_path), LocalStore(tmp_path)
-    transaction = writer.begin(Attempt("step-1", "directory", "a" * 32, "flush", _soon()))
+    transaction = writer.begin(Attempt("step-1", "directory", "a" * 32, "flush"))
     threads = Threads("test-writer", 1)
     files = [("__0_1.distcp", BytesBody(b"x")), ("__0_2.distcp", BytesBody(b"y"))]
 
@@ -356,15 +353,16 @@ async def test_a_writer_whose_attempt_was_taken_away_publishes_nothing(tmp_path:
         transaction.write(files, threads=threads, stop=Stop())
 
     await threads.run(write)
-    (left,) = await collector.leftovers(deadline=_soon())
-    assert (left.name, left.kind) == (transaction.attempt.name, "attempt")
-    await collector.discard(left.name, deadline=_soon())
+    with time_limit(Deadline.after(60)):
+        (left,) = await collector.leftovers()
+        assert (left.name, left.kind) == (transaction.attempt.name, "attempt")
+        await collector.discard(left.name)
     for name in ("manifest", ".metadata"):
         with pytest.raises(StorageError):
             await transaction.put(name, BytesBody(b"z"))
     with pytest.raises(StorageError):
         await transaction.make_visible()
-    await transaction.discard(_soon())
+    await transaction.discard()
     threads.close()
     assert entries(tmp_path) == []
 
@@ -437,10 +435,10 @@ async def test_of_two_saves_that_overlap_the_one_begun_later_is_the_last(tmp_pat
 class DeletedMeanwhile(LocalStore):
     """Another process deletes a step as soon as its shard is read."""
 
-    async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
+    async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
         if name.startswith("step-3/__"):
-            await self.retire("step-3", durability="flush", deadline=deadline)
-        await super().read(name, ranges, deadline=deadline)
+            await self.retire("step-3", durability="flush")
+        await super().read(name, ranges)
 
 
 async def test_a_step_that_is_deleted_while_it_is_verified_is_not_damaged(tmp_path: Path) -> None:
@@ -450,6 +448,7 @@ async def test_a_step_that_is_deleted_while_it_is_verified_is_not_damaged(tmp_pa
     pruner = Pruner(
         store, str(tmp_path), KeepLast(1), Leases(store, 60.0), "flush", lease_s=60.0, abandoned_after_s=60.0
     )
-    pruned = await pruner.run(tuple, _soon())
+    with time_limit(Deadline.after(60)):
+        pruned = await pruner.run(tuple)
     assert (pruned.verified, pruned.deleted, pruned.damaged) == ("step-2", ("step-1",), ())
     assert entries(tmp_path) == ["step-2"]

@@ -18,7 +18,7 @@ import sidestream
 from sidestream._run.choose import Wish, choose
 from sidestream._run.leases import Leases
 from sidestream._run.steps import list_steps
-from sidestream._runtime.threads import Deadline
+from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import LocalStore
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, MissingKeys
 
@@ -203,13 +203,13 @@ class Overtaken(LocalStore):
 
     overtaken = False
 
-    async def directories(self, *, deadline: Deadline) -> list[str]:
-        listed = await super().directories(deadline=deadline)
+    async def directories(self, directory: str = ".") -> list[str]:
+        listed = await super().directories()
         if not self.overtaken:
             self.overtaken = True
             async with sidestream.Checkpointer(self.root) as other:
                 await save_steps(other, 10)
-            await self.retire("step-9", durability="flush", deadline=deadline)
+            await self.retire("step-9", durability="flush")
         return listed
 
 
@@ -220,7 +220,8 @@ async def test_a_listing_that_was_overtaken_leads_to_no_older_step_and_not_to_no
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, *there)
     (tmp_path / "step-99").mkdir()  # never was a checkpoint, and is in nobody's way
-    chosen = await choose(Overtaken(tmp_path), Leases(LocalStore(tmp_path), 60.0), Wish(), (), Deadline.after(60))
+    with time_limit(Deadline.after(60)):
+        chosen = await choose(Overtaken(tmp_path), Leases(LocalStore(tmp_path), 60.0), Wish(), ())
     assert chosen is not None
     step, lease = chosen
     assert step.step == 10
@@ -233,5 +234,6 @@ async def test_a_listing_that_was_overtaken_is_made_again(tmp_path: Path, there:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, *there)
     (tmp_path / "step-99").mkdir()
-    found = await list_steps(Overtaken(tmp_path), Deadline.after(60))
+    with time_limit(Deadline.after(60)):
+        found = await list_steps(Overtaken(tmp_path))
     assert [step.step for step in found] == [*there[:-1], 10]

@@ -21,7 +21,7 @@ from states import assert_same
 import sidestream
 from sidestream._layout.save_layout import plan_save
 from sidestream._layout.values import copy_value
-from sidestream._runtime.threads import Deadline, Stop
+from sidestream._runtime.threads import Deadline, Stop, time_limit
 from sidestream._staging import AsyncStager, Piece, Staging, capture
 from sidestream._worker.client import saver_process
 from sidestream._worker.copying import Copier
@@ -72,7 +72,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
 
 
 async def up(options: SaverProcess | None = None) -> None:
-    await saver_process(options or SaverProcess()).up(Deadline.after(60))
+    with time_limit(Deadline.after(60)):
+        await saver_process(options or SaverProcess()).up()
 
 
 async def test_it_copies_what_lies_in_rows(tmp_path: Path, asked: list[bool | None]) -> None:

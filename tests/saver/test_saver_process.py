@@ -30,7 +30,7 @@ from sidestream._format.frame import frame_tensor
 from sidestream._format.layout_bytes import pack_layout
 from sidestream._format.records import BLOCK_BYTES
 from sidestream._format.shard import PAGE_BYTES, lay_out
-from sidestream._runtime.threads import Deadline, Stop
+from sidestream._runtime.threads import Deadline, Stop, time_limit
 from sidestream._storage import Attempt, LocalStore, locate_run
 from sidestream._worker.client import close_all, saver_process
 from sidestream._worker.job import Job, Order
@@ -337,7 +337,8 @@ async def test_one_that_hangs_is_ended_at_the_deadline(
 ) -> None:
     for name, value in environment(tmp_path / "notes", tmp_path / "run", "hang", where).items():
         monkeypatch.setenv(name, value)
-    await saver_process(SaverProcess()).up(Deadline.after(60))  # so that the time is not over before it gets there
+    with time_limit(Deadline.after(60)):
+        await saver_process(SaverProcess()).up()  # so that the time is not over before it gets there
     with pytest.raises(DeadlineExceeded):
         await sidestream.save(state_of(1.0), tmp_path / "run" / "c", saver="process", timeout_s=4)
     assert happened(tmp_path / "notes")
@@ -378,13 +379,14 @@ async def test_a_save_that_was_stopped_before_it_was_asked_for_ends_no_other(
     tmp_path: Path, children: Children
 ) -> None:
     saver = saver_process(SaverProcess())
-    await saver.up(Deadline.after(60))
+    with time_limit(Deadline.after(60)):
+        await saver.up()
     (pid,) = children()
     store, _ = locate_run(tmp_path)
     assert isinstance(store, LocalStore)
     assert store.address is not None
-    attempt = Attempt("a", "directory", "a" * 32, "fsync", Deadline.after(60))
-    order = Order(store.address, attempt, "a")
+    attempt = Attempt("a", "directory", "a" * 32, "fsync")
+    order = Order(store.address, attempt, "a", Deadline.after(60))
     stop, link = Stop(), saver._current()
     stop.set()
     with pytest.raises(Closed):

@@ -43,7 +43,7 @@ from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.values import decode_value
 from sidestream._run.steps import list_generations, list_steps, named_steps, next_generation
-from sidestream._runtime.threads import Deadline, io_threads, politely
+from sidestream._runtime.threads import Deadline, io_threads, politely, time_limit
 from sidestream._storage import Where, locate_run
 from sidestream.errors import Corrupt, DeadlineExceeded, Incomplete, OutOfMemory, UnsupportedCheckpoint
 
@@ -292,11 +292,12 @@ async def test_20_000_steps(tmp_path: Path) -> None:
     for number in range(MANY):
         (run / f"step-{number}").mkdir(parents=True)
     (other / "step-1").mkdir(parents=True)
-    store, deadline = locate_run(run, Where())[0], Deadline.after(600)
-    await named_steps(locate_run(other, Where())[0], deadline)
-    with short_turns():
-        assert len(await named_steps(store, deadline)) == MANY
-        assert await next_generation(store, 7, deadline) == 2
+    store = locate_run(run, Where())[0]
+    with time_limit(Deadline.after(600)):
+        await named_steps(locate_run(other, Where())[0])
+    with short_turns(), time_limit(Deadline.after(600)):
+        assert len(await named_steps(store)) == MANY
+        assert await next_generation(store, 7) == 2
 
 
 async def test_steps_that_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,9 +308,9 @@ async def test_steps_that_hold_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     listed: list[str] = []
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: [listed.append(os.fspath(path)), scandir(path)][1])
-    store, deadline = locate_run(tmp_path, Where())[0], Deadline.after(600)
-    with short_turns(5 * names):
-        assert await list_steps(store, deadline) == await list_generations(store, {}, deadline) == []
+    store = locate_run(tmp_path, Where())[0]
+    with short_turns(5 * names), time_limit(Deadline.after(600)):
+        assert await list_steps(store) == await list_generations(store, {}) == []
     assert 3 <= listed.count(str(tmp_path)) < 10
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         with short_turns(5 * names):
@@ -365,8 +366,8 @@ async def test_work_in_a_thread_ends_at_its_deadline() -> None:
         finally:
             ended.set()
 
-    with pytest.raises(DeadlineExceeded, match="endless"):
-        await io_threads().run(endless, deadline=Deadline.after(0.2))
+    with pytest.raises(DeadlineExceeded, match="endless"), time_limit(Deadline.after(0.2)):
+        await io_threads().run(endless)
     assert ended.wait(60)
 
 

@@ -14,7 +14,7 @@ import torch
 import sidestream
 from sidestream import errors
 from sidestream._runtime.redact import redacted
-from sidestream._runtime.threads import Deadline, Stop, Threads
+from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore
 from sidestream._storage.bodies import BytesBody
 
@@ -42,7 +42,7 @@ class Looking(BytesBody):
     directory: Path
     modes: list[int]
 
-    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+    def take(self, stop: Stop) -> memoryview:
         self.modes.append(stat.S_IMODE(self.directory.stat().st_mode))
         return memoryview(self.content)
 
@@ -55,12 +55,13 @@ async def test_private_while_it_is_written(tmp_path: Path) -> None:
     old = os.umask(0)
     threads = Threads("test", 1)
     body = Looking(b"content")
-    attempt = Attempt("c", "directory", "a" * 32, "flush", Deadline.after(60))
+    attempt = Attempt("c", "directory", "a" * 32, "flush")
     transaction = LocalStore(tmp_path).begin(attempt)
     object.__setattr__(body, "directory", tmp_path / attempt.name)
     object.__setattr__(body, "modes", modes := [])
     try:
-        transaction.write([("f", body)], threads=threads, stop=Stop())
+        with time_limit(Deadline.after(60)):
+            transaction.write([("f", body)], threads=threads, stop=Stop())
         await transaction.make_visible()
     finally:
         os.umask(old)
@@ -75,10 +76,8 @@ async def test_a_name_that_is_taken_is_never_written_through(tmp_path: Path) -> 
     (tmp_path / "d" / "link").symlink_to(tmp_path / "precious")
     os.link(tmp_path / "precious", tmp_path / "d" / "hard")
     for name in ("link", "hard"):
-        with pytest.raises(errors.Conflict):
-            await LocalStore(tmp_path).put(
-                f"d/{name}", BytesBody(b"other"), durability="flush", deadline=Deadline.after(60)
-            )
+        with pytest.raises(errors.Conflict), time_limit(Deadline.after(60)):
+            await LocalStore(tmp_path).put(f"d/{name}", BytesBody(b"other"), durability="flush")
     assert (tmp_path / "precious").read_bytes() == b"precious"
 
 

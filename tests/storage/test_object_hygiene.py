@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import textwrap
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +19,7 @@ from _s3_server import S3Server
 
 import sidestream
 from sidestream import errors
-from sidestream._runtime.threads import Deadline
+from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import Where, locate_run
 from sidestream._storage.object_store.store import ObjectStore
 
@@ -33,8 +34,11 @@ def store_of(server: S3Server, engine: str = "obstore", **changes: Any) -> Objec
     return store
 
 
-def soon() -> Deadline:
-    return Deadline.after(60)
+@pytest.fixture(autouse=True)
+def limited() -> Iterator[None]:
+    """The deadline of calls that are made here without an operation around them."""
+    with time_limit(Deadline.after(60)):
+        yield
 
 
 def killed_while_uploading(server: S3Server, engine: str) -> None:
@@ -65,15 +69,15 @@ async def test_what_the_dead_leave_behind(s3: S3Server, engine: str) -> None:
         assert await checkpoints.steps() == []
         assert await checkpoints.restore({"large": torch.zeros(3 << 20), "step": 0}) is None
     store = store_of(s3, engine)
-    found = await store.leftovers(deadline=soon())
+    found = await store.leftovers()
     assert sorted("?upload=" in one.name for one in found) == [False, True]
     assert all(one.kind == "attempt" and one.name.startswith("step-1/") and one.age_s >= 0 for one in found)
     assert not any(name.startswith("run/.leases") for name in s3.objects)
     for one in found:
-        await store.discard(one.name, deadline=soon())
+        await store.discard(one.name)
     assert s3.uploads == {}
     assert s3.objects == {}
-    assert await store.leftovers(deadline=soon()) == []
+    assert await store.leftovers() == []
 
 
 async def test_the_marker_goes_first(s3: S3Server) -> None:
@@ -81,11 +85,11 @@ async def test_the_marker_goes_first(s3: S3Server) -> None:
     await sidestream.save(STATE, place.url("step-1"), **place.keywords)
     await sidestream.save(STATE, place.url("step-2"), **place.keywords)
     s3.log.clear()
-    await store.retire("step-1", durability="fsync", deadline=soon())
+    await store.retire("step-1", durability="fsync")
     deleted = [one for one in s3.log if one.kind.startswith("delete")]
     assert len(deleted) == 5
     assert all(name.startswith("run/step-2/") for name in s3.objects)
-    assert await store.leftovers(deadline=soon()) == []
+    assert await store.leftovers() == []
 
 
 async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
@@ -101,13 +105,13 @@ async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
 
     s3.fault = fail_the_second
     with pytest.raises(errors.StorageError):
-        await store.retire("step-1", durability="fsync", deadline=soon())
+        await store.retire("step-1", durability="fsync")
     s3.fault = lambda request: None
     with pytest.raises(errors.CheckpointNotFound):
         await sidestream.open_checkpoint(place.url("step-1"), **place.keywords)
-    (found,) = await store.leftovers(deadline=soon())
+    (found,) = await store.leftovers()
     assert (found.kind, found.name) == ("retired", "step-1/retired")
-    await store.discard(found.name, deadline=soon())
+    await store.discard(found.name)
     assert s3.objects == {}
 
 
@@ -127,7 +131,7 @@ async def test_files_are_removed_one_by_one(s3: S3Server) -> None:
     store = store_of(s3)
     s3.objects |= {"run/.leases/a": b"1", "run/.leases/b": b"2"}
     s3.modified |= dict.fromkeys(s3.objects, datetime.now(UTC))
-    ages = await store.ages(".leases", deadline=soon())
+    ages = await store.ages(".leases")
     assert set(ages) == {"a", "b"}
-    await store.remove([".leases/a", ".leases/none"], deadline=soon())
+    await store.remove([".leases/a", ".leases/none"])
     assert set(s3.objects) == {"run/.leases/b"}

@@ -20,7 +20,7 @@ from leases import all_returned
 
 import sidestream
 from sidestream import errors, events
-from sidestream._runtime.threads import Deadline
+from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage.clients.engine import Engine, LateEngine
 from sidestream._storage.clients.lazy import Kept, frozen
 from sidestream._storage.wrappers.file_cache import FileCache
@@ -213,5 +213,5 @@ async def test_uploads_that_could_not_be_listed(s3: S3Server, engine: str) -> No
     assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.PromiseLost]
     async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
         store = checkpoints._store
-        with pytest.raises(errors.StorageError, match="listing the uploads"):
-            await store.leftovers(deadline=Deadline.after(60.0))
+        with pytest.raises(errors.StorageError, match="listing the uploads"), time_limit(Deadline.after(60)):
+            await store.leftovers()

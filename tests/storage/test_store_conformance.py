@@ -13,7 +13,7 @@ from _own_stores import DirectoryStore, Wrapped, without
 from _places import policy, s3_place
 
 from sidestream import errors
-from sidestream._runtime.threads import Deadline, Stop, Threads
+from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, Kind, ReadRange, Store, Transaction, Where, locate_run
 from sidestream._storage.bodies import BytesBody, PiecesBody
 
@@ -53,12 +53,15 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield locate_run(place.base, Where(options, policy=place.keywords["store_policy"]))[0]
 
 
-def soon() -> Deadline:
-    return Deadline.after(60)
+@pytest.fixture(autouse=True)
+def limited() -> Iterator[None]:
+    """The deadline of calls that are made here without an operation around them."""
+    with time_limit(Deadline.after(60)):
+        yield
 
 
 def begin(store: Store, save_id: str = ID) -> Transaction:
-    return store.begin(Attempt("ckpt", "directory", save_id, "fsync", soon()))
+    return store.begin(Attempt("ckpt", "directory", save_id, "fsync"))
 
 
 def write(transaction: Transaction, files: dict[str, bytes], stop: Stop | None = None) -> None:
@@ -84,17 +87,17 @@ async def test_an_attempt_is_published(store: Store) -> None:
     content = bytes(range(256)) * 100
     transaction = written(store, {"__0_0.distcp": content, "__0_1.distcp": b""})
     with pytest.raises(FileNotFoundError):
-        await store.read_tail("ckpt/.metadata", 10, deadline=soon())
+        await store.read_tail("ckpt/.metadata", 10)
     await publish(transaction)
     name = transaction.committed_name("__0_0.distcp")
     empty = transaction.committed_name("__0_1.distcp")
-    sizes = await store.sizes("ckpt", deadline=soon())
+    sizes = await store.sizes("ckpt")
     assert sizes == {name: len(content), empty: 0, ".metadata": len(MARKER)}
-    assert await store.directories(deadline=soon()) == ["ckpt"]
-    assert await store.size(f"ckpt/{name}", deadline=soon()) == len(content)
-    assert await store.read_tail("ckpt/.metadata", 8, deadline=soon()) == MARKER[-8:]
-    assert await store.read_tail("ckpt/.metadata", 4096, deadline=soon()) == MARKER
-    assert await store.read_tail(f"ckpt/{empty}", 10, deadline=soon()) == b""
+    assert await store.directories() == ["ckpt"]
+    assert await store.size(f"ckpt/{name}") == len(content)
+    assert await store.read_tail("ckpt/.metadata", 8) == MARKER[-8:]
+    assert await store.read_tail("ckpt/.metadata", 4096) == MARKER
+    assert await store.read_tail(f"ckpt/{empty}", 10) == b""
 
 
 async def test_a_large_file_in_odd_pieces(store: Store) -> None:
@@ -108,9 +111,9 @@ async def test_a_large_file_in_odd_pieces(store: Store) -> None:
         threads.close()
     await publish(transaction)
     name = f"ckpt/{transaction.committed_name('__0_0.distcp')}"
-    assert await store.size(name, deadline=soon()) == sum(lengths)
+    assert await store.size(name) == sum(lengths)
     found = bytearray(sum(lengths))
-    await store.read(name, [ReadRange(0, memoryview(found))], deadline=soon())
+    await store.read(name, [ReadRange(0, memoryview(found))])
     assert found == b"".join(pieces)
 
 
@@ -126,15 +129,15 @@ async def test_ranges(store: Store) -> None:
         ReadRange(offset, memoryview(buffer), lambda offset=offset: arrived.append(offset))
         for (offset, _), buffer in zip(places, buffers, strict=True)
     ]
-    await store.read(name, ranges, deadline=soon())
+    await store.read(name, ranges)
     for (offset, length), buffer in zip(places, buffers, strict=True):
         assert buffer == content[offset : offset + length]
     assert sorted(arrived) == sorted(offset for offset, length in places if length)
     for offset in (99_999, 200_000):
         with pytest.raises(errors.Corrupt):
-            await store.read(name, [ReadRange(offset, memoryview(bytearray(2)))], deadline=soon())
+            await store.read(name, [ReadRange(offset, memoryview(bytearray(2)))])
     with pytest.raises(FileNotFoundError):
-        await store.read("ckpt/none", [ReadRange(0, memoryview(bytearray(2)))], deadline=soon())
+        await store.read("ckpt/none", [ReadRange(0, memoryview(bytearray(2)))])
 
 
 async def test_what_arrives_may_fail(store: Store) -> None:
@@ -146,7 +149,7 @@ async def test_what_arrives_may_fail(store: Store) -> None:
         raise errors.Corrupt("not this")
 
     with pytest.raises(errors.Corrupt, match="not this"):
-        await store.read(name, [ReadRange(0, memoryview(bytearray(2)), refuse)], deadline=soon())
+        await store.read(name, [ReadRange(0, memoryview(bytearray(2)), refuse)])
 
 
 async def test_a_target_belongs_to_the_first(store: Store) -> None:
@@ -155,34 +158,34 @@ async def test_a_target_belongs_to_the_first(store: Store) -> None:
     await publish(transaction)
     with pytest.raises(errors.Conflict):
         await publish(other, b"another marker, of the same length as it is")
-    await other.discard(soon())
+    await other.discard()
     name = transaction.committed_name("__0_0.distcp")
-    assert set(await store.sizes("ckpt", deadline=soon())) == {name, ".metadata"}
-    assert await store.read_tail("ckpt/.metadata", 4096, deadline=soon()) == MARKER
+    assert set(await store.sizes("ckpt")) == {name, ".metadata"}
+    assert await store.read_tail("ckpt/.metadata", 4096) == MARKER
     with pytest.raises(errors.Conflict):
         written(store, {"__0_0.distcp": b"third"}, "c" * 32)
 
 
 async def test_what_is_discarded_is_gone(store: Store) -> None:
     transaction = written(store, {"__0_0.distcp": b"content"})
-    await transaction.discard(soon())
-    await transaction.discard(soon())
+    await transaction.discard()
+    await transaction.discard()
     other = written(store, {"__0_0.distcp": b"content"}, OTHER_ID)
     other.discard_here()
     with pytest.raises(FileNotFoundError):
-        await store.sizes("ckpt", deadline=soon())
-    assert await store.directories(deadline=soon()) == []
+        await store.sizes("ckpt")
+    assert await store.directories() == []
 
 
 @pytest.mark.parametrize("kind", ["directory", "replacement", "files", "file", "part"])
 async def test_a_transaction_that_was_discarded_makes_no_attempt(kind: Kind, store: Store) -> None:
     """A thread may come to its first write after another one has ended the save."""
-    transaction = store.begin(Attempt("ckpt", kind, ID, "fsync", soon()))
+    transaction = store.begin(Attempt("ckpt", kind, ID, "fsync"))
     transaction.discard_here()
     with pytest.raises(errors.Closed, match="was discarded"):
         write(transaction, {"ckpt": b"content"})
-    assert await store.leftovers(deadline=soon()) == []
-    assert "ckpt" not in await store.directories(deadline=soon())
+    assert await store.leftovers() == []
+    assert "ckpt" not in await store.directories()
 
 
 async def test_a_forked_child_discards_nothing(store: Store) -> None:
@@ -192,7 +195,7 @@ async def test_a_forked_child_discards_nothing(store: Store) -> None:
     transaction.discard_here()
     transaction._pid -= 1
     await publish(transaction)
-    assert transaction.committed_name("__0_0.distcp") in await store.sizes("ckpt", deadline=soon())
+    assert transaction.committed_name("__0_0.distcp") in await store.sizes("ckpt")
 
 
 async def test_a_transaction_that_has_committed_keeps_no_content(store: Store) -> None:
@@ -206,26 +209,26 @@ async def test_a_transaction_that_has_committed_keeps_no_content(store: Store) -
 
 async def test_a_small_file_is_made_once(store: Store) -> None:
     written(store, {})  # makes the root
-    await store.put("note", BytesBody(b"mine, and nobody else's"), durability="fsync", deadline=soon())
+    await store.put("note", BytesBody(b"mine, and nobody else's"), durability="fsync")
     with pytest.raises(errors.Conflict):
-        await store.put("note", BytesBody(b"yours, as it seems to me"), durability="fsync", deadline=soon())
-    assert await store.read_tail("note", 100, deadline=soon()) == b"mine, and nobody else's"
+        await store.put("note", BytesBody(b"yours, as it seems to me"), durability="fsync")
+    assert await store.read_tail("note", 100) == b"mine, and nobody else's"
 
 
 async def test_files_are_removed(store: Store) -> None:
     written(store, {})
     for name in ("one", "two"):
-        await store.put(f"notes/{name}", BytesBody(b"note"), durability="fsync", deadline=soon())
-    await store.remove(["notes/one", "notes/none", "none/none"], deadline=soon())
-    assert set(await store.ages("notes", deadline=soon())) == {"two"}
+        await store.put(f"notes/{name}", BytesBody(b"note"), durability="fsync")
+    await store.remove(["notes/one", "notes/none", "none/none"])
+    assert set(await store.ages("notes")) == {"two"}
 
 
 async def test_nothing_there(store: Store) -> None:
-    assert await store.directories(deadline=soon()) == []
+    assert await store.directories() == []
     with pytest.raises(FileNotFoundError):
-        await store.sizes("ckpt", deadline=soon())
+        await store.sizes("ckpt")
     with pytest.raises(FileNotFoundError):
-        await store.size("ckpt/.metadata", deadline=soon())
+        await store.size("ckpt/.metadata")
 
 
 def test_a_stop_before_anything_is_written(store: Store) -> None:

@@ -180,7 +180,7 @@ async def test_kill_at_every_request(
 async def test_what_a_killed_save_left_is_found_and_removed(
     engine: str, seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, judge: Oracle, prefix: str
 ) -> None:
-    from sidestream._runtime.threads import Deadline
+    from sidestream._runtime.threads import Deadline, time_limit
     from sidestream._storage import Where, locate_run
 
     run = seaweed.url(prefix)
@@ -204,14 +204,16 @@ async def test_what_a_killed_save_left_is_found_and_removed(
     assert before.unmarked
 
     store, _ = locate_run(run, Where(seaweed.options, None, sidestream.StorePolicy(**policy(engine))))
-    found = await store.leftovers(deadline=Deadline.after(60))
-    assert {one.kind for one in found} == {"attempt"}
-    for one in found:
-        await store.discard(one.name, deadline=Deadline.after(60))
+    with time_limit(Deadline.after(60)):
+        found = await store.leftovers()
+        assert {one.kind for one in found} == {"attempt"}
+        for one in found:
+            await store.discard(one.name)
     after = judge.look(seaweed.options, run, MIB)
     left = [name for name in after.unmarked if not name.startswith(".leases/")]  # which end by themselves
     assert (after.uploads, left) == ([], [])
-    assert await store.leftovers(deadline=Deadline.after(60)) == []
+    with time_limit(Deadline.after(60)):
+        assert await store.leftovers() == []
 
 
 @pytest.mark.parametrize("engine", ENGINES)

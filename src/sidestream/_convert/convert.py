@@ -20,12 +20,12 @@ from .._layout.select import selected
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
-from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.threads import Deadline, current_deadline, io_threads, politely, time_limit
 from .._runtime.torch_probes import dtype_from_name, dtype_name
 from .._save.layouts import commit_files
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
-from .._storage import Kind, Where, locate_directory
+from .._storage import Kind, Location, Where, locate_directory
 from ..errors import InvalidOption, UnsupportedTensor
 from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
 from .operation import run_here
@@ -118,26 +118,41 @@ async def convert(
     running_loop("convert")
     chosen = _format(target, format)
     _check_options(verify, durability, timeout_s, budget_bytes, shard_bytes, dtype)
-    deadline = Deadline.after(timeout_s)
     where = locate_directory(target, Where(target_options, None, store_policy))
+    with time_limit(Deadline.after(timeout_s)):
+        opened = await open_source(source, Where(storage_options, None, store_policy))
+        selection = await io_threads().run(_select, opened, select, rename, dtype)
+        how = _How(chosen, shard_bytes, budget_bytes, verify, durability, progress)
+        return await _convert(opened, selection, where, how)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    format: Format
+    shard_bytes: int | None
+    budget_bytes: int
+    verify: Verify
+    durability: Durability
+    progress: Progress | None
+
+
+async def _convert(opened: Source, selection: _Selection, where: Location, how: _How) -> ConvertReport:
+    chosen = how.format
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
-    opened = await open_source(source, deadline, Where(storage_options, None, store_policy))
-    selection = await io_threads().run(_select, opened, select, rename, dtype, deadline=deadline)
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
     if values:
         listed = ", ".join(values[:5])
         raise InvalidOption(
             f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
         )
-    files = await io_threads().run(
-        _plan, selection, chosen, where.name if single else None, budget_bytes, shard_bytes, deadline=deadline
-    )
-    total = await io_threads().run(_total, selection, deadline=deadline)
-    pipeline = Pipeline(opened, selection.origin, verify, deadline, progress, total)
-    if verify == "always":
+    name = where.name if single else None
+    files = await io_threads().run(_plan, selection, chosen, name, how.budget_bytes, how.shard_bytes)
+    total = await io_threads().run(_total, selection)
+    pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
+    if how.verify == "always":
         await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
-    order = SaveOrder(where, durability, deadline, kind=kind, verb="convert")
+    order = SaveOrder(where, how.durability, current_deadline(), kind=kind, verb="convert")
     layout = _ConvertedLayout(order, files, selection.order)
     await run_here(order, partial(pipeline.write, layout.data_files), layout)
 

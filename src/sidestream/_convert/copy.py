@@ -25,7 +25,7 @@ from .._load.verify import Verification
 from .._runtime.caller import call
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
-from .._runtime.threads import Deadline, Stop, io_threads, politely
+from .._runtime.threads import Deadline, Stop, io_threads, politely, time_limit
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
 from .._storage import Location, ReadRange, Transaction, Where, locate_directory
@@ -94,11 +94,11 @@ async def copy(
     deadline = Deadline.after(timeout_s)
     where = locate_directory(target, Where(target_options, None, store_policy))
     location = locate_directory(source, Where(storage_options, None, store_policy))
-    found = await _look(location, deadline)
-    window_bytes = min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS)
-    order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
-    copying = _Copy(found, where, deadline, window_bytes, progress)
-    await run_here(order, copying.write, _CopiedLayout(found.sizes))
+    with time_limit(deadline):
+        found = await _look(location)
+        order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
+        copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)
+        await run_here(order, copying.write, _CopiedLayout(found.sizes))
     return CopyReport(
         url=where.url,
         files=tuple(found.sizes),
@@ -125,28 +125,28 @@ class _Found:
     marker_crc: int = 0
 
 
-async def _look(location: Location, deadline: Deadline) -> _Found:
-    directory, manifest = await open_manifest(location, deadline)
+async def _look(location: Location) -> _Found:
+    directory, manifest = await open_manifest(location)
     single = directory.name != location.name
     if not single and not location.store.capabilities.listing:
         raise InvalidOption(f"{location.url}: a server without listings does not say which files are in a directory")
-    verification = Verification(directory, manifest, deadline)
-    pieces, left_out = await io_threads().run(_apart, await verification.plan(), deadline=deadline)
+    verification = Verification(directory, manifest)
+    pieces, left_out = await io_threads().run(_apart, await verification.plan())
     await verification.check_whole_items()
     if verification.damages:
         first = next(iter(verification.damages.values()))
         raise Corrupt(f"{location.url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
-    names = await io_threads().run(_names, manifest, deadline=deadline)
+    names = await io_threads().run(_names, manifest)
     unverified = frozenset(verification.unverified | verification.unreadable | left_out)
     if single:
         return _Found(directory, manifest.files, True, pieces, names, unverified)
-    listed = await location.store.sizes(location.name, deadline=deadline)
-    sizes = await io_threads().run(_in_order, listed, manifest, deadline=deadline)
+    listed = await location.store.sizes(location.name)
+    sizes = await io_threads().run(_in_order, listed, manifest)
     marker_crc = 0
     if METADATA_NAME in sizes:
         name = f"{location.name}/{METADATA_NAME}"
-        raw = await read_file(location.store, name, sizes[METADATA_NAME], deadline, most_bytes=MOST_METADATA_BYTES)
-        marker_crc = await io_threads().run(crc32, raw, deadline=deadline)
+        raw = await read_file(location.store, name, sizes[METADATA_NAME], most_bytes=MOST_METADATA_BYTES)
+        marker_crc = await io_threads().run(crc32, raw)
     return _Found(location, sizes, False, pieces, names, unverified, marker_crc)
 
 
@@ -187,7 +187,7 @@ class _CopiedFile:
         for piece in pieces:
             self._pieces[bisect_right(ends, piece.offset)].append(piece)
 
-    def seal(self, index: int, view: memoryview, stop: Stop, deadline: Deadline) -> None:
+    def seal(self, index: int, view: memoryview, stop: Stop) -> None:
         """Compare what was read, and note what it is."""
         start, _ = self.windows[index]
         for piece in self._pieces[index]:
@@ -247,7 +247,6 @@ class _CopiedLayout:
 class _Copy:
     found: _Found
     where: Location
-    deadline: Deadline
     window_bytes: int
     progress: Progress | None
     _done_bytes: int = 0
@@ -272,7 +271,7 @@ class _Copy:
 
     async def _marker(self) -> bytes:
         found, location, nbytes = self.found, self.found.location, self.found.sizes[METADATA_NAME]
-        raw = await read_file(location.store, f"{location.name}/{METADATA_NAME}", nbytes, self.deadline)
+        raw = await read_file(location.store, f"{location.name}/{METADATA_NAME}", nbytes)
         if crc32(raw) != found.marker_crc:
             raise Corrupt(f"{location.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME)
         self._tell(2 * nbytes)
@@ -287,12 +286,12 @@ class _Copy:
             begins = range(0, len(view), PIECE_BYTES)
             ranges = [ReadRange(start + begin, view[begin : begin + PIECE_BYTES]) for begin in begins]
             try:
-                await location.store.read(f"{location.name}/{names[file.name]}", ranges, deadline=self.deadline)
+                await location.store.read(f"{location.name}/{names[file.name]}", ranges)
             except FileNotFoundError as error:
                 raise Corrupt(f"{error.filename} was deleted while it was copied", file=names[file.name]) from error
             self._tell(len(view))
 
-        await Windows(fill, self.deadline).write(files, into)
+        await Windows(fill).write(files, into)
         await self._read_back(files, into)
 
     async def _read_back(self, files: Sequence[_CopiedFile], into: Transaction) -> None:
@@ -306,10 +305,10 @@ class _Copy:
                 view = memoryview(memory)[: end - start]
                 name = into.path_of(file.name)
                 try:
-                    await self.where.store.read(name, [ReadRange(start, view)], deadline=self.deadline)
+                    await self.where.store.read(name, [ReadRange(start, view)])
                 except (Corrupt, FileNotFoundError) as error:
                     raise StorageError(errno.EIO, f"what was written did not arrive: {error}", name) from error
-                if await io_threads().run(crc32, view, deadline=self.deadline) != file.crcs[index]:
+                if await io_threads().run(crc32, view) != file.crcs[index]:
                     raise StorageError(errno.EIO, f"other bytes came back than were written, from {start} on", name)
                 del view
                 scratch.give_back(memory)

@@ -39,7 +39,7 @@ from .._load.open.manifest import open_manifest
 from .._load.reader import Reader, Scratch, Wanted, whole
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.threads import io_threads, politely
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import EVERYDAY, Location, ReadRange, Store, Transaction, Where, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpoint, allocating
@@ -98,34 +98,34 @@ class Source:
     unverified: frozenset[str] = field(default_factory=frozenset)
 
 
-async def open_source(url: str | os.PathLike[str], deadline: Deadline, where: Where = EVERYDAY) -> Source:
+async def open_source(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Source:
     """Raises what opening a checkpoint raises; reads no payload of a tensor."""
-    location, manifest = await open_manifest(locate_directory(url, where), deadline)
-    return await _of_manifest(location, manifest, deadline)
+    location, manifest = await open_manifest(locate_directory(url, where))
+    return await _of_manifest(location, manifest)
 
 
-async def _of_manifest(location: Location, manifest: Manifest, deadline: Deadline) -> Source:
+async def _of_manifest(location: Location, manifest: Manifest) -> Source:
     threads = io_threads()
-    tensors, wanted = await threads.run(sorted_out, manifest.entries, deadline=deadline)
-    opaque = await threads.run(opaque_entries, manifest.entries, deadline=deadline)
-    values = await read_values(location.store, location.name, manifest, wanted, deadline)
+    tensors, wanted = await threads.run(sorted_out, manifest.entries)
+    opaque = await threads.run(opaque_entries, manifest.entries)
+    values = await read_values(location.store, location.name, manifest, wanted)
     located: dict[str, Located] = {}
     refused: dict[str, SidestreamError] = {}
     for fqn, one in opaque.items():
-        refused[fqn] = await why_opaque(location.store, location.name, fqn, one, deadline)
+        refused[fqn] = await why_opaque(location.store, location.name, fqn, one)
     if not manifest.own:
-        located, closed = await threads.run(located_already, tensors, {}, deadline=deadline)
+        located, closed = await threads.run(located_already, tensors, {})
         queue = iter(closed.items())
 
         async def work() -> None:
             for fqn, entry in queue:
                 try:
-                    located[fqn] = await locate_tensor(location.store, location.name, fqn, entry, deadline)
+                    located[fqn] = await locate_tensor(location.store, location.name, fqn, entry)
                 except UnsupportedCheckpoint as error:
                     refused[fqn] = error
 
         await in_parallel(work)
-    return await threads.run(_described, location, manifest, values, located, refused, deadline=deadline)
+    return await threads.run(_described, location, manifest, values, located, refused)
 
 
 def _described(
@@ -227,7 +227,6 @@ class Pipeline:
     source: Source
     origin: Mapping[str, tuple[str, SourceTensor]]
     verify: Verify
-    deadline: Deadline
     progress: Progress | None
     total_bytes: int
     _done_bytes: int = 0
@@ -243,7 +242,7 @@ class Pipeline:
                 memory = self._scratch.take(piece.nbytes)
                 view = memoryview(memory)[: piece.nbytes]
                 read = ReadRange(piece.offset, view, partial(piece.check, view))
-                await self.source.store.read(f"{self.source.directory}/{piece.file}", [read], deadline=self.deadline)
+                await self.source.store.read(f"{self.source.directory}/{piece.file}", [read])
                 self._scratch.give_back(memory)
 
         await in_parallel(work)
@@ -254,14 +253,14 @@ class Pipeline:
         by_name = {file.name: file for file in files}
 
         async def fill(file: WindowedFile, index: int, view: memoryview) -> None:
-            slices, nbytes = await io_threads().run(_slices_of, by_name[file.name], index, deadline=self.deadline)
+            slices, nbytes = await io_threads().run(_slices_of, by_name[file.name], index)
             await self._fill(slices, view)
             self._tell(nbytes)
 
-        await Windows(fill, self.deadline).write(files, into)
+        await Windows(fill).write(files, into)
 
     async def _fill(self, slices: Sequence[Slice], view: memoryview) -> None:
-        straight, others = await io_threads().run(self._targets, slices, view, deadline=self.deadline)
+        straight, others = await io_threads().run(self._targets, slices, view)
         for one, into in others:
             fqn, source = self.origin[one.tensor.fqn]
             if one.nbytes == one.tensor.nbytes:
@@ -301,7 +300,7 @@ class Pipeline:
             self._held[fqn] = held
         first = one.begin // itemsize(one.tensor.dtype)
         flat = held.reshape(-1)[first : first + into.numel()]
-        await io_threads().run(into.copy_, flat, deadline=self.deadline)
+        await io_threads().run(into.copy_, flat)
         if one.begin + one.nbytes == one.tensor.nbytes:
             del self._held[fqn]
 
@@ -312,7 +311,7 @@ class Pipeline:
 
     def _reader(self) -> Reader:
         source = self.source
-        return Reader(source.store, source.directory, self.verify, self.deadline, scratch=self._scratch)
+        return Reader(source.store, source.directory, self.verify, scratch=self._scratch)
 
     def _tell(self, nbytes: int) -> None:
         self._done_bytes += nbytes

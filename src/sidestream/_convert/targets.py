@@ -17,7 +17,7 @@ from .._format.shard import BlockSums, Sealer, ShardLayout, Window, lay_out
 from .._format.torch_zip.file import TorchArchive
 from .._format.values import pickle_node, pickle_part
 from .._layout.assemble import assemble
-from .._runtime.threads import Deadline, Stop, politely
+from .._runtime.threads import Stop, current_deadline, politely
 from ..errors import InvalidOption, KeyCollision
 from .windows import WindowedFile
 
@@ -122,8 +122,8 @@ class Written:
             if isinstance(piece, OutTensor):
                 yield Slice(piece, begin, nbytes, at)
 
-    def seal(self, index: int, view: memoryview, stop: Stop, deadline: Deadline) -> None:
-        self._wait_for(index, stop, deadline)
+    def seal(self, index: int, view: memoryview, stop: Stop) -> None:
+        self._wait_for(index, stop)
         for (number, begin, nbytes, piece), at in politely(zip(self._parts[index], self._at[index], strict=True)):
             if isinstance(piece, OutTensor):
                 self._crcs[number] = crc32(view[at : at + nbytes], self._crcs.get(number, 0))
@@ -134,7 +134,7 @@ class Written:
             self._turn += 1
             self._changed.notify_all()
 
-    def _wait_for(self, index: int, stop: Stop, deadline: Deadline) -> None:
+    def _wait_for(self, index: int, stop: Stop) -> None:
         def wake() -> None:
             with self._changed:
                 self._changed.notify_all()
@@ -142,8 +142,8 @@ class Written:
         with stop.waking(wake), self._changed:
             while self._turn != index:
                 stop.check()
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise deadline.exceeded("the part of a file before")
+                if not self._changed.wait(current_deadline().remaining_s()):
+                    raise current_deadline().exceeded("the part of a file before")
 
 
 # --- torch.save -----------------------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ class _DcpShard:
             if start < end:
                 yield Slice(self._tensors[number], start - item.payload_offset, end - start, start - window.start)
 
-    def seal(self, index: int, view: memoryview, stop: Stop, deadline: Deadline) -> None:
-        for _ in politely(self.sealer.seal(view, self.layout.windows[index], stop=stop, deadline=deadline)):
+    def seal(self, index: int, view: memoryview, stop: Stop) -> None:
+        for _ in politely(self.sealer.seal(view, self.layout.windows[index], stop=stop, deadline=current_deadline())):
             stop.check()
 
 

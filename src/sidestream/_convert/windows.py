@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from .._runtime.tasks import first_error
-from .._runtime.threads import Deadline, Stop, Threads
+from .._runtime.threads import Stop, Threads, current_deadline
 from .._storage import WRITE_THREADS, Transaction
 from ..errors import Closed, allocating
 
@@ -40,7 +40,7 @@ class WindowedFile(Protocol):
     def windows(self) -> Sequence[tuple[int, int]]:
         """Begin and end of each, without gaps."""
 
-    def seal(self, index: int, view: memoryview, stop: Stop, deadline: Deadline) -> None:
+    def seal(self, index: int, view: memoryview, stop: Stop) -> None:
         """In a thread: finish a window whose payloads are in ``view``; it may wait for the windows before."""
 
 
@@ -56,7 +56,8 @@ class _Part:
     def nbytes(self) -> int:
         return self.end - self.offset
 
-    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+    def take(self, stop: Stop) -> memoryview:
+        deadline = current_deadline()
         with stop.waking(self._wake):
             stop.check()
             try:
@@ -65,7 +66,7 @@ class _Part:
                 raise Closed("stopped before the work was done") from None
             except TimeoutError as error:
                 raise deadline.exceeded("reading the source") from error
-        self.file.seal(self.index, view, stop, deadline)
+        self.file.seal(self.index, view, stop)
         return view
 
     def _wake(self) -> None:
@@ -89,9 +90,8 @@ Fill: TypeAlias = Callable[[WindowedFile, int, memoryview], Awaitable[None]]
 class Windows:
     """The memory of one conversion or copy. Windows are filled one after the other, in the order of the files."""
 
-    def __init__(self, fill: Fill, deadline: Deadline) -> None:
+    def __init__(self, fill: Fill) -> None:
         self._fill = fill
-        self._deadline = deadline
         self._largest = 1
         self._loop = asyncio.get_running_loop()
         self._slots = asyncio.Semaphore(WINDOWS)
@@ -110,7 +110,7 @@ class Windows:
             done = threads.submit(partial(into.write, bodies, threads=threads, stop=stop))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._fill_all([part for _, one in parts for part in one]))
-                await threads.wait(done, "writing", stop=stop, deadline=self._deadline)
+                await threads.wait(done, "writing", stop=stop)
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         finally:

@@ -20,7 +20,7 @@ from .._layout.objects import allowed_types
 from .._runtime.abandoned import noted, watch
 from .._runtime.public import public
 from .._runtime.tasks import finish, running_loop
-from .._runtime.threads import Deadline, io_threads, let_go, politely
+from .._runtime.threads import Deadline, io_threads, let_go, politely, time_limit
 from .._runtime.torch_probes import dtype_from_name, plain_bytes
 from .._storage import Location, Where, locate_directory
 from ..errors import Corrupt, Mismatch, SidestreamError, allocating, printable
@@ -142,8 +142,9 @@ async def load_from(
 ) -> LoadReport:
     """``load`` from a resolved location. ``operation`` is there where several ranks load."""
     deadline = Deadline.after(options.timeout_s)
-    with noted(f"loading {location.url}", "its threads have stopped; tensors may have been changed", deadline.at):
-        return await _load_by(location, state, options, operation, deadline)
+    changed = "its threads have stopped; tensors may have been changed"
+    with time_limit(deadline), noted(f"loading {location.url}", changed, deadline.at):
+        return await _load_by(location, state, options, operation)
 
 
 async def _load_by(
@@ -151,22 +152,22 @@ async def _load_by(
     state: Mapping[str, Any],
     options: LoadOptions,
     operation: Operation | None,
-    deadline: Deadline,
 ) -> LoadReport:
     if options.planner is not None:
         from .planner.load import load_planned  # imports DCP, as the planner has done
 
-        return await load_planned(location, state, options, operation, deadline)
+        return await load_planned(location, state, options, operation)
     if operation is None:
-        location, manifest = await open_manifest(location, deadline)
+        location, manifest = await open_manifest(location)
         answers = await _ask(state)
-        plan = await io_threads().run(match, state, answers, manifest, location.url, options.strict, deadline=deadline)
-        await _refuse_opaque(location, manifest, plan, deadline)
+        plan = await io_threads().run(match, state, answers, manifest, location.url, options.strict)
+        await _refuse_opaque(location, manifest, plan)
     else:
         work = _match_together(location, state, await _ask(state), options, operation)
         location, manifest, plan = await stoppable(operation, work)
-    report = await _load(location, manifest, plan, options, deadline, operation)
-    await io_threads().run(let_go, manifest.entries)
+    report = await _load(location, manifest, plan, options, operation)
+    with time_limit(None):  # the load has succeeded
+        await io_threads().run(let_go, manifest.entries)
     return report
 
 
@@ -181,30 +182,30 @@ async def _match_together(
     location: Location, state: Mapping[str, Any], answers: Answers, options: LoadOptions, operation: Operation
 ) -> tuple[Location, Manifest, LoadPlan]:
     """Each rank compares its template with an outline of the checkpoint, and reads of its description what it needs."""
-    deadline, threads, url = operation.deadline, io_threads(), location.url
+    threads, url = io_threads(), location.url
 
     def compare(manifest: Manifest) -> LoadPlan:
         return match(state, answers, manifest, url, options.strict, others=True)
 
-    location, root = await open_root(location, deadline)
-    found = await outline(root, deadline)
-    plan = await threads.run(compare, found, deadline=deadline)
-    await _refuse_opaque(location, found, plan, deadline)
+    location, root = await open_root(location)
+    found = await outline(root)
+    plan = await threads.run(compare, found)
+    await _refuse_opaque(location, found, plan)
     await agree_on(operation, found, plan, url, options.per_host)
-    manifest = await read_needed(location, root, plan, deadline)
+    manifest = await read_needed(location, root, plan)
     if manifest is not found:
-        plan = await threads.run(compare, manifest, deadline=deadline)
+        plan = await threads.run(compare, manifest)
     return location, manifest, plan
 
 
-async def _refuse_opaque(location: Location, manifest: Manifest, plan: LoadPlan, deadline: Deadline) -> None:
+async def _refuse_opaque(location: Location, manifest: Manifest, plan: LoadPlan) -> None:
     """Raise an error if the target requests tensors that cannot be read. It names the first and says how many."""
     if not plan.opaque:
         return
     fqn = plan.opaque[0]
     entry = manifest.entries[fqn]
     assert isinstance(entry, OpaqueEntry)
-    error = await why_opaque(location.store, location.name, fqn, entry, deadline)
+    error = await why_opaque(location.store, location.name, fqn, entry)
     others = f"; the target requests {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
     error.args = (f"{location.url}: {error.args[0]}{others} (nothing was changed)",)
     raise error
@@ -215,15 +216,14 @@ async def _load(
     manifest: Manifest,
     plan: LoadPlan,
     options: LoadOptions,
-    deadline: Deadline,
     operation: Operation | None,
 ) -> LoadReport:
     threads = io_threads()
-    streams = await streams_of(await threads.run(_devices, plan.local, deadline=deadline), deadline)
+    streams = await streams_of(await threads.run(_devices, plan.local))
     shared = None
     if operation is not None and options.per_host is not None:
         shared = HostReads(operation, location, manifest, options.per_host)
-    reader = Reader(location.store, location.name, options.verify, deadline, options.progress, streams, shared)
+    reader = Reader(location.store, location.name, options.verify, options.progress, streams, shared)
     work = _Load(location, manifest, plan, reader, options, operation)
     try:
         return await _telling(work)
@@ -345,12 +345,12 @@ class _Load:
     handing_over: bool = False
 
     async def run(self) -> LoadReport:
-        deadline, threads = self.reader.deadline, io_threads()
-        entries = await threads.run(self._value_entries, deadline=deadline)
+        threads = io_threads()
+        entries = await threads.run(self._value_entries)
         store, directory = self.location.store, self.location.name
         allow, trust = self.options.allow, self.options.trust
-        values = await read_values(store, directory, self.manifest, entries, deadline, allow, trust)
-        prepared = await threads.run(self._prepare, values, deadline=deadline)
+        values = await read_values(store, directory, self.manifest, entries, allow, trust)
+        prepared = await threads.run(self._prepare, values)
         self.pointers = prepared.pointers
         if self.operation is None:
             await self._read(prepared)
@@ -366,9 +366,10 @@ class _Load:
             await threads.run(_count_versions, self.plan.local)
             await hand_over(prepared.handover)
 
-        # From here on the target changes as a whole: a cancel is raised when it has.
+        # From here on the target changes as a whole: a cancel is raised when it has, and no deadline ends it.
         self.handing_over = True
-        await finish(install)
+        with time_limit(None):
+            await finish(install)
         if self.operation is not None:
             await self.operation.agree("hand over")
         return LoadReport(
@@ -389,8 +390,7 @@ class _Load:
     async def _read(self, prepared: _Prepared) -> None:
         await self.reader.read(prepared.wanted, own=self.manifest.own)
         if prepared.again:
-            deadline = self.reader.deadline
-            await io_threads().run(self._check_ties, prepared.again, prepared.places, deadline=deadline)
+            await io_threads().run(self._check_ties, prepared.again, prepared.places)
 
     def written(self) -> tuple[str, ...]:
         """Which tensors of the target have been written to, under all the names that they have."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -19,7 +19,7 @@ from .._layout.ranges import Box
 from .._layout.select import selected
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
-from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.threads import Deadline, io_threads, politely, time_limit
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import Location, Where, locate_directory
 from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
@@ -80,7 +80,8 @@ async def open_from(
     check_choice("trust", trust, Trust)
     check_timeout(timeout_s)
     allowed = allowed_types(allow)
-    location, manifest = await open_manifest(location, Deadline.after(timeout_s))
+    with time_limit(Deadline.after(timeout_s)):
+        location, manifest = await open_manifest(location)
     return Checkpoint(location, manifest, verify, timeout_s, allowed, trust)
 
 
@@ -160,16 +161,16 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         assert isinstance(entry, TensorEntry)
         box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
 
-        deadline = Deadline.after(self._timeout_s)
-        streams = await streams_of([where], deadline)
+        with self._time_limit():
+            streams = await streams_of([where])
 
-        def new() -> torch.Tensor:
-            with streams.current():
-                return torch.empty(box.sizes, dtype=info.dtype, device=where)
+            def new() -> torch.Tensor:
+                with streams.current():
+                    return torch.empty(box.sizes, dtype=info.dtype, device=where)
 
-        target = await io_threads().run(new, deadline=deadline)
-        await self._read([Wanted(fqn, entry, box, target)], deadline, None, streams)
-        return target
+            target = await io_threads().run(new)
+            await self._read([Wanted(fqn, entry, box, target)], None, streams)
+            return target
 
     async def value(self, fqn: str) -> Any:
         """A plain value, or a tensor like ``tensor()``. Raises ``MissingKeys``, ``UnsafeObject`` (other writers)."""
@@ -201,17 +202,26 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         version does not read is requested. A cancel leaves nothing behind.
         """
         device = None if memory == "host" else _memory(memory)
-        deadline = Deadline.after(self._timeout_s)
-        entries = await io_threads().run(self._selected, select, deadline=deadline)
-        await self._refuse(await io_threads().run(opaque_entries, entries, deadline=deadline))
-        found, value_entries = await io_threads().run(sorted_out, entries, deadline=deadline)
+        with self._time_limit():
+            return await self._state_dict(memory, device, progress, select)
+
+    async def _state_dict(
+        self,
+        memory: Memory,
+        device: torch.device | None,
+        progress: Progress | None,
+        select: str | Collection[str] | None,
+    ) -> dict[Any, Any]:
+        entries = await io_threads().run(self._selected, select)
+        await self._refuse(await io_threads().run(opaque_entries, entries))
+        found, value_entries = await io_threads().run(sorted_out, entries)
         fqns = found.keys()
         values = await self._values(value_entries)
         mapped = {}
         if memory == "mapped":
             with self._all_there():
-                mapped = await map_tensors(self._location, self._manifest, fqns, deadline)
-        streams = await streams_of([] if device is None else [device], deadline)
+                mapped = await map_tensors(self._location, self._manifest, fqns)
+        streams = await streams_of([] if device is None else [device])
 
         def prepare() -> NewTensors:
             with streams.current():
@@ -220,14 +230,18 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
                 new.wanted.extend(_verified(entries, mapped))
             return new
 
-        new = await io_threads().run(prepare, deadline=deadline)
+        new = await io_threads().run(prepare)
         tensors = new.tensors
-        await self._read(new.wanted, deadline, progress, streams)
-        return await io_threads().run(_nested, entries, ChainMap(mapped, tensors, values), deadline=deadline)
+        await self._read(new.wanted, progress, streams)
+        return await io_threads().run(_nested, entries, ChainMap(mapped, tensors, values))
 
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
         """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is."""
-        return await verify_manifest(self._location, self._manifest, Deadline.after(self._timeout_s), progress)
+        with self._time_limit():
+            return await verify_manifest(self._location, self._manifest, progress)
+
+    def _time_limit(self) -> AbstractContextManager[None]:
+        return time_limit(Deadline.after(self._timeout_s))
 
     def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries
@@ -237,9 +251,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         """Raise an error for the first of these tensors, if there are any, with their number."""
         if not opaque:
             return
-        deadline = Deadline.after(self._timeout_s)
-        with self._all_there():
-            error = await why_opaque(self._location.store, self._location.name, *next(iter(opaque.items())), deadline)
+        with self._time_limit(), self._all_there():
+            error = await why_opaque(self._location.store, self._location.name, *next(iter(opaque.items())))
         others = f"; {len(opaque)} such tensors were requested: leave them out with select=" if len(opaque) > 1 else ""
         error.args = (f"{self.url}: {error.args[0]}{others}",)
         raise error
@@ -250,10 +263,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         except KeyError:
             raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
 
-    async def _read(
-        self, wanted: list[Wanted], deadline: Deadline, progress: Progress | None, streams: Streams
-    ) -> None:
-        reader = Reader(self._location.store, self._location.name, self._verify, deadline, progress, streams)
+    async def _read(self, wanted: list[Wanted], progress: Progress | None, streams: Streams) -> None:
+        reader = Reader(self._location.store, self._location.name, self._verify, progress, streams)
         with self._all_there():
             await reader.read(wanted, own=self._manifest.own)
 
@@ -267,9 +278,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
 
     async def _values(self, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
         store, directory = self._location.store, self._location.name
-        deadline = Deadline.after(self._timeout_s)
-        with self._all_there():
-            return await read_values(store, directory, self._manifest, entries, deadline, self._allow, self._trust)
+        with self._time_limit(), self._all_there():
+            return await read_values(store, directory, self._manifest, entries, self._allow, self._trust)
 
 
 def _opaque_info(fqn: str, entry: OpaqueEntry) -> TensorInfo:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._runtime.caller import call
-from .._runtime.threads import Deadline, io_threads
+from .._runtime.threads import io_threads
 from .._staging.device import translated
 from .._staging.driver import Driver, driver_for
 from ..errors import CapturingGraph, DeviceFailed, InvalidOption
@@ -50,7 +50,7 @@ class Streams:
                 driver.synchronize(driver.record(stream))
 
 
-async def streams_of(devices: Collection[torch.device], deadline: Deadline) -> Streams:
+async def streams_of(devices: Collection[torch.device]) -> Streams:
     """Return the current streams of this thread; for a blocking call, of the thread that made the call. Raises
     ``CapturingGraph`` if a graph is being captured on one of them, ``InvalidOption`` for a device that this machine
     does not have, ``UnsupportedTensor`` for a device without streams."""
@@ -59,7 +59,7 @@ async def streams_of(devices: Collection[torch.device], deadline: Deadline) -> S
         return Streams()
     if any(device.type == "cuda" for device in devices) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # To start it takes seconds; until then the current streams of all threads are the same.
-        return await io_threads().run(_current, devices, deadline=deadline)
+        return await io_threads().run(_current, devices)
     return call(_current, devices)
 
 

@@ -15,7 +15,7 @@ from .._format.validate import check_patterns, validate
 from .._group import Operation, Stopped
 from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
-from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.threads import io_threads, politely
 from .._storage import Location
 from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
 from ..options import PerHost
@@ -26,24 +26,24 @@ __all__ = ["agree_on", "outline", "read_needed", "stoppable"]
 T = TypeVar("T")
 
 
-async def outline(root: Manifest | Root, deadline: Deadline) -> Manifest:
+async def outline(root: Manifest | Root) -> Manifest:
     """The checkpoint with everything that a template is compared with, and without the places of anything."""
     if isinstance(root, Manifest):
         return root
-    return await io_threads().run(_outline, root, deadline=deadline)
+    return await io_threads().run(_outline, root)
 
 
 def _outline(root: Root) -> Manifest:
     return join(root, {}, ())
 
 
-async def read_needed(location: Location, root: Manifest | Root, plan: LoadPlan, deadline: Deadline) -> Manifest:
+async def read_needed(location: Location, root: Manifest | Root, plan: LoadPlan) -> Manifest:
     """The checkpoint as far as ``plan`` needs it, validated: the parts of those ranks that wrote some of it."""
     if isinstance(root, Manifest):
         return root
-    rows, ranks = await io_threads().run(_needed, root, plan, deadline=deadline)
-    parts = await read_parts(location.store, location.name, root, sorted(ranks), deadline)
-    return await io_threads().run(_join, root, parts, rows, deadline=deadline)
+    rows, ranks = await io_threads().run(_needed, root, plan)
+    parts = await read_parts(location.store, location.name, root, sorted(ranks))
+    return await io_threads().run(_join, root, parts, rows)
 
 
 def _needed(root: Root, plan: LoadPlan) -> tuple[set[int], set[int]]:
@@ -88,7 +88,7 @@ async def agree_on(
     """Every rank has found what it needs, in the same checkpoint; and what one does not expect another one asks for.
 
     Raises ``Stopped``; on rank 0 ``NotShared``, ``UnexpectedKeys`` and ``InvalidOption``."""
-    unexpected, asked = await io_threads().run(_masks, manifest, plan, deadline=operation.deadline)
+    unexpected, asked = await io_threads().run(_masks, manifest, plan)
     part = {"save_id": manifest.save_id, "entries": len(manifest.entries)}
     memory = None if per_host is None else per_host.memory_bytes
     mine = json.dumps({**part, "host": memory, "unexpected": _text(unexpected), "asked": _text(asked)}).encode()

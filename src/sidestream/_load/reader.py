@@ -17,7 +17,7 @@ from .._layout.checks import altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Deadline, io_threads, let_go, politely
+from .._runtime.threads import io_threads, let_go, politely
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
 from .._storage import ReadRange, Store
 from ..errors import allocating
@@ -101,7 +101,6 @@ class Reader:
     store: Store
     directory: str
     verify: Verify
-    deadline: Deadline
     progress: Progress | None = None
     streams: Streams = field(default_factory=Streams)
     shared: SharedReads | None = None
@@ -117,36 +116,34 @@ class Reader:
         Raises ``Corrupt``, naming file, offset and FQN, and ``MissingExtra`` before anything is read. When this raises,
         no thread writes into a target any more.
         """
-        targets = await io_threads().run(_by_fqn, wanted, deadline=self.deadline)
-        packed = [] if own else await io_threads().run(_packed, targets, deadline=self.deadline)
+        targets = await io_threads().run(_by_fqn, wanted)
+        packed = [] if own else await io_threads().run(_packed, targets)
         foreign = None if own else located or await self._locate(targets)
         verified = self.verify == "always"
-        planned, total = await io_threads().run(_plan, targets, foreign, verified, deadline=self.deadline)
+        planned, total = await io_threads().run(_plan, targets, foreign, verified)
         total += sum(chunk.item_bytes for _, chunk in packed)
         self._tell(total)
         if self.shared is not None:
-            pieces = await io_threads().run(
-                self._pieces, planned, packed, targets, foreign or {}, deadline=self.deadline
-            )
+            pieces = await io_threads().run(self._pieces, planned, packed, targets, foreign or {})
             rest = await self.shared.read(self.directory, pieces, partial(self._delivered, total))
-            planned, packed = await io_threads().run(_alone, rest, deadline=self.deadline)
-            await io_threads().run(let_go, pieces, deadline=self.deadline)
+            planned, packed = await io_threads().run(_alone, rest)
+            await io_threads().run(let_go, pieces)
         queue = iter(planned)
         await in_parallel(lambda: self._work(queue, targets, total))
         items = iter(packed)
         await in_parallel(lambda: self._work_packed(items, total))
-        await io_threads().run(self.streams.finish, deadline=self.deadline)
+        await io_threads().run(self.streams.finish)
         await io_threads().run(let_go, planned, targets, wanted)
 
     async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
         for batch in queue:
-            buffers = await io_threads().run(_buffers, batch, targets, self.scratch, deadline=self.deadline)
+            buffers = await io_threads().run(_buffers, batch, targets, self.scratch)
             self.touched.update(one.fqn for one in batch.ranges if isinstance(one.into, Direct))
             reads = [
                 ReadRange(one.offset, buffer, partial(self._arrived, one, buffer, targets[one.fqn]))
                 for one, buffer in zip(batch.ranges, buffers.views, strict=True)
             ]
-            await self.store.read(f"{self.directory}/{batch.file}", reads, deadline=self.deadline)
+            await self.store.read(f"{self.directory}/{batch.file}", reads)
             self.scratch.give_back(buffers.scratch)
             self.nbytes += batch.nbytes
             self._tell(total)
@@ -168,8 +165,8 @@ class Reader:
 
     async def _work_packed(self, queue: Iterator[tuple[Wanted, Chunk]], total: int) -> None:
         for one, chunk in queue:
-            raw = await read_item(self.store, self.directory, chunk, self.deadline)
-            await io_threads().run(self._finish_packed, one, chunk, raw, deadline=self.deadline)
+            raw = await read_item(self.store, self.directory, chunk)
+            await io_threads().run(self._finish_packed, one, chunk, raw)
             self.nbytes += len(raw)
             self._tell(total)
 
@@ -228,12 +225,12 @@ class Reader:
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
         opened = {} if self.shared is None else await self._open_together(self.shared, targets)
-        located, closed = await io_threads().run(_located_already, targets, opened, deadline=self.deadline)
+        located, closed = await io_threads().run(_located_already, targets, opened)
         queue = iter(closed.items())
 
         async def work() -> None:
             for fqn, entry in queue:
-                located[fqn] = await locate_tensor(self.store, self.directory, fqn, entry, self.deadline)
+                located[fqn] = await locate_tensor(self.store, self.directory, fqn, entry)
 
         await in_parallel(work)
         return located
@@ -249,7 +246,7 @@ class Reader:
                         found.extend(Ends.of(chunk, partial(_open, opened, fqn, one.entry, chunk)))
             return found
 
-        await shared.read(self.directory, await io_threads().run(ends, deadline=self.deadline), _nothing)
+        await shared.read(self.directory, await io_threads().run(ends), _nothing)
         return opened
 
 

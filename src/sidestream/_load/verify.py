@@ -22,7 +22,7 @@ from .._runtime.abandoned import noted
 from .._runtime.caller import call
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
-from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.threads import Deadline, current_deadline, io_threads, politely, time_limit
 from .._storage import Location, ReadRange, Where, locate_directory
 from ..errors import (
     Corrupt,
@@ -121,26 +121,25 @@ async def verify(
     running_loop("verify")
     check_timeout(timeout_s)
     location = locate_directory(url, Where(storage_options, filesystem, store_policy))
-    return await verify_at(location, Deadline.after(timeout_s), progress)
+    with time_limit(Deadline.after(timeout_s)):
+        return await verify_at(location, progress)
 
 
-async def verify_at(location: Location, deadline: Deadline, progress: Progress | None = None) -> VerifyReport:
+async def verify_at(location: Location, progress: Progress | None = None) -> VerifyReport:
     """``verify``, of a resolved location."""
-    with noted(f"verifying {location.url}", "its threads have stopped", deadline.at):
+    with noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at):
         try:
-            location, manifest = await open_manifest(location, deadline)
+            location, manifest = await open_manifest(location)
         except (Corrupt, NotCovered) as damage:
             return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
-        return await verify_manifest(location, manifest, deadline, progress)
+        return await verify_manifest(location, manifest, progress)
 
 
-async def verify_manifest(
-    location: Location, manifest: Manifest, deadline: Deadline, progress: Progress | None = None
-) -> VerifyReport:
+async def verify_manifest(location: Location, manifest: Manifest, progress: Progress | None = None) -> VerifyReport:
     """``verify``, of a checkpoint whose manifest was read and validated."""
-    verification = Verification(location, manifest, deadline, progress)
+    verification = Verification(location, manifest, progress)
     await verification.run()
-    return await io_threads().run(verification.report, deadline=deadline)
+    return await io_threads().run(verification.report)
 
 
 @dataclass(slots=True)
@@ -149,7 +148,6 @@ class Verification:
 
     location: Location
     manifest: Manifest
-    deadline: Deadline
     progress: Progress | None = None
     damages: dict[str, Damage] = field(default_factory=dict)
     unverified: set[str] = field(default_factory=set)
@@ -182,11 +180,11 @@ class Verification:
 
     async def run(self) -> None:
         threads = io_threads()
-        whole = await threads.run(self._whole_items, deadline=self.deadline)
+        whole = await threads.run(self._whole_items)
         pieces = await self.plan()
-        runs = await threads.run(_runs, pieces, deadline=self.deadline)
+        runs = await threads.run(_runs, pieces)
         opaque_bytes = sum(chunk.item_bytes for _, chunk in self._opaque)
-        counted = await threads.run(_bytes_of, pieces, whole, deadline=self.deadline)
+        counted = await threads.run(_bytes_of, pieces, whole)
         self.total_bytes = self.done_bytes + counted + opaque_bytes
         self._tell(0)
         await self._in_parallel(runs, self._check_run)
@@ -197,24 +195,24 @@ class Verification:
         pieces: list[Piece] = []
         if self.manifest.own:
             await self._compare_metadata()
-            await io_threads().run(self._plan_own, pieces, deadline=self.deadline)
+            await io_threads().run(self._plan_own, pieces)
         else:
             located = await self._locate()
-            await io_threads().run(self._plan_foreign, located, pieces, deadline=self.deadline)
-            opaque = await io_threads().run(opaque_entries, self.manifest.entries, deadline=self.deadline)
+            await io_threads().run(self._plan_foreign, located, pieces)
+            opaque = await io_threads().run(opaque_entries, self.manifest.entries)
             for fqn, entry in opaque.items():
                 await self._plan_opaque(fqn, entry)
         return pieces
 
     async def check_whole_items(self) -> None:
         """Compare what cannot be compared piece by piece."""
-        await self._check_items(await io_threads().run(self._whole_items, deadline=self.deadline))
+        await self._check_items(await io_threads().run(self._whole_items))
 
     async def _check_items(self, whole: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]) -> None:
         await self._in_parallel(whole, lambda item: self._check_whole(*item))
         for fqn, chunk in self._opaque:
             with self._noting(fqn):
-                await check_opaque_item(self.location.store, self.location.name, fqn, chunk, self.deadline)
+                await check_opaque_item(self.location.store, self.location.name, fqn, chunk)
             self._tell(chunk.item_bytes)
 
     async def _compare_metadata(self) -> None:
@@ -223,10 +221,10 @@ class Verification:
         if self.manifest.parts:
             await self._compare_parts()
             return
-        sizes = await location.store.sizes(location.name, deadline=self.deadline)
+        sizes = await location.store.sizes(location.name)
         nbytes = sizes.get(METADATA_NAME, 0)
         name = f"{location.name}/{METADATA_NAME}"
-        read = await read_file(location.store, name, nbytes, self.deadline, most_bytes=MOST_METADATA_BYTES)
+        read = await read_file(location.store, name, nbytes, most_bytes=MOST_METADATA_BYTES)
 
         def compare() -> None:
             with self._noting(METADATA_NAME):
@@ -236,7 +234,7 @@ class Verification:
                 for difference in _differences(self.manifest, read, ATTRIBUTE):
                     self._note(difference, METADATA_NAME)
 
-        await io_threads().run(compare, deadline=self.deadline)
+        await io_threads().run(compare)
         self.done_bytes += nbytes
 
     def _metadata_made(self, tail: bytes) -> bytes | None:
@@ -250,20 +248,19 @@ class Verification:
     async def _compare_parts(self) -> None:
         """Of ranks that saved apart: what stock DCP reads of each."""
         location = self.location
-        sizes = await location.store.sizes(location.name, deadline=self.deadline)
+        sizes = await location.store.sizes(location.name)
         for marker in self.manifest.parts:
             name = part_metadata_name(marker.rank)
             with self._noting(name):
-                part = await read_part(location.store, location.name, sizes, marker, self.deadline)
+                part = await read_part(location.store, location.name, sizes, marker)
                 part = replace(part, save_id=marker.save_id)  # storage_meta has this one, the manifest its own
                 raw = await read_file(
                     location.store,
                     f"{location.name}/{name}",
                     sizes.get(name, 0),
-                    self.deadline,
                     most_bytes=MOST_METADATA_BYTES,
                 )
-                found = await io_threads().run(_differences, part, raw, PART_ATTRIBUTE, name, deadline=self.deadline)
+                found = await io_threads().run(_differences, part, raw, PART_ATTRIBUTE, name)
                 for difference in found:
                     difference.file = name
                     self._note(difference, name)
@@ -282,14 +279,14 @@ class Verification:
     async def _locate(self) -> dict[str, Located]:
         """Locate the tensors whose places only the zips record. Tensors whose zips are damaged are left out."""
         store, directory = self.location.store, self.location.name
-        tensors, _ = await io_threads().run(sorted_out, self.manifest.entries, deadline=self.deadline)
-        located, closed = await io_threads().run(located_already, tensors, {}, deadline=self.deadline)
+        tensors, _ = await io_threads().run(sorted_out, self.manifest.entries)
+        located, closed = await io_threads().run(located_already, tensors, {})
 
         async def work(named: tuple[str, TensorEntry]) -> None:
             fqn, entry = named
             with self._noting(fqn):
                 try:
-                    located[fqn] = await locate_tensor(store, directory, fqn, entry, self.deadline, records="all")
+                    located[fqn] = await locate_tensor(store, directory, fqn, entry, records="all")
                 except UnsupportedCheckpoint:
                     self._put_aside(fqn, entry)
 
@@ -317,7 +314,7 @@ class Verification:
 
     async def _plan_opaque(self, fqn: str, entry: OpaqueEntry) -> None:
         with self._noting(fqn):
-            why = await why_opaque(self.location.store, self.location.name, fqn, entry, self.deadline)
+            why = await why_opaque(self.location.store, self.location.name, fqn, entry)
             if not isinstance(why, UnsupportedCheckpoint):
                 raise why
             self._put_aside(fqn, entry)
@@ -344,7 +341,7 @@ class Verification:
         store, directory = self.location.store, self.location.name
         with self._noting(fqn):
             try:
-                if not await check_item_records(store, directory, fqn, entry, item, self.deadline, self._budgets):
+                if not await check_item_records(store, directory, fqn, entry, item, self._budgets):
                     self.unverified.add(fqn)
             except UnsupportedCheckpoint:
                 self.unreadable.add(fqn)
@@ -360,7 +357,7 @@ class Verification:
             reads.append(ReadRange(piece.offset, view, partial(self._check, piece, view)))
             position += piece.nbytes
         with self._noting(run[0].file):
-            await self.location.store.read(f"{self.location.name}/{run[0].file}", reads, deadline=self.deadline)
+            await self.location.store.read(f"{self.location.name}/{run[0].file}", reads)
         self._tell(len(memory))
 
     def _check(self, piece: Piece, view: memoryview) -> None:

@@ -13,7 +13,7 @@ from .._group import Member, Operation, Part
 from .._load.api import LoadOptions, LoadReport, PassedOver, load_from, together
 from .._load.open.steps import Step, look_at
 from .._runtime.abandoned import watch
-from .._runtime.threads import Deadline
+from .._runtime.threads import current_deadline
 from .._storage import Location, Store
 from ..errors import CheckpointNotFound, Corrupt, NotShared, RankFailures, SidestreamError
 from .choose import Wish, choose
@@ -62,10 +62,9 @@ class RestoringTogether:
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
         """The report of the load; None if there is no step that the wish admits. Raises ``RankFailures``: by
         ``NotShared`` of rank 0 if a step that it sees is not there for others."""
-        deadline = Deadline.after(self.options.timeout_s)
         while True:
-            attempt = _Attempt(self, state, deadline)
-            operation = self.member.begin("restore", deadline, self.rank_wait_s)
+            attempt = _Attempt(self, state)
+            operation = self.member.begin("restore", current_deadline(), self.rank_wait_s)
             self._missed = None
             try:
                 report = await together(attempt.run, operation)
@@ -99,10 +98,9 @@ class RestoringTogether:
 class _Attempt:
     """One step, chosen and leased by rank 0 and loaded by all."""
 
-    def __init__(self, restoring: RestoringTogether, state: Mapping[str, Any], deadline: Deadline) -> None:
+    def __init__(self, restoring: RestoringTogether, state: Mapping[str, Any]) -> None:
         self._restoring = restoring
         self._missed = restoring._missed
-        self._deadline = deadline
         self._state = state
         self.step: Step | None = None
         self.lease: Lease | None = None
@@ -129,7 +127,7 @@ class _Attempt:
         restoring = self._restoring
         await self._check_shared()
         excluded = [step.name for step, _ in restoring._passed]
-        chosen = await choose(restoring.store, restoring.leases, restoring.wish, excluded, self._deadline)
+        chosen = await choose(restoring.store, restoring.leases, restoring.wish, excluded)
         if chosen is None:
             return b"null"
         step, self.lease = chosen
@@ -141,7 +139,7 @@ class _Attempt:
         if self._missed is None:
             return
         step, failures = self._missed
-        seen = await look_at(self._restoring.store, step, self._deadline)
+        seen = await look_at(self._restoring.store, step)
         if seen is not None and seen.damage is None:  # not gone, nor going
             ranks = ", ".join(str(failure.rank) for failure in failures.failures[:_RANKS_SHOWN])
             text = f"rank 0 sees this step, others do not (rank {ranks}): is the directory on storage that all share?"

@@ -24,7 +24,7 @@ from typing import Literal
 
 from .._runtime.abandoned import Watched, watch
 from .._runtime.tasks import accompany, finish
-from .._runtime.threads import Deadline, Stop
+from .._runtime.threads import Deadline, time_limit
 from .._storage import Store
 from .._storage.bodies import BytesBody
 from ..errors import AccessDenied, NoSpace, SidestreamError
@@ -72,11 +72,11 @@ class Leases:
         self._first_seen: dict[str, float] = {}
         self.trouble: dict[str, str] = {}
 
-    async def take(self, directory: str, kind: Kind, deadline: Deadline) -> Lease:
+    async def take(self, directory: str, kind: Kind) -> Lease:
         """Put a lease, and keep it alive until it is released. Raises what the storage raises, ``AccessDenied`` where
         this process may not write. A cancel leaves at most a file that expires."""
         lease = Lease(self, self._store, directory, kind, self._ttl_s / 10 if kind == "delete" else self._ttl_s)
-        await lease.put(deadline)
+        await lease.put()
         return lease
 
     def announce(self, directory: str, kind: Kind) -> Lease:
@@ -85,17 +85,17 @@ class Leases:
         lease.renew()
         return lease
 
-    async def try_reading(self, directory: str, deadline: Deadline) -> Lease | None:
+    async def try_reading(self, directory: str) -> Lease | None:
         """``take`` a reader's lease; None where this process may not write or the disk is full, which is told by
         whoever reads."""
         try:
-            return await self.take(directory, "read", deadline)
+            return await self.take(directory, "read")
         except (AccessDenied, NoSpace):  # reading has to work there too
             return None
 
-    async def seen(self, deadline: Deadline) -> list[Seen]:
+    async def seen(self) -> list[Seen]:
         """Every lease there is, our own included."""
-        ages = await self._store.ages(_DIRECTORY, deadline=deadline)
+        ages = await self._store.ages(_DIRECTORY)
         found = [seen for name, age_s in ages.items() if (seen := parse_lease(name, age_s)) is not None]
         now = time.monotonic()
         self._first_seen = {seen.name: self._first_seen.get(seen.name, now) for seen in found}
@@ -107,11 +107,11 @@ class Leases:
         waited_s = time.monotonic() - self._first_seen.get(seen.name, time.monotonic())
         return seen.expired and waited_s >= 2 * seen.ttl_s / _RENEWALS
 
-    async def forget(self, dead: Iterable[Seen], deadline: Deadline) -> None:
+    async def forget(self, dead: Iterable[Seen]) -> None:
         """Remove leases of holders that are gone."""
         names = [f"{_DIRECTORY}/{seen.name}" for seen in dead]
         if names:
-            await self._store.remove(names, deadline=deadline)
+            await self._store.remove(names)
 
 
 class Lease:
@@ -133,9 +133,9 @@ class Lease:
         """Whether so much time has passed since it was renewed that others may soon take its holder for dead."""
         return time.monotonic() - self._put_at > self._ttl_s / 2
 
-    async def put(self, deadline: Deadline) -> None:
+    async def put(self) -> None:
         try:
-            await self._put_one(deadline)
+            await self._put_one()
         except BaseException:
             await self.release()
             raise
@@ -181,23 +181,22 @@ class Lease:
 
         names, self._files = self._files, []
         if names:
-            deadline = Deadline.after(_CALL_S)
-            remove = partial(self._store.remove, names, deadline=deadline)
-            with suppress(SidestreamError):
-                Call(remove).result("releasing a lease", stop=Stop(), deadline=deadline)
+            with suppress(SidestreamError), time_limit(Deadline.after(_CALL_S)):
+                Call(partial(self._store.remove, names)).result("releasing a lease")
 
-    async def _put_one(self, deadline: Deadline) -> None:
+    async def _put_one(self) -> None:
         name = f"{_DIRECTORY}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"
         self._files.append(name)  # before it is there: a cancel may come when it is
         put_at = time.monotonic()
-        await self._store.put(name, BytesBody(_content(self._kind)), durability="flush", deadline=deadline)
+        await self._store.put(name, BytesBody(_content(self._kind)), durability="flush")
         self._put_at = put_at
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._ttl_s / _RENEWALS)
             try:
-                await self._put_one(Deadline.after(_CALL_S))
+                with time_limit(Deadline.after(_CALL_S)):
+                    await self._put_one()
                 await self._drop(self._files[:-1])
             except SidestreamError as error:
                 self._leases.trouble[self.directory] = f"the lease could not be renewed: {error}"
@@ -213,7 +212,8 @@ class Lease:
 
     async def _drop(self, names: list[str]) -> None:
         if names:
-            await self._store.remove(names, deadline=Deadline.after(_CALL_S))
+            with time_limit(Deadline.after(_CALL_S)):
+                await self._store.remove(names)
         self._files = [name for name in self._files if name not in names]
         self._leases.trouble.pop(self.directory, None)
 

@@ -11,7 +11,6 @@ from .._load.open.manifest import metadata_of
 from .._load.open.steps import Step, look_at
 from .._load.verify import verify_at
 from .._runtime.public import public
-from .._runtime.threads import Deadline
 from .._storage import Leftover, Location, Store
 from .._storage.names import target_of_attempt
 from ..errors import CheckpointNotFound, Corrupt, StorageError
@@ -75,31 +74,31 @@ class Pruner:
     _damaged: dict[str, Corrupt] = field(default_factory=dict)
     _first_seen: dict[str, float] = field(default_factory=dict)
 
-    async def run(self, protected: Callable[[], Collection[int]], deadline: Deadline) -> Pruned:
+    async def run(self, protected: Callable[[], Collection[int]]) -> Pruned:
         """One pass. ``protected`` says, when the run has been listed, which steps stay in any case. Raises what the
         storage raises; what was deleted until then is deleted. That nothing could be swept up is no reason to raise:
         nobody asked for it, and ``not_swept`` tells it."""
         swept: list[str] = []
         self.not_swept = None
         try:
-            await self._sweep(swept, deadline)
+            await self._sweep(swept)
         except StorageError as error:
             self.not_swept = error
-        pruned = Pruned() if keeps_all(self.keep) else await self._retain(protected, deadline)
+        pruned = Pruned() if keeps_all(self.keep) else await self._retain(protected)
         self.last = replace(pruned, abandoned=tuple(swept))
         return self.last
 
-    async def preview(self, protected: Callable[[], Collection[int]], deadline: Deadline) -> Pruned:
+    async def preview(self, protected: Callable[[], Collection[int]]) -> Pruned:
         """What ``run`` would do, as far as it can be known without reading a step back. Changes nothing."""
         if keeps_all(self.keep):
             return Pruned()
-        steps = await self._own_steps(deadline)
-        chosen = await self._choose(steps, frozenset(protected()), deadline)
+        steps = await self._own_steps()
+        chosen = await self._choose(steps, frozenset(protected()))
         if not chosen:
             return Pruned(damaged=tuple(sorted(self._damaged)))
         newest = max(step.order for name, step in steps.items() if name not in chosen)
         going = [name for name in chosen if steps[name].order < newest]
-        leased = [name for name in going if await self._in_use(name, deadline)]
+        leased = [name for name in going if await self._in_use(name)]
         return Pruned(
             tuple(name for name in going if name not in leased), tuple(leased), None, tuple(sorted(self._damaged))
         )
@@ -111,17 +110,17 @@ class Pruner:
 
     # --- what dead writers left ---
 
-    async def _sweep(self, swept: list[str], deadline: Deadline) -> None:
-        leases = await self.leases.seen(deadline)
-        leftovers = await self.store.leftovers(deadline=deadline)
+    async def _sweep(self, swept: list[str]) -> None:
+        leases = await self.leases.seen()
+        leftovers = await self.store.leftovers()
         live = {seen.directory for seen in leases if seen.kind == "save" and not self.leases.dead(seen)}
         ended = {seen.directory for seen in leases if seen.kind == "save"} - live
         mature = self._mature(leftovers)
         chosen = abandoned(mature, live, ended, ended_s=self.lease_s, after_s=self.abandoned_after_s)
         for leftover in chosen:
-            await self.store.discard(leftover.name, deadline=deadline)
+            await self.store.discard(leftover.name)
             swept.append(leftover.name)
-        await self.leases.forget([seen for seen in leases if self.leases.dead(seen)], deadline)
+        await self.leases.forget([seen for seen in leases if self.leases.dead(seen)])
 
     def _mature(self, leftovers: list[Leftover]) -> list[Leftover]:
         """Without the attempts that this process has not watched for a while: where the storage's clock was set
@@ -136,15 +135,15 @@ class Pruner:
 
     # --- what retention lets go ---
 
-    async def _retain(self, protecting: Callable[[], Collection[int]], deadline: Deadline) -> Pruned:
-        steps = await self._own_steps(deadline)
+    async def _retain(self, protecting: Callable[[], Collection[int]]) -> Pruned:
+        steps = await self._own_steps()
         protected = frozenset(protecting())  # not before: what is listed may have been committed a moment ago
         verified: Step | None = None
         candidates: list[Step] = []
-        while chosen := await self._choose(steps, protected, deadline):
+        while chosen := await self._choose(steps, protected):
             # Of what stays, the newest has to be proven good; one that is not counts for no policy any more.
             newest = max((step for name, step in steps.items() if name not in chosen), key=lambda step: step.order)
-            if await self._verifies(newest, deadline):
+            if await self._verifies(newest):
                 verified = newest
                 candidates = [steps[name] for name in chosen if steps[name].order < newest.order]
                 break
@@ -152,51 +151,51 @@ class Pruner:
         deleted: list[str] = []
         leased: list[str] = []
         for step in candidates:
-            (deleted if await self._delete(step.name, deadline) else leased).append(step.name)
+            (deleted if await self._delete(step.name) else leased).append(step.name)
         return Pruned(
             tuple(deleted), tuple(leased), None if verified is None else verified.name, tuple(sorted(self._damaged))
         )
 
-    async def _own_steps(self, deadline: Deadline) -> dict[str, Step]:
+    async def _own_steps(self) -> dict[str, Step]:
         """Committed steps that sidestream wrote: no other directory is counted, or touched."""
-        found = await list_generations(self.store, self._known, deadline)
+        found = await list_generations(self.store, self._known)
         own = {step.name: step for step in found if step.damage is None and step.marker is not None}
         self._known = own
         self._verified &= own.keys()
         self._damaged = {name: error for name, error in self._damaged.items() if name in own}
         return {name: step for name, step in own.items() if name not in self._damaged}
 
-    async def _choose(self, steps: dict[str, Step], protected: frozenset[int], deadline: Deadline) -> list[str]:
+    async def _choose(self, steps: dict[str, Step], protected: frozenset[int]) -> list[str]:
         """The names of those that may go."""
-        saved = {name: await self._saved_step(step, deadline) for name, step in list(steps.items())}
+        saved = {name: await self._saved_step(step) for name, step in list(steps.items())}
         for name in self._damaged.keys() & steps.keys():  # its manifest cannot be read: no policy can judge it
             del steps[name], saved[name]
         self._saved = saved
         going = {each.order for each in doomed(list(saved.values()), self.keep, protected)}
         return [name for name, each in saved.items() if each.order in going]
 
-    async def _saved_step(self, step: Step, deadline: Deadline) -> SavedStep:
+    async def _saved_step(self, step: Step) -> SavedStep:
         if step.name in self._saved:
             return self._saved[step.name]
         assert step.marker is not None
         metadata: dict[str, Any] = {}
         if needs_metadata(self.keep):
             try:
-                metadata = await metadata_of(self.store, step.name, step.marker, deadline)
+                metadata = await metadata_of(self.store, step.name, step.marker)
             except (Corrupt, FileNotFoundError) as error:
-                if await look_at(self.store, step, deadline) is not None:  # and not deleted by another process
+                if await look_at(self.store, step) is not None:  # and not deleted by another process
                     self._damaged[step.name] = _unreadable(step, error)
         return SavedStep(step.step, step.generation, step.marker.saved_at, metadata)
 
-    async def _verifies(self, step: Step, deadline: Deadline) -> bool:
+    async def _verifies(self, step: Step) -> bool:
         if step.name in self._verified:
             return True
         try:
-            report = await verify_at(Location(self.store, step.name, f"{self.url}/{step.name}"), deadline)
+            report = await verify_at(Location(self.store, step.name, f"{self.url}/{step.name}"))
         except CheckpointNotFound:  # another process has deleted it meanwhile
             return False
         if not report.ok:
-            if await look_at(self.store, step, deadline) is None:  # deleted by another process while it was read
+            if await look_at(self.store, step) is None:  # deleted by another process while it was read
                 return False
             first, many = report.damaged[0], len(report.damaged)
             self._damaged[step.name] = Corrupt(
@@ -210,22 +209,22 @@ class Pruner:
         self._verified.add(step.name)
         return True
 
-    async def _delete(self, name: str, deadline: Deadline) -> bool:
+    async def _delete(self, name: str) -> bool:
         """Whether it is gone; not if it is in use."""
-        if await self._in_use(name, deadline):
+        if await self._in_use(name):
             return False
-        own = await self.leases.take(name, "delete", deadline)
+        own = await self.leases.take(name, "delete")
         try:
             # Not before ours lies there: from now on every reader sees it.
-            if await self._in_use(name, deadline) or own.doubtful:
+            if await self._in_use(name) or own.doubtful:
                 return False
-            await self.store.retire(name, durability=self.durability, deadline=deadline)
+            await self.store.retire(name, durability=self.durability)
         finally:
             await own.release()
         return True
 
-    async def _in_use(self, name: str, deadline: Deadline) -> bool:
-        seen = await self.leases.seen(deadline)
+    async def _in_use(self, name: str) -> bool:
+        seen = await self.leases.seen()
         return any(one.directory == name and one.kind == "read" and not self.leases.dead(one) for one in seen)
 
 

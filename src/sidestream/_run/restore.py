@@ -9,7 +9,6 @@ from typing import Any
 
 from .._load.api import LoadOptions, LoadReport, PassedOver, load_from
 from .._load.open.steps import Step, look_at
-from .._runtime.threads import Deadline
 from .._storage import Location, Store
 from ..errors import CheckpointNotFound, Corrupt, Incomplete
 from .choose import Wish, choose
@@ -40,10 +39,9 @@ class Restoring:
     async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
         """The report of the load; None if there is no step that the wish admits. Raises ``Corrupt`` if all that it
         admits are damaged, or the first is and no other will do."""
-        deadline = Deadline.after(self.options.timeout_s)
         while True:
             excluded = [step.name for step, _ in self._passed]
-            chosen = await choose(self.store, self.leases, self.wish, excluded, deadline)
+            chosen = await choose(self.store, self.leases, self.wish, excluded)
             if chosen is None:
                 self._give_up()
                 return None
@@ -53,7 +51,7 @@ class Restoring:
             except (CheckpointNotFound, Incomplete):  # deleted before it was leased, or without asking: look again
                 continue
             except Corrupt as error:
-                if lease is None and step.damage is None and await look_at(self.store, step, deadline) is None:
+                if lease is None and step.damage is None and await look_at(self.store, step) is None:
                     continue  # deleted under a reader that could take no lease
                 self._passed.append((step, error))
                 if not self.wish.or_older:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from .._format.marker import METADATA_NAME
 from .._load.open.steps import Step, look_at, steps_among
-from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.threads import current_deadline, io_threads, politely
 from .._storage import Store
 from ..errors import InvalidOption
 
@@ -16,66 +16,66 @@ __all__ = ["check_run", "list_generations", "list_steps", "named_steps", "next_g
 _MANIFEST = re.compile("manifest-[0-9a-f]{32}")
 
 
-async def next_generation(store: Store, step: int, deadline: Deadline) -> int:
+async def next_generation(store: Store, step: int) -> int:
     """The first generation of ``step`` for which nothing stands in the way, be it committed, damaged or foreign."""
-    found = await named_steps(store, deadline, step)
+    found = await named_steps(store, step)
     return max((found.generation for found in found), default=0) + 1
 
 
-async def list_steps(store: Store, deadline: Deadline) -> list[Step]:
+async def list_steps(store: Store) -> list[Step]:
     """The committed steps, oldest first; of each step its highest generation, whether it is damaged or not.
 
     Whoever deletes a step has committed a newer one before, and a listing from before that shows neither: where the
     newest that was listed is gone when it is looked at, the run is listed again."""
     while True:
-        deadline.check("listing the steps of a run")
+        current_deadline().check("listing the steps of a run")
         steps: dict[int, Step] = {}
         hollow: list[str] = []
-        for found in await named_steps(store, deadline):
+        for found in await named_steps(store):
             if found.step in steps:
                 continue
-            if (step := await look_at(store, found, deadline)) is not None:
+            if (step := await look_at(store, found)) is not None:
                 steps[found.step] = step
             elif not steps:
                 hollow.append(found.name)
-        if await still_listed(store, hollow, deadline):
+        if await still_listed(store, hollow):
             return list(steps.values())[::-1]  # examined newest first
 
 
-async def still_listed(store: Store, names: Collection[str], deadline: Deadline) -> bool:
+async def still_listed(store: Store, names: Collection[str]) -> bool:
     """Whether all of these directories, which were listed and then turned out to be no checkpoints, are there still:
     they never were any, or are none yet. The others have been deleted meanwhile."""
-    return not names or set(names) <= set(await store.directories(deadline=deadline))
+    return not names or set(names) <= set(await store.directories())
 
 
-async def list_generations(store: Store, known: Mapping[str, Step], deadline: Deadline) -> list[Step]:
+async def list_generations(store: Store, known: Mapping[str, Step]) -> list[Step]:
     """Everything that is committed, or was once and is damaged, oldest first. A marker never changes, so what is in
     ``known`` by its name is not read again."""
     steps = []
-    for found in await named_steps(store, deadline):
-        step = known[found.name] if found.name in known else await look_at(store, found, deadline)
+    for found in await named_steps(store):
+        step = known[found.name] if found.name in known else await look_at(store, found)
         if step is not None:
             steps.append(step)
     return steps[::-1]
 
 
-async def named_steps(store: Store, deadline: Deadline, step: int | None = None) -> list[Step]:
+async def named_steps(store: Store, step: int | None = None) -> list[Step]:
     """Return every directory that is named like a step, or like ``step``; newest step and highest generation first.
     Raises ``InvalidOption`` if there is none because the root is a checkpoint and not a run."""
-    names = await store.directories(deadline=deadline)
-    found = await io_threads().run(steps_among, names, deadline=deadline)
+    names = await store.directories()
+    found = await io_threads().run(steps_among, names)
     if not found:
-        await check_run(store, deadline)
+        await check_run(store)
     return [each for each in found if step in (None, each.step)]
 
 
-async def check_run(store: Store, deadline: Deadline) -> None:
+async def check_run(store: Store) -> None:
     """Raise ``InvalidOption`` if the root of ``store`` is a checkpoint: the checkpoints of a run are in directories."""
     try:
-        names = await store.sizes(".", deadline=deadline)
+        names = await store.sizes(".")
     except FileNotFoundError:
         return
-    if METADATA_NAME not in names and not await io_threads().run(_has_own_manifest, names, deadline=deadline):
+    if METADATA_NAME not in names and not await io_threads().run(_has_own_manifest, names):
         return
     run = store.url.rstrip("/").rpartition("/")[0]
     raise InvalidOption(

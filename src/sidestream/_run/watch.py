@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .._load.open.steps import Step
-from .._runtime.threads import Deadline, Stop, Threads
+from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._storage import LocalStore, Store
 from .steps import list_generations
 
@@ -65,7 +65,8 @@ class Watch:
                 await self._changes.wait(pause_s)
 
     async def _look(self) -> None:
-        steps = await list_generations(self._store, self._known, Deadline.after(self._timeout_s))
+        with time_limit(Deadline.after(self._timeout_s)):
+            steps = await list_generations(self._store, self._known)
         self._known = {step.name: step for step in steps if step.damage is None}
         if not self._begun:
             self._begun = True

@@ -11,6 +11,7 @@ import anyio
 
 from ..errors import Corrupt, SidestreamError, WrongLoop
 from .abandoned import keep, supervised_here
+from .threads import time_limit
 
 __all__ = [
     "accompany",
@@ -75,7 +76,7 @@ def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     ``work`` must not raise: it delivers every failure to whoever awaits its result. When the loop is closed by
     ``asyncio.run`` it is cancelled and waited for; when the loop ends otherwise, its coroutine is closed.
     """
-    task = asyncio.get_running_loop().create_task(work, name=name)
+    task = _outlives(work, name)
     keep(task, "supervised")
     return task
 
@@ -84,9 +85,15 @@ def accompany(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Run ``work`` beside its owner, who keeps the task, cancels it and waits for it; ``drain`` does not wait for it.
 
     Like what is supervised, it must not raise."""
-    task = asyncio.get_running_loop().create_task(work, name=name)
+    task = _outlives(work, name)
     keep(task, "accompanying")
     return task
+
+
+def _outlives(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Start a task without the deadline of the call that starts it."""
+    with time_limit(None):
+        return asyncio.get_running_loop().create_task(work, name=name)
 
 
 async def drain() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -35,6 +36,7 @@ __all__ = [
     "Stop",
     "Threads",
     "TorchThreads",
+    "current_deadline",
     "in_background",
     "interpreter_ends",
     "io_threads",
@@ -43,6 +45,7 @@ __all__ = [
     "politely",
     "release_in_background",
     "result_of",
+    "time_limit",
 ]
 
 with suppress(ImportError):
@@ -82,6 +85,33 @@ class Deadline:
 
     def exceeded(self, doing: str) -> DeadlineExceeded:
         return DeadlineExceeded(f"{doing}: not done within timeout_s={self.timeout_s:g}")
+
+
+_deadline: ContextVar[Deadline | None] = ContextVar("sidestream_deadline", default=None)
+
+
+@contextmanager
+def time_limit(deadline: Deadline | None) -> Iterator[None]:
+    """Make ``deadline`` that of every wait within: of this task, of the tasks that it creates, and of the threads in
+    which ``Threads.run`` works for it. None: waits have no deadline.
+
+    The innermost limit counts, also where it is later than the one around it: to clean up after a deadline has passed
+    takes time of its own.
+    """
+    token = _deadline.set(deadline)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the coroutine is closed by other code than its task: its loop has ended
+            _deadline.reset(token)
+
+
+def current_deadline() -> Deadline:
+    """Return the deadline of the innermost ``time_limit`` around the caller, which has to have one."""
+    deadline = _deadline.get()
+    if deadline is None:
+        raise RuntimeError("no time_limit() is in force here: every wait on storage needs one")
+    return deadline
 
 
 class Stop:
@@ -147,17 +177,20 @@ class Threads(Executor):
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run ``fn`` in a thread. Raises ``Closed``, and ``ForkedProcess`` in a child of the process that made it."""
+        """Run ``fn`` in a thread, under the deadline of the caller. Raises ``Closed``, and ``ForkedProcess`` in a child
+        of the process that made it."""
         if os.getpid() != self._pid:
             raise ForkedProcess("this handle was made before os.fork(); make a new one in the child")
         look_for_abandoned()
         future: Future[T] = Future()
+        deadline = _deadline.get()
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                result = fn(*args, **kwargs)
+                with time_limit(deadline):
+                    result = fn(*args, **kwargs)
             except BaseException as error:
                 future.set_exception(error)
             else:
@@ -197,12 +230,11 @@ class Threads(Executor):
         fn: Callable[[*Ts], T],
         *args: *Ts,
         stop: Stop | None = None,
-        deadline: Deadline | None = None,
         idle: bool = False,
     ) -> T:
         """Run ``fn`` in a thread and return what it returns; when this returns or raises, the thread has left ``fn``.
 
-        A cancel sets ``stop`` and is raised after the thread has ended. When ``deadline`` passes, ``stop`` is set too,
+        A cancel sets ``stop`` and is raised after the thread has ended. When the deadline passes, ``stop`` is set too,
         and ``DeadlineExceeded`` is raised if ``fn`` then gives up. Work that no thread has begun by then is never done.
 
         There is one exception: a thread that sits in a system call for 5 s after the deadline is left behind, and the
@@ -213,8 +245,8 @@ class Threads(Executor):
         something that sleeps for as long as nothing happens.
         """
         name = fn.__name__.strip("_")
-        future = self.submit(lambda: _within(name, deadline, fn, *args))
-        return await self.wait(future, name, stop=stop, deadline=deadline, idle=idle)
+        future = self.submit(lambda: _within(name, fn, *args))
+        return await self.wait(future, name, stop=stop, idle=idle)
 
     async def wait(
         self,
@@ -222,7 +254,6 @@ class Threads(Executor):
         name: str,
         *,
         stop: Stop | None = None,
-        deadline: Deadline | None = None,
         idle: bool = False,
     ) -> T:
         """``run``, of work called ``name`` that has been submitted before."""
@@ -230,6 +261,7 @@ class Threads(Executor):
         waiter.add_done_callback(_consume)
         cancelled: asyncio.CancelledError | None = None
         expired = False
+        deadline = _deadline.get()
         until = math.inf if deadline is None else deadline.at
         with hop(future, partial(_stop_work, future, stop), until), anyio.CancelScope(shield=True):
             while not waiter.done():
@@ -271,10 +303,11 @@ class Threads(Executor):
         return not any(thread.is_alive() for thread in others)
 
 
-def result_of(future: Future[T], stop: Stop, deadline: Deadline, name: str) -> T:
+def result_of(future: Future[T], stop: Stop, name: str) -> T:
     """Wait in a thread for the result of ``future``. Raises ``Closed`` when ``stop`` is set, and ``DeadlineExceeded``,
     which says that ``name`` was waited for."""
     woken: Future[None] = Future()
+    deadline = current_deadline()
     try:
         with stop.waking(partial(_wake, woken)):
             stop.check()
@@ -297,19 +330,17 @@ def _wake(woken: Future[None]) -> None:
 
 
 class _Work(threading.local):
-    """The work that the current thread does for ``Threads.run``, and its deadline."""
+    """The work that the current thread does for ``Threads.run``."""
 
     name = ""
-    deadline: Deadline | None = None
 
 
 _work = _Work()
 
 
-def _within(name: str, deadline: Deadline | None, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call ``fn`` in a thread, with the deadline that ``politely`` checks. A failed allocation raises a typed error."""
-    before = _work.name, _work.deadline
-    _work.name, _work.deadline = name, deadline
+def _within(name: str, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Call ``fn`` in a thread, as work of this name. A failed allocation raises a typed error."""
+    before, _work.name = _work.name, name
     try:
         return fn(*args)
     except (MemoryError, RuntimeError, OSError) as error:
@@ -317,7 +348,7 @@ def _within(name: str, deadline: Deadline | None, fn: Callable[[*Ts], T], *args:
             raise lack from error
         raise
     finally:
-        _work.name, _work.deadline = before
+        _work.name = before
 
 
 class TorchThreads(Threads):
@@ -353,8 +384,8 @@ def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
     for number, item in enumerate(items, 1):
         yield item
         if number % every == 0 and time.perf_counter() - rested > slice_s():
-            if _work.deadline is not None:
-                _work.deadline.check(f"{_work.name}()")
+            if (deadline := _deadline.get()) is not None:
+                deadline.check(f"{_work.name}()")
             rest()
             rested = time.perf_counter()
 
@@ -415,10 +446,11 @@ def _consume(future: asyncio.Future[T]) -> None:
 
 
 def in_background(work: Callable[[], object], name: str) -> Future[object]:
-    """Run ``work`` in a new thread that ends when ``work`` returns."""
+    """Run ``work`` in a new thread that ends when ``work`` returns, without the deadline of the caller."""
     threads = Threads(name, 1)
     try:
-        return threads.submit(work)
+        with time_limit(None):
+            return threads.submit(work)
     finally:
         threads.close()
 

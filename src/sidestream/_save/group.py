@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from .._group import Operation, Stopped, has_ended
 from .._load.open.steps import read_marker
-from .._runtime.threads import Deadline, Stop, io_threads, politely
+from .._runtime.threads import Deadline, io_threads, politely, time_limit
 from .._storage import Outcome
 from ..errors import NotDurable, OutcomeUnknown, RankFailures, SidestreamError
 from .group_planning import Planning, Terms
@@ -110,7 +110,7 @@ class Group:
     async def commit(self, receipt: RankReceipt, layout: SharedLayout) -> Committed:
         order = self._order
         seconds = dict(order.lifecycle.seconds)  # a copy: the loop may add to it meanwhile
-        packed = await io_threads().run(_pack, receipt, layout, seconds, deadline=order.deadline)
+        packed = await io_threads().run(_pack, receipt, layout, seconds)
         answer = await self._operation.aexchange("commit", packed, partial(self._commit, layout))
         told = json.loads(answer)
         order.transaction.outcome = "committed"
@@ -122,10 +122,10 @@ class Group:
         """On rank 0, when all ranks have written: commit, and return the answer to all of them."""
         order, operation = self._order, self._operation
         threads, transaction = io_threads(), order.transaction
-        received = await threads.run(_unpack, packed, layout, deadline=order.deadline)
+        received = await threads.run(_unpack, packed, layout)
         receipts = [receipt for receipt, _ in received]
         await check_shared(order, receipts)
-        files = await threads.run(layout.files, receipts, deadline=order.deadline)
+        files = await threads.run(layout.files, receipts)
         if not await operation.seal():
             raise Stopped
         times = [seconds for _, seconds in received]
@@ -197,17 +197,18 @@ class Group:
         while True:
             # In this order: what a process has not done when it has ended, it will not do.
             ended = order.location.store.capabilities.rename and has_ended(planned.first)
-            order.transaction.outcome = await self._seen(deadline)
+            with time_limit(deadline):
+                order.transaction.outcome = await self._seen()
             if order.outcome == "absent" and not ended:
                 order.transaction.outcome = "unknown"  # it may be about to publish
             if order.outcome != "unknown" or not deadline.remaining_s():
                 return
             await asyncio.sleep(_LOOK_S)
 
-    async def _seen(self, deadline: Deadline) -> Outcome:
+    async def _seen(self) -> Outcome:
         location = self._order.location
         try:
-            marker = await read_marker(location.store, location.name, deadline)
+            marker = await read_marker(location.store, location.name)
         except FileNotFoundError:
             return "absent"
         except (SidestreamError, OSError):
@@ -216,7 +217,8 @@ class Group:
 
     async def _committed_read_back(self) -> Committed:
         location = self._order.location
-        sizes = await location.store.sizes(location.name, deadline=Deadline.after(_READ_BACK_S))
+        with time_limit(Deadline.after(_READ_BACK_S)):
+            sizes = await location.store.sizes(location.name)
         nbytes = sum(size for name, size in sizes.items() if name.startswith("__"))
         return Committed(nbytes, self._order.lifecycle.seconds)
 
@@ -253,14 +255,11 @@ class Group:
         from .._storage.clients.io_loop import Call  # imports fsspec
 
         wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
-        deadline = Deadline.after(_READ_BACK_S)
         transaction.outcome = "unknown"
-        seen = Call(self._seen_by(deadline)).result("reading back", stop=Stop(), deadline=deadline)
+        with time_limit(Deadline.after(_READ_BACK_S)):
+            seen = Call(self._seen).result("reading back")
         if seen == "committed" or operation.verdict.done():
             transaction.outcome = seen
-
-    def _seen_by(self, deadline: Deadline) -> Callable[[], Coroutine[Any, Any, Outcome]]:
-        return partial(self._seen, deadline)
 
 
 def _pack(receipt: RankReceipt, layout: SharedLayout, seconds: Mapping[str, float]) -> bytes:

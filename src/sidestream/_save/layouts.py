@@ -99,7 +99,7 @@ class AgreedLayout:
         """Return the receipt of this rank, whose part of the manifest is on storage by then: rank 0 can do without
         it."""
         order, operation = self._order, self._planning.operation
-        made = await io_threads().run(_make_part, self._planned, written, order, deadline=order.deadline)
+        made = await io_threads().run(_make_part, self._planned, written, order)
         receipt, part = made
         if part:
             name = part_name(manifest_name(order.save_id), operation.rank)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from .._runtime.tasks import finish
-from .._runtime.threads import io_threads
+from .._runtime.threads import io_threads, time_limit
 from .._storage import Outcome
 from ..errors import Aborted, NotShared
 from .order import SaveOrder
@@ -128,7 +128,7 @@ async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Non
     """Raise ``NotShared`` if this process, which commits, does not find what the ranks have written."""
     expected = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
     try:
-        found = await order.location.store.sizes(order.transaction.path_of(), deadline=order.deadline)
+        found = await order.location.store.sizes(order.transaction.path_of())
     except FileNotFoundError:
         found = {}
     lost = [name for name, nbytes in expected.items() if found.get(name) != nbytes]
@@ -155,7 +155,7 @@ class Solo:
 
     async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
         order = self._order
-        files = await io_threads().run(layout.files, [receipt], deadline=order.deadline)
+        files = await io_threads().run(layout.files, [receipt])
         await order.transaction.commit(files)
         return Committed(receipt.nbytes)
 
@@ -204,7 +204,8 @@ class SaveOperation:
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         lifecycle = self.order.lifecycle
         try:
-            committed = await self._run(staged)
+            with time_limit(self.order.deadline):
+                committed = await self._run(staged)
         except BaseException as error:
             lifecycle.failed(error, self.outcome)
             raise

@@ -150,7 +150,7 @@ class SaveOrder:
                     kind = "part"
                 elif self.operation is not None and self.operation.rank:
                     kind = "joined"
-                attempt = Attempt(self.location.name, kind, self.save_id, self.durability, self.deadline)
+                attempt = Attempt(self.location.name, kind, self.save_id, self.durability)
                 self._begun.append(self.location.store.begin(attempt))
             return self._begun[0]
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from .._runtime.tasks import supervise
-from .._runtime.threads import Deadline, Stop, Threads
+from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._staging import SnapshotReader, clean
 from .._storage import Location
 from ..errors import SnapshotLost
@@ -22,12 +22,12 @@ class Sink(Protocol):
     """An export, or weights that are served. It reads the snapshot of a save, or else the checkpoint that was
     committed."""
 
-    def read(self, snapshot: SnapshotReader[Any], deadline: Deadline, stop: Stop) -> Any:
+    def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> Any:
         """Read the windows of a snapshot, one after the other, and return the result of the sink. Called in a thread.
         Where this raises ``SnapshotLost`` it undoes what it did, because ``read_checkpoint`` starts over. Memory of a
         window is kept for as long as any view or tensor over it exists."""
 
-    async def read_checkpoint(self, checkpoint: Location, deadline: Deadline) -> Any:
+    async def read_checkpoint(self, checkpoint: Location) -> Any:
         """Read the committed checkpoint, and return the result of the sink."""
 
 
@@ -47,7 +47,8 @@ class PendingSink:
         self._threads = Threads("sidestream-sink", 1)
         self._read: Future[Any] | None = None
         if snapshot is not None:
-            self._read = self._threads.submit(_read, sink, snapshot, order.deadline, self._stop)
+            with time_limit(order.deadline):
+                self._read = self._threads.submit(_read, sink, snapshot, self._stop)
         self._result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = supervise(self._run(), f"sidestream sink of {order.location.url}")
         self._task.add_done_callback(self._settle)
@@ -89,7 +90,8 @@ class PendingSink:
         order = self._order
         if self._read is not None:
             try:
-                return await self._threads.wait(self._read, "a sink", stop=self._stop, deadline=order.deadline)
+                with time_limit(order.deadline):
+                    return await self._threads.wait(self._read, "a sink", stop=self._stop)
             except SnapshotLost:
                 pass
         await self._save.ended()
@@ -98,12 +100,13 @@ class PendingSink:
                 f"the snapshot could not be read to its end, and {order.location.url} was not saved, which could have "
                 "been read in its place"
             )
-        return await self._sink.read_checkpoint(order.location, Deadline.after(order.deadline.timeout_s))
+        with time_limit(Deadline.after(order.deadline.timeout_s)):
+            return await self._sink.read_checkpoint(order.location)
 
 
-def _read(sink: Sink, snapshot: SnapshotReader[Any], deadline: Deadline, stop: Stop) -> Any:
+def _read(sink: Sink, snapshot: SnapshotReader[Any], stop: Stop) -> Any:
     try:
-        return sink.read(snapshot, deadline, stop)
+        return sink.read(snapshot, stop)
     except Exception as error:
         raise clean(error, "the thread of a sink") from None  # its frames refer to staged memory
     except BaseException as error:  # SystemExit in this thread is not the end of the program

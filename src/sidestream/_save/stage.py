@@ -130,7 +130,7 @@ class LaidOutStage(Stage):
     def _launch_second(self, stop: Stop) -> Staging[Any]:
         assert self._first is not None
         try:
-            copy = self._first.wait(stop, self._order.deadline)
+            copy = self._first.wait(stop)
             staging = self._launch(capture(copy, copy_value))
         except BaseException as error:
             self._second_free.set_exception(error)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from .._runtime.caller import withdrawn_with_caller
 from .._runtime.state_dict_calls import Found, ask, in_order, key_order
-from .._runtime.threads import Deadline, Stop, Threads, release_in_background, result_of
+from .._runtime.threads import Deadline, Stop, Threads, release_in_background, result_of, time_limit
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager, Staging
 from .._storage import WRITE_THREADS, Body
@@ -146,9 +146,7 @@ class LiveWriter:
         assert self._done is not None
         try:
             with self._stop.waking(self._stage.give_way):
-                result: tuple[Any, Any] = await self._threads.wait(
-                    self._done, "writing", stop=self._stop, deadline=self._order.deadline
-                )
+                result: tuple[Any, Any] = await self._threads.wait(self._done, "writing", stop=self._stop)
         except asyncio.CancelledError:
             self._stop.set()
             raise
@@ -205,7 +203,8 @@ class LiveWriter:
         began = False
         try:
             began = launched.get(timeout=self._order.deadline.remaining_s())
-            return self._write() if began else None
+            with time_limit(self._order.deadline):
+                return self._write() if began else None
         except Empty:
             raise self._order.deadline.exceeded("launching the copies") from None
         finally:
@@ -272,13 +271,13 @@ class FirstCopy:
         """The future of a copy that has not been returned."""
         return self._copy if isinstance(self._copy, Future) else None
 
-    def wait(self, stop: Stop, deadline: Deadline) -> Any:
+    def wait(self, stop: Stop) -> Any:
         """Return the copy when it is complete, once. Called in a thread. Raises what the stager raised, ``Closed`` when
         ``stop`` is set, and ``DeadlineExceeded``."""
         copy = self._copy
         try:
             if isinstance(copy, Future):
-                copy = result_of(copy, stop, deadline, "the stager that was passed in")
+                copy = result_of(copy, stop, "the stager that was passed in")
             elif getattr(self._stager, "should_synchronize_after_execute", False):
                 self._stager.synchronize_staging()
             self._copy = None  # the caller drops the copy as soon as it can

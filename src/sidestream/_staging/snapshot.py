@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from .._runtime.threads import Deadline, Stop, result_of
+from .._runtime.threads import Stop, current_deadline, result_of
 from ..errors import Closed, SnapshotLost
 from .stage import Laid, Staging
 
@@ -29,21 +29,21 @@ class SnapshotReader(Generic[P]):
         self._staging = staging
         self._number = number
 
-    def plan(self, *, deadline: Deadline, stop: Stop) -> P:
+    def plan(self, stop: Stop) -> P:
         """Block until it is known what lies where, and return that. Raises what made the stage fail, ``Closed`` once
         ``stop`` is set, and ``DeadlineExceeded``."""
         try:
-            return result_of(self._staging.laid, stop, deadline, "planning")
+            return result_of(self._staging.laid, stop, "planning")
         except Closed as error:
             raise _lost(error, stop) from error
 
     @contextmanager
-    def window(self, index: int, *, deadline: Deadline, stop: Stop) -> Iterator[memoryview]:
+    def window(self, index: int, stop: Stop) -> Iterator[memoryview]:
         """Block until a window has been staged, and return its memory for the time of the context. Only the payloads in
         it have defined contents. Raises what ``plan`` raises, and ``SnapshotLost``."""
         image = self._staging.images[index]
         try:
-            view = image.read(self._number, deadline=deadline, stop=stop)
+            view = image.read(self._number, deadline=current_deadline(), stop=stop)
         except Closed as error:
             raise _lost(error, stop) from error
         try:

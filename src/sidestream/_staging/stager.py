@@ -24,7 +24,7 @@ from .._runtime.gil import give_turns
 from .._runtime.public import public
 from .._runtime.rate import Pace
 from .._runtime.tasks import finish, running_loop
-from .._runtime.threads import Deadline, Stop, Threads, TorchThreads
+from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, time_limit
 from ..errors import (
     ArenaExhausted,
     AsyncOnly,
@@ -339,9 +339,10 @@ class AsyncStager:
     async def _shut_down_off_loop(self, deadline: Deadline) -> None:
         """Unmapping gigabytes takes its time; the pool for storage may be full of threads that hang."""
         threads = Threads("sidestream-close", 1)
-        done = threads.submit(self._shut_down, deadline)
-        threads.close()  # here, because an interrupt may end this function
-        await threads.wait(done, "shut_down")
+        with time_limit(None):  # the work ends at its own deadline
+            done = threads.submit(self._shut_down, deadline)
+            threads.close()  # here, because an interrupt may end this function
+            await threads.wait(done, "shut_down")
 
     def _shut_down(self, deadline: Deadline) -> None:
         ended = self._stop_stages()
@@ -430,7 +431,7 @@ class AsyncStager:
         if stage is not None and self._device is not None and not staging.reads_later:
             self._device.watch_ready(stage, staging.freed)
         try:
-            with self._lock:  # so that the order of the list is that of the thread
+            with self._lock, time_limit(deadline):  # the lock: so that the order of the list is that of the thread
                 older = list(self._stagings) if self._when_full == "latest" else []
                 staging.work = self._threads.submit(self._conduct, staging, lay_out)
                 self._stagings.append(staging)

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from .._format.digest import digest_of
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window
-from .._runtime.threads import Deadline, Stop, politely
+from .._runtime.threads import Deadline, Stop, current_deadline, politely
 from ..options import Digest
 
 __all__ = ["Body", "BytesBody", "Image", "Part", "PiecesBody", "ShardBody", "ShowingPart"]
@@ -24,7 +24,7 @@ class Part(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+    def take(self, stop: Stop) -> memoryview:
         """Block until the content is there. Raises what staging raised, ``Closed`` when ``stop`` is set."""
 
     def release(self) -> None:
@@ -35,7 +35,7 @@ class Part(Protocol):
 class ShowingPart(Part, Protocol):
     """A part that goes through its content anyway, and can show it while it is still in the processor's cache."""
 
-    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
+    def take_showing(self, stop: Stop, seen: Callable[[memoryview], object] | None) -> memoryview:
         """``take``; ``seen`` is given the content first, run by run in its order."""
 
 
@@ -70,7 +70,7 @@ class BytesBody:
     def parts(self) -> Sequence[BytesBody]:
         return (self,)
 
-    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
+    def take(self, stop: Stop) -> memoryview:
         return memoryview(self.content)
 
     def release(self) -> None:
@@ -147,10 +147,11 @@ class _WindowPart:
     def nbytes(self) -> int:
         return self.image.nbytes
 
-    def take(self, stop: Stop, deadline: Deadline) -> memoryview:
-        return self.take_showing(stop, deadline, None)
+    def take(self, stop: Stop) -> memoryview:
+        return self.take_showing(stop, None)
 
-    def take_showing(self, stop: Stop, deadline: Deadline, seen: Callable[[memoryview], object] | None) -> memoryview:
+    def take_showing(self, stop: Stop, seen: Callable[[memoryview], object] | None) -> memoryview:
+        deadline = current_deadline()
         view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
         for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline, seen=seen)):
             stop.check()

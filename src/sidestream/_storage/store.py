@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from mmap import mmap
 from typing import Literal, Protocol
 
-from .._runtime.threads import Deadline
 from ..options import Capabilities, Durability
 from .bodies import Body
 from .transaction import Attempt, StoreAddress, Transaction
@@ -58,49 +57,49 @@ class Store(Protocol):
     def begin(self, attempt: Attempt) -> Transaction:
         """Return a transaction for one attempt. Changes nothing on the storage, and raises nothing."""
 
-    async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
+    async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         """Write a new file, in a directory that need not exist yet. When this returns it is complete and, with
         ``"fsync"``, its content is durable. Raises ``Conflict`` if it exists. A failure may leave a partial file
         behind."""
 
-    async def discard(self, leftover: str, *, deadline: Deadline) -> None:
+    async def discard(self, leftover: str) -> None:
         """Delete what ``leftovers`` has listed, and everything in it. Does nothing if it is not there, or is being
         deleted elsewhere. A writer that still has a transaction on it cannot commit what is left of it."""
 
-    async def retire(self, directory: str, *, durability: Durability, deadline: Deadline) -> None:
+    async def retire(self, directory: str, *, durability: Durability) -> None:
         """End a committed checkpoint: it is invisible, with ``"fsync"`` durably, before its first byte is deleted.
 
         Interrupted, what remains is found by ``leftovers``. Does nothing if it is not there."""
 
-    async def leftovers(self, *, deadline: Deadline) -> list[Leftover]:
+    async def leftovers(self) -> list[Leftover]:
         """Attempts and unfinished deletions under the root, by names that only sidestream makes; for ``discard``."""
 
-    async def remove(self, names: Sequence[str], *, deadline: Deadline) -> None:
+    async def remove(self, names: Sequence[str]) -> None:
         """Delete single files. Those that are not there are passed over."""
 
-    async def ages(self, directory: str, *, deadline: Deadline) -> dict[str, float]:
+    async def ages(self, directory: str) -> dict[str, float]:
         """Name and age in seconds, by the storage's clock, of every file directly in ``directory``; none if it does
         not exist. Files that were complete before the call are among them."""
 
-    async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
+    async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
         """Fill every range. Raises ``Corrupt`` if the file ends before, ``FileNotFoundError`` if there is none.
 
         Ranges that lie close together are one request; how close is the store's own affair."""
 
-    async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
+    async def read_tail(self, name: str, nbytes: int) -> bytes:
         """The last ``nbytes`` of a small file, or all of it. Raises ``FileNotFoundError``."""
 
-    async def size(self, name: str, *, deadline: Deadline) -> int:
+    async def size(self, name: str) -> int:
         """Of one file. Raises ``FileNotFoundError``."""
 
-    async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
+    async def sizes(self, directory: str) -> dict[str, int]:
         """Name and size of every regular file directly in ``directory``. Raises ``FileNotFoundError``."""
 
-    async def directories(self, directory: str = ".", *, deadline: Deadline) -> list[str]:
+    async def directories(self, directory: str = ".") -> list[str]:
         """Return the names of the directories directly in ``directory``, by default the root; none if it does not
         exist."""
 
-    async def map(self, name: str, nbytes: int, *, deadline: Deadline) -> mmap:
+    async def map(self, name: str, nbytes: int) -> mmap:
         """With ``capabilities.mapping`` only: the first ``nbytes`` of a file as memory. Writing to it changes private
         copies of its pages, never the file.
 

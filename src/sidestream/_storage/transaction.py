@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from .._format.marker import TAIL_BYTES
 from .._runtime.tasks import finish
-from .._runtime.threads import Deadline, Stop, Threads
+from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from ..errors import Closed, Conflict, DeadlineExceeded, NotDurable, OutcomeUnknown, SidestreamError
 from ..options import Durability, StorePolicy
 from .bodies import Body, BytesBody, PiecesBody
@@ -58,13 +58,12 @@ class StoreAddress:
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """What ``begin`` is given. ``target``: the name below the root of the store. The files of an attempt are private to
-    ``save_id``, 32 hexadecimal digits. ``deadline`` is that of every step up to the commit."""
+    ``save_id``, 32 hexadecimal digits."""
 
     target: str
     kind: Kind
     save_id: str
     durability: Durability
-    deadline: Deadline
 
     @property
     def name(self) -> str:
@@ -92,7 +91,7 @@ class Transaction(ABC):
         """What another process opens the store with, to join this attempt; None where only this process has it."""
 
     @abstractmethod
-    async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
+    async def read_tail(self, name: str, nbytes: int) -> bytes:
         """As ``Store.read_tail``."""
 
     @abstractmethod
@@ -143,7 +142,7 @@ class Transaction(ABC):
         raises ``Closed``."""
 
     @abstractmethod
-    async def discard(self, deadline: Deadline) -> None:
+    async def discard(self) -> None:
         """``discard_here``, from an event loop."""
 
     @abstractmethod
@@ -258,7 +257,8 @@ class Transaction(ABC):
 
     async def _read_back(self, name: str, tail: bytes, stuck: bool) -> None:
         try:
-            found = await self.read_tail(name, TAIL_BYTES, deadline=Deadline.after(_READ_BACK_S)) == tail
+            with time_limit(Deadline.after(_READ_BACK_S)):
+                found = await self.read_tail(name, TAIL_BYTES) == tail
         except FileNotFoundError:
             found = False
         except (SidestreamError, OSError):
@@ -275,8 +275,8 @@ class Transaction(ABC):
 
         look = self._look
         if self.outcome == "unknown" and look is not None:
-            deadline = Deadline.after(_READ_BACK_S)
-            Call(lambda: look(stuck)).result("reading back the outcome of the commit", stop=Stop(), deadline=deadline)
+            with time_limit(Deadline.after(_READ_BACK_S)):
+                Call(lambda: look(stuck)).result("reading back the outcome of the commit")
             self._look = None  # which refers to this object
         if self.outcome == "absent":
             self.discard_here()
@@ -288,7 +288,8 @@ class Transaction(ABC):
 
         async def discard() -> None:
             try:
-                await self.discard(Deadline.after(_CLEAN_UP_S))
+                with time_limit(Deadline.after(_CLEAN_UP_S)):
+                    await self.discard()
             except SidestreamError as failure:
                 error.add_note(f"what it had written could not be removed: {failure}")
 

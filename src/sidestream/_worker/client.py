@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .._runtime.threads import Deadline, Stop, Threads, io_threads, result_of
+from .._runtime.threads import Stop, Threads, current_deadline, io_threads, result_of
 from .._storage import Body, Store, Transaction
 from ..errors import InvalidOption, SaverLost
 from ..options import SaverChoice, SaverProcess, check_saver
@@ -39,16 +39,16 @@ class Saver:
         """Start it unless it is there, without waiting for more than a thread; the result is done when it is up."""
         return self._current().up
 
-    async def up(self, deadline: Deadline) -> None:
+    async def up(self) -> None:
         """Start it, and wait until it is ready. Raises ``SaverLost``, ``DeadlineExceeded``."""
         stop = Stop()
-        await io_threads().run(self._ready, stop, deadline, stop=stop, deadline=deadline)
+        await io_threads().run(self._ready, stop, stop=stop)
 
-    async def hand(self, memories: Sequence[Handed], deadline: Deadline) -> None:
+    async def hand(self, memories: Sequence[Handed]) -> None:
         """Map ``memories`` there, so that no save has to, if it is up."""
         link = self._link
         if link is not None and link.up.done() and link.lost is None:
-            await io_threads().run(_hand, link, memories, deadline=deadline)
+            await io_threads().run(_hand, link, memories)
 
     def filler(self) -> LinkFiller | None:
         """Who copies for a stage, if the process is up and may read the memory of this one."""
@@ -91,28 +91,29 @@ class Saver:
         """
         attempt = transaction.attempt
         transaction.write((), threads=threads, stop=stop)
-        if fall_back and not self._starts(stop, attempt.deadline):
+        if fall_back and not self._starts(stop):
             transaction.write(files, threads=threads, stop=stop)
             return
         assert transaction.address is not None
-        order = Order(transaction.address, replace(attempt, kind="joined"), url or attempt.target)
+        joined = replace(attempt, kind="joined")
+        order = Order(transaction.address, joined, url or attempt.target, current_deadline())
         self.hold()  # or it might end between being up and being asked
         try:
-            Job(order, files, stop).run(transaction, lambda: self._ready(stop, attempt.deadline), self.options.retries)
+            Job(order, files, stop).run(transaction, lambda: self._ready(stop), self.options.retries)
         finally:
             self.let_go()
 
-    def _starts(self, stop: Stop, deadline: Deadline) -> bool:
+    def _starts(self, stop: Stop) -> bool:
         try:
-            self._ready(stop, deadline)
+            self._ready(stop)
         except SaverLost:
             return False
         return True
 
-    def _ready(self, stop: Stop, deadline: Deadline) -> Link:
+    def _ready(self, stop: Stop) -> Link:
         """A process that is up. Raises ``SaverLost``, ``Closed``, ``DeadlineExceeded``."""
         link = self._current()
-        result_of(link.up, stop, deadline, "starting the saver process")
+        result_of(link.up, stop, "starting the saver process")
         return link
 
     def _current(self) -> Link:

@@ -46,10 +46,7 @@ class Order:
     address: StoreAddress
     attempt: Attempt
     url: str
-
-    @property
-    def deadline(self) -> Deadline:
-        return self.attempt.deadline
+    deadline: Deadline
 
     def packed(self) -> bytes:
         """For one process; with the umask as it is now."""
@@ -210,7 +207,7 @@ class _Exchange:
                 for file in files:
                     self._hand_over(file)
                 self._send(Kind.END, b"")
-                self._wait(self._order.deadline)
+                self._wait()
                 self._raise_end()
         except BaseException as error:
             self._give_up(error)
@@ -331,7 +328,8 @@ class _Exchange:
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, deadline: Deadline) -> None:
+    def _wait(self) -> None:
+        deadline = self._order.deadline
         with self._changed:
             while not (self._done or self._failure or self._lost or self._halt.is_set()):
                 if not self._changed.wait(deadline.remaining_s()):

@@ -13,7 +13,7 @@ from mmap import mmap
 from typing import Any
 
 from .._format.layout_bytes import pack_sums, unpack_layout
-from .._runtime.threads import Deadline, Stop
+from .._runtime.threads import Deadline, Stop, time_limit
 from .._storage import Attempt, Body, Store
 from .._storage.bodies import BytesBody, ShardBody
 from ..errors import Closed
@@ -119,8 +119,8 @@ class Request:
         rate: Rate,
         ended: Callable[[int], None],
     ) -> None:
-        deadline = Deadline(asked["at"], asked["timeout_s"])
-        self._attempt = Attempt(asked["target"], "joined", asked["save_id"], asked["durability"], deadline)
+        self._deadline = Deadline(asked["at"], asked["timeout_s"])
+        self._attempt = Attempt(asked["target"], "joined", asked["save_id"], asked["durability"])
         self._number = number
         self._store = store
         self._outbox = outbox
@@ -196,7 +196,8 @@ class Request:
             """The trainer is gone: the thread that reads hears of it too, and ends this process."""
 
     def _write(self) -> None:
-        self._store().begin(self._attempt).write_here(self._bodies(), stop=self._stop)
+        with time_limit(self._deadline):
+            self._store().begin(self._attempt).write_here(self._bodies(), stop=self._stop)
 
     def _bodies(self) -> Iterator[tuple[str, Body]]:
         """Whoever asks for the next one has written the last one, synced."""
@@ -211,9 +212,9 @@ class Request:
 
     def _next(self) -> tuple[str, Body] | None:
         try:
-            item = self._files.get(timeout=self._attempt.deadline.remaining_s())
+            item = self._files.get(timeout=self._deadline.remaining_s())
         except queue.Empty:
-            raise self._attempt.deadline.exceeded("waiting for the next file") from None
+            raise self._deadline.exceeded("waiting for the next file") from None
         self._stop.check()
         return item
 

@@ -44,7 +44,7 @@ def steps(url: str, options: Options = None) -> list[StepRow]:
     """Raises ``CheckpointNotFound`` where there is no committed step."""
     store, _ = locate_run(url, Where(options))
     found = []
-    for one in blocking.run(lambda: list_steps(store, Deadline.after(_TIMEOUT_S))):
+    for one in blocking.run(lambda: list_steps(store), Deadline.after(_TIMEOUT_S)):
         if one.damage is not None:
             found.append(StepRow(one.step, one.name, 0, 0, str(one.damage)))
             continue
@@ -69,7 +69,7 @@ class Row:
 
 def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     """Raises ``MissingKeys`` where nothing is named like ``pattern``."""
-    source = blocking.run(lambda: open_source(url, Deadline.after(_TIMEOUT_S), Where(options)))
+    source = blocking.run(lambda: open_source(url, Where(options)), Deadline.after(_TIMEOUT_S))
     found = []
     for name, one in source.entries.items():
         if not fnmatchcase(name, pattern):

@@ -109,11 +109,11 @@ class StorageReader(DcpStorageReader):
         deadline = Deadline.after(self._timeout_s)
 
         async def read() -> tuple[Location, Manifest, Metadata]:
-            location, manifest = await open_manifest(self._address.located(session.wanted), deadline)
-            metadata = await io_threads().run(metadata_of, manifest, location.url, deadline=deadline)
+            location, manifest = await open_manifest(self._address.located(session.wanted))
+            metadata = await io_threads().run(metadata_of, manifest, location.url)
             return location, manifest, metadata
 
-        location, manifest, metadata = run_anywhere(read)
+        location, manifest, metadata = run_anywhere(read, deadline)
         session.load = _Load(location, deadline, manifest)
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
@@ -169,9 +169,8 @@ class StorageReader(DcpStorageReader):
         if not entries:
             return
         found = run_anywhere(
-            lambda: read_bytes(
-                load.location, load.manifest, entries, load.deadline, allow=self._allow, trust=self._trust
-            )
+            lambda: read_bytes(load.location, load.manifest, entries, allow=self._allow, trust=self._trust),
+            load.deadline,
         )
         for item in items:
             planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
@@ -179,7 +178,7 @@ class StorageReader(DcpStorageReader):
     def _read_tensors(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         asked_for = targets_of(items, planner, load.manifest, load.location.url)
         streams = current_streams({target.device for _, target in asked_for.targets})
-        reader = Reader(load.location.store, load.location.name, self._verify, load.deadline, None, streams)
+        reader = Reader(load.location.store, load.location.name, self._verify, None, streams)
         with asked_for.telling(load.location.url):
-            run_anywhere(lambda: reader.read(asked_for.wanted, own=load.manifest.own))
+            run_anywhere(lambda: reader.read(asked_for.wanted, own=load.manifest.own), load.deadline)
         asked_for.commit(planner)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .._layout.objects import allowed_types
-from .._runtime.threads import Deadline, Stop, Threads, io_threads
+from .._runtime.threads import Deadline, Stop, Threads, io_threads, time_limit
 from .._save.operation import RankReceipt, Solo, check_shared
 from .._save.order import Lifecycle, SaveOrder
 from .._save.planner.independent import Independent, tag_of
@@ -173,8 +173,9 @@ class StorageWriter(DcpStorageWriter):
         order.lifecycle.started(None if self._apart is not None else len(plans))
         order.lifecycle.planned(order.reported_id)
         try:
-            save.coordinator = self._coordinator(order)
-            order.transaction.write_here(())
+            with time_limit(save.deadline):
+                save.coordinator = self._coordinator(order)
+                order.transaction.write_here(())
         except BaseException as error:
             order.lifecycle.failed(error, order.outcome)
             raise
@@ -192,7 +193,8 @@ class StorageWriter(DcpStorageWriter):
         if self._apart is None:
             self._sessions.current().save_id = sent.save_id
         try:
-            results = self._write_items(save.order, sent.rank, plan, planner)
+            with time_limit(save.deadline):
+                results = self._write_items(save.order, sent.rank, plan, planner)
         except BaseException as error:
             save.order.lifecycle.failed(error, save.order.outcome)
             if save.alone:  # other ranks may be writing there still
@@ -209,7 +211,7 @@ class StorageWriter(DcpStorageWriter):
         assert coordinator is not None
         layout = PlannerLayout(order, metadata)
         receipt = receipt_for([result for each in results for result in each])
-        run_anywhere(lambda: _commit(order, coordinator, receipt, layout))
+        run_anywhere(lambda: _commit(order, coordinator, receipt, layout), save.deadline)
         # DCP returns this object, as it was written.
         vars(metadata).update(vars(layout.stock_metadata()))
         self._sessions.current().drop()
@@ -336,7 +338,7 @@ async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, lay
     order.lifecycle.committed(receipt.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
     if order.kind == "replacement":
         try:
-            await order.transaction.discard(order.deadline)
+            await order.transaction.discard()
         except SidestreamError as error:  # the new checkpoint is committed all the same
             _log.warning("what %s replaced could not be removed: %s", order.location.url, error)
 

@@ -19,7 +19,7 @@ from _trials import Told, Trials
 
 import sidestream
 from sidestream import errors, events
-from sidestream._runtime.threads import Deadline
+from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._worker.client import saver_process
 
 SHORT, LONG = 30, 500
@@ -122,7 +122,8 @@ async def short_of_memory(run: Path, options: sidestream.SaverProcess, judge: Or
     heard: list[events.Event] = []
     wrong: list[Any] = []
     saver = saver_process(options)
-    await saver.up(Deadline.after(60))
+    with time_limit(Deadline.after(60)):
+        await saver.up()
     assert saver.pid is not None
     with memory_group() as group, events.observe(heard.append):
         limit(group, saver.pid, 8 << 20)

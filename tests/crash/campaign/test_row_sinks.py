@@ -37,10 +37,10 @@ class Drawn:
         self.way, self.at, self.over = way, at, over
         self.source = ""
 
-    def read(self, snapshot: Any, deadline: Any, stop: Any) -> list[bytes] | None:
+    def read(self, snapshot: Any, stop: Any) -> list[bytes] | None:
         if self.way == "nothing":
             return None
-        found = payloads(snapshot, deadline, stop, self._meet)
+        found = payloads(snapshot, stop, self._meet)
         self.source = "snapshot"
         return found
 
@@ -52,7 +52,7 @@ class Drawn:
         elif number == self.at and self.way == "fails":
             raise OSError(5, "the sink fails")
 
-    async def read_checkpoint(self, checkpoint: Any, deadline: Any) -> list[bytes]:
+    async def read_checkpoint(self, checkpoint: Any) -> list[bytes]:
         self.source = "checkpoint"
         found = await (await open_checkpoint(checkpoint.url)).state_dict()
         return [tensor.numpy().tobytes() for tensor in found.values()]

@@ -20,7 +20,7 @@ from ..._format.rank_files import Replica, merge_ranks, ranks_among
 from ..._format.records import Manifest, ValueEntry
 from ..._format.values import is_stored
 from ..._runtime.tasks import in_parallel
-from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.threads import io_threads, politely
 from ..._storage import Store
 from ...errors import Corrupt, Incomplete
 from .manifests import read_file
@@ -29,57 +29,55 @@ from .values import agree
 __all__ = ["check_sizes", "is_whole", "read_apart", "read_part", "read_part_markers"]
 
 
-async def read_part_markers(
-    store: Store, directory: str, names: Mapping[str, int], deadline: Deadline
-) -> dict[int, PartMarker | None]:
+async def read_part_markers(store: Store, directory: str, names: Mapping[str, int]) -> dict[int, PartMarker | None]:
     """What there is of each rank, among the files ``names``: None where another writer made it. Raises ``Corrupt``."""
-    ranks = await io_threads().run(ranks_among, names, deadline=deadline)
+    ranks = await io_threads().run(ranks_among, names)
     found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
     queue = iter(ranks)
 
     async def work() -> None:
         for rank in queue:
             name = f"{directory}/{part_metadata_name(rank)}"
-            found[rank] = find_part_marker(await store.read_tail(name, TAIL_BYTES, deadline=deadline), rank)
+            found[rank] = find_part_marker(await store.read_tail(name, TAIL_BYTES), rank)
 
     await in_parallel(work)
     return found
 
 
-async def is_whole(store: Store, directory: str, names: Mapping[str, int], deadline: Deadline) -> bool:
+async def is_whole(store: Store, directory: str, names: Mapping[str, int]) -> bool:
     """Whether it is a checkpoint in parts of ours. Raises ``Incomplete``, ``Corrupt``."""
-    ranks = await io_threads().run(ranks_among, names, deadline=deadline)
+    ranks = await io_threads().run(ranks_among, names)
     first = {part_metadata_name(rank): 0 for rank in ranks[:1]}
-    for one in (await read_part_markers(store, directory, first, deadline)).values():
+    for one in (await read_part_markers(store, directory, first)).values():
         if one is not None and one.world_size != len(ranks):  # the other parts would add no information
-            missing = await io_threads().run(missing_ranks, frozenset(ranks), one.world_size, deadline=deadline)
+            missing = await io_threads().run(missing_ranks, frozenset(ranks), one.world_size)
             raise Incomplete(
                 f"the save {one.save_id!r} of {one.world_size} ranks, each by itself, is not whole: there are parts of "
                 f"{len(ranks)} ranks",
                 save_id=one.save_id,
                 missing=missing,
             )
-    markers = await read_part_markers(store, directory, names, deadline)
-    return any(markers.values()) and bool(await io_threads().run(whole, markers, deadline=deadline))
+    markers = await read_part_markers(store, directory, names)
+    return any(markers.values()) and bool(await io_threads().run(whole, markers))
 
 
 async def read_apart(
-    store: Store, directory: str, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None], deadline: Deadline
+    store: Store, directory: str, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None]
 ) -> Manifest:
     """The checkpoint that the parts make, not yet validated. Raises ``Incomplete``, ``Corrupt``."""
-    found = await io_threads().run(whole, markers, deadline=deadline)
+    found = await io_threads().run(whole, markers)
     read: dict[int, Manifest] = {}
     queue = iter(found)
 
     async def work() -> None:
         for marker in queue:
-            read[marker.rank] = await read_part(store, directory, sizes, marker, deadline)
+            read[marker.rank] = await read_part(store, directory, sizes, marker)
 
     await in_parallel(work)
     parts = [read[marker.rank] for marker in found]
-    manifest, replicas, files = await io_threads().run(_merged, parts, deadline=deadline)
+    manifest, replicas, files = await io_threads().run(_merged, parts)
     for replica in replicas:
-        if not await agree(store, directory, replica, deadline):
+        if not await agree(store, directory, replica):
             raise _differ(replica.fqn)
     return replace(
         manifest,
@@ -117,14 +115,12 @@ def _differ(fqn: str) -> Corrupt:
     )
 
 
-async def read_part(
-    store: Store, directory: str, sizes: Mapping[str, int], marker: PartMarker, deadline: Deadline
-) -> Manifest:
+async def read_part(store: Store, directory: str, sizes: Mapping[str, int], marker: PartMarker) -> Manifest:
     """The manifest of one rank. Raises ``Corrupt``."""
     name = part_manifest_name(marker.rank, marker.id)
     if sizes.get(name) != marker.manifest_bytes:
         raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
-    raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
+    raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes)
 
     def parse() -> Manifest:
         if crc32(raw) != marker.manifest_crc:
@@ -135,7 +131,7 @@ async def read_part(
         check_sizes(manifest.files, sizes)
         return manifest
 
-    return await io_threads().run(parse, deadline=deadline)
+    return await io_threads().run(parse)
 
 
 def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> None:

@@ -31,7 +31,7 @@ from ..._format.safetensors.read import (
 from ..._format.torch_zip.file import FileTensor, FileValue, read_torch_file
 from ..._format.torch_zip.zip import other_zip
 from ..._format.validate import check_item
-from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.threads import io_threads, politely
 from ..._storage import ReadRange, Store
 from ...errors import Corrupt, UnsafeObject, UnsupportedCheckpoint, allocating
 from .values import StoreFile, agree
@@ -68,37 +68,35 @@ def is_foreign(sizes: Mapping[str, int]) -> bool:
     return not ours and any(name.endswith(SUFFIX) or is_rank_file(name) for name in sizes)
 
 
-async def read_foreign_manifest(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:
+async def read_foreign_manifest(store: Store, directory: str, sizes: Mapping[str, int]) -> Manifest:
     """Everything about the checkpoint in ``directory``, whose files have these ``sizes``; not yet validated.
 
     Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``MissingExtra``.
     """
     threads = io_threads()
-    ranks = [] if METADATA_NAME in sizes else await threads.run(rank_files, sizes, deadline=deadline)
+    ranks = [] if METADATA_NAME in sizes else await threads.run(rank_files, sizes)
     if METADATA_NAME in sizes:
-        manifest = await _read_metadata(store, directory, METADATA_NAME, sizes, deadline)
+        manifest = await _read_metadata(store, directory, METADATA_NAME, sizes)
     elif ranks:
-        manifest = await _read_ranks(store, directory, ranks, sizes, deadline)
+        manifest = await _read_ranks(store, directory, ranks, sizes)
     else:
-        manifest = await _read_safetensors(store, directory, sizes, deadline)
-    return await threads.run(_with_files, manifest, sizes, deadline=deadline)
+        manifest = await _read_safetensors(store, directory, sizes)
+    return await threads.run(_with_files, manifest, sizes)
 
 
-async def _read_metadata(
-    store: Store, directory: str, name: str, sizes: Mapping[str, int], deadline: Deadline
-) -> Manifest:
+async def _read_metadata(store: Store, directory: str, name: str, sizes: Mapping[str, int]) -> Manifest:
     threads = io_threads()
-    raw = await read_file(store, f"{directory}/{name}", sizes[name], deadline, most_bytes=MOST_METADATA_BYTES)
+    raw = await read_file(store, f"{directory}/{name}", sizes[name], most_bytes=MOST_METADATA_BYTES)
     try:
-        manifest = await threads.run(_stock_metadata, raw, deadline=deadline)
+        manifest = await threads.run(_stock_metadata, raw)
     except Corrupt as error:
         error.file = error.file or name
         raise
-    shards = await threads.run(_present_shards, manifest, sizes, deadline=deadline)
+    shards = await threads.run(_present_shards, manifest, sizes)
     if not shards:
         return manifest
-    headers = {file: await _read_header(store, directory, file, start, sizes[file], deadline) for file, start in shards}
-    return await threads.run(locate_shards, manifest, headers, deadline=deadline)
+    headers = {file: await _read_header(store, directory, file, start, sizes[file]) for file, start in shards}
+    return await threads.run(locate_shards, manifest, headers)
 
 
 def _stock_metadata(raw: bytearray) -> Manifest:
@@ -119,16 +117,14 @@ def _present_shards(manifest: Manifest, sizes: Mapping[str, int]) -> list[tuple[
     return [(file, start) for file, start in politely(shards_of(manifest, sizes).items()) if file in sizes]
 
 
-async def _read_ranks(
-    store: Store, directory: str, names: list[str], sizes: Mapping[str, int], deadline: Deadline
-) -> Manifest:
-    parts = [await _read_metadata(store, directory, name, sizes, deadline) for name in names]
-    manifest, replicas = await io_threads().run(merge_ranks, parts, deadline=deadline)
+async def _read_ranks(store: Store, directory: str, names: list[str], sizes: Mapping[str, int]) -> Manifest:
+    parts = [await _read_metadata(store, directory, name, sizes) for name in names]
+    manifest, replicas = await io_threads().run(merge_ranks, parts)
     for replica in replicas:
         for item in (replica.first, replica.other):
             place = item if isinstance(item, ValueEntry) else item[1]
             check_item(sizes, replica.fqn, place.file, place.item_offset, place.item_bytes)
-        if not await agree(store, directory, replica, deadline):
+        if not await agree(store, directory, replica):
             raise Corrupt(
                 f"{replica.fqn}: the ranks saved different values of it, so it has none as a whole; load this "
                 "checkpoint with torch.distributed.checkpoint, on as many ranks",
@@ -137,18 +133,18 @@ async def _read_ranks(
     return manifest
 
 
-async def _read_safetensors(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:
+async def _read_safetensors(store: Store, directory: str, sizes: Mapping[str, int]) -> Manifest:
     threads = io_threads()
     index = None
     if INDEX_NAME in sizes:
         nbytes = sizes[INDEX_NAME]
-        raw = await read_file(store, f"{directory}/{INDEX_NAME}", nbytes, deadline, most_bytes=MOST_JSON_BYTES)
-        index = await threads.run(parse_index, raw, deadline=deadline)
-        files = await threads.run(_files_of_index, index, sizes, deadline=deadline)
+        raw = await read_file(store, f"{directory}/{INDEX_NAME}", nbytes, most_bytes=MOST_JSON_BYTES)
+        index = await threads.run(parse_index, raw)
+        files = await threads.run(_files_of_index, index, sizes)
     else:
-        files = await threads.run(_files_without_index, sizes, deadline=deadline)
-    headers = {file: await _read_header(store, directory, file, 0, sizes[file], deadline) for file in files}
-    return await threads.run(manifest_of_headers, headers, index, deadline=deadline)
+        files = await threads.run(_files_without_index, sizes)
+    headers = {file: await _read_header(store, directory, file, 0, sizes[file]) for file in files}
+    return await threads.run(manifest_of_headers, headers, index)
 
 
 def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> list[str]:
@@ -182,41 +178,37 @@ def _wanted(stem: str, count: str) -> Iterator[str]:
     return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in politely(range(1, int(count) + 1)))
 
 
-async def read_safetensors_file(
-    store: Store, directory: str, file: str, sizes: Mapping[str, int], deadline: Deadline
-) -> Manifest:
+async def read_safetensors_file(store: Store, directory: str, file: str, sizes: Mapping[str, int]) -> Manifest:
     """One safetensors file as a checkpoint; not yet validated."""
-    header = await _read_header(store, directory, file, 0, sizes[file], deadline)
-    manifest = await io_threads().run(manifest_of_headers, {file: header}, None, deadline=deadline)
+    header = await _read_header(store, directory, file, 0, sizes[file])
+    manifest = await io_threads().run(manifest_of_headers, {file: header}, None)
     return replace(manifest, files={file: sizes[file]})
 
 
-async def _read_header(
-    store: Store, directory: str, file: str, start: int, file_bytes: int, deadline: Deadline
-) -> Header:
+async def _read_header(store: Store, directory: str, file: str, start: int, file_bytes: int) -> Header:
     prefix = bytearray(PREFIX_BYTES)
     begin = start + PREFIX_BYTES
     try:
         if start < 0 or begin > file_bytes:
             raise Corrupt(f"{file} has {file_bytes} bytes, too few for safetensors at {start}", file=file)
-        await store.read(f"{directory}/{file}", [ReadRange(start, memoryview(prefix))], deadline=deadline)
+        await store.read(f"{directory}/{file}", [ReadRange(start, memoryview(prefix))])
         nbytes = header_bytes(prefix, file_bytes - begin, file)
         with allocating(f"reading the header of {file}"):
             raw = bytearray(nbytes)
-        await store.read(f"{directory}/{file}", [ReadRange(begin, memoryview(raw))], deadline=deadline)
-        return await io_threads().run(parse_header, raw, begin + len(raw), file_bytes, file, deadline=deadline)
+        await store.read(f"{directory}/{file}", [ReadRange(begin, memoryview(raw))])
+        return await io_threads().run(parse_header, raw, begin + len(raw), file_bytes, file)
     except Corrupt as error:
-        what = await find_other_kind(store, f"{directory}/{file}", file_bytes, deadline)
+        what = await find_other_kind(store, f"{directory}/{file}", file_bytes)
         if what is None or start:
             raise
         raise UnsupportedCheckpoint(f"{file} is not a safetensors file: {what}") from error
 
 
-async def find_other_kind(store: Store, name: str, nbytes: int, deadline: Deadline) -> str | None:
+async def find_other_kind(store: Store, name: str, nbytes: int) -> str | None:
     """Say what kind of file this is, if it could not be read as its name suggests, and what to do with it; None if the
     kind is unknown. Only its beginning is read."""
     head = bytearray(min(nbytes, HEAD_BYTES))
-    await store.read(name, [ReadRange(0, memoryview(head))], deadline=deadline)
+    await store.read(name, [ReadRange(0, memoryview(head))])
     return other_kind(bytes(head), name)
 
 
@@ -233,9 +225,7 @@ def _files(entry: Entry) -> Iterator[str]:
         yield entry.file
 
 
-async def read_file(
-    store: Store, name: str, nbytes: int, deadline: Deadline, *, most_bytes: int = MOST_MANIFEST_BYTES
-) -> bytearray:
+async def read_file(store: Store, name: str, nbytes: int, *, most_bytes: int = MOST_MANIFEST_BYTES) -> bytearray:
     """Read a whole file that describes other files and whose size is known, in pieces.
 
     Raises ``Corrupt`` before reading if the file is larger than ``most_bytes``, and while reading if most of it is
@@ -248,7 +238,7 @@ async def read_file(
         with allocating(f"reading {name}"):
             piece = bytearray(min(_PIECE_BYTES, nbytes - start))
         read = ReadRange(start, memoryview(piece), partial(content.take, piece))
-        await store.read(name, [read], deadline=deadline)
+        await store.read(name, [read])
     return content.raw
 
 
@@ -278,13 +268,13 @@ FILE_SUFFIXES = (SUFFIX, *TORCH_SUFFIXES)
 """What the names of single files end with."""
 
 
-async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Deadline) -> Manifest:
+async def read_file_manifest(store: Store, name: str, nbytes: int) -> Manifest:
     """Of a file at the root of ``store``; not yet validated. Everything in it is data, and no payload is read.
 
     Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``KeyCollision``."""
     if name.endswith(SUFFIX):
-        return await read_safetensors_file(store, ".", name, {name: nbytes}, deadline)
-    reader = StoreFile(store, name, nbytes, deadline)
+        return await read_safetensors_file(store, ".", name, {name: nbytes})
+    reader = StoreFile(store, name, nbytes)
 
     def read(file: BinaryIO) -> Manifest:
         try:
@@ -303,7 +293,7 @@ async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Dea
             raise UnsupportedCheckpoint(
                 f"{name} is one file of a checkpoint: use the path of the directory that contains it"
             ) from error
-        what = await find_other_kind(store, name, nbytes, deadline)
+        what = await find_other_kind(store, name, nbytes)
         if what is not None:
             raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
         raise

@@ -25,7 +25,7 @@ from ..._format.values import is_stored
 from ..._layout.objects import NOTHING_ALLOWED, Allowed
 from ..._layout.ranges import PIECE_BYTES
 from ..._layout.values import decode_value
-from ..._runtime.threads import Deadline, Threads, TorchThreads, io_threads, politely
+from ..._runtime.threads import Threads, TorchThreads, current_deadline, io_threads, politely
 from ..._storage import ReadRange, Store
 from ...errors import Closed, Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
 from ...options import Trust
@@ -74,7 +74,6 @@ async def read_values(
     directory: str,
     manifest: Manifest,
     entries: Mapping[str, ValueEntry],
-    deadline: Deadline,
     allow: Allowed = NOTHING_ALLOWED,
     trust: Trust = "data",
 ) -> dict[str, Any]:
@@ -83,10 +82,10 @@ async def read_values(
 
     Raises ``UnsafeObject``, naming the FQN, for what is more than data and not of the types ``allow``; ``Corrupt``.
     """
-    values, rest = await io_threads().run(_told_values, entries, manifest.own, deadline=deadline)
+    values, rest = await io_threads().run(_told_values, entries, manifest.own)
     budgets = ValueBudgets()
     for fqn, entry in rest.items():
-        values[fqn] = await _read_value(store, directory, fqn, entry, deadline, allow, trust, budgets)
+        values[fqn] = await _read_value(store, directory, fqn, entry, allow, trust, budgets)
     return values
 
 
@@ -136,7 +135,6 @@ async def _read_value(
     directory: str,
     fqn: str,
     entry: ValueEntry,
-    deadline: Deadline,
     allow: Allowed,
     trust: Trust,
     budgets: ValueBudgets,
@@ -148,8 +146,8 @@ async def _read_value(
         )
     if entry.item_bytes > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
-    raw = await read_item(store, directory, entry, deadline)
-    return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, budgets, deadline=deadline)
+    raw = await read_item(store, directory, entry)
+    return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, budgets)
 
 
 def _open_value(
@@ -178,7 +176,6 @@ async def locate_tensor(
     directory: str,
     fqn: str,
     entry: TensorEntry,
-    deadline: Deadline,
     *,
     records: Records = "needed",
 ) -> Located:
@@ -189,10 +186,10 @@ async def locate_tensor(
     threads = io_threads()
     few = len(entry.chunks) <= _FEW_CHUNKS  # done faster than a thread starts
     opened: Opened = {}
-    for chunk in _closed(entry) if few else await threads.run(_closed, entry, deadline=deadline):
-        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
-        opened[chunk] = await threads.run(open_ends, fqn, entry, chunk, ends, records, deadline=deadline)
-    return _located(entry, opened) if few else await threads.run(_located, entry, opened, deadline=deadline)
+    for chunk in _closed(entry) if few else await threads.run(_closed, entry):
+        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk)
+        opened[chunk] = await threads.run(open_ends, fqn, entry, chunk, ends, records)
+    return _located(entry, opened) if few else await threads.run(_located, entry, opened)
 
 
 def located_already(
@@ -261,7 +258,6 @@ async def check_item_records(
     fqn: str,
     entry: Entry,
     item: Chunk | ValueEntry,
-    deadline: Deadline,
     budgets: ValueBudgets,
 ) -> bool:
     """Read a whole item, verify its checksums and decode it as a load would, without building the value. Returns False
@@ -272,7 +268,7 @@ async def check_item_records(
     ``budgets``."""
     if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
-    raw = await read_item(store, directory, item, deadline)
+    raw = await read_item(store, directory, item)
 
     def check() -> bool:
         with _about(item, fqn):
@@ -290,20 +286,20 @@ async def check_item_records(
                     open_value_item(io.BytesIO(content), len(content), budget=budgets.parts)
             return True
 
-    return await io_threads().run(check, deadline=deadline)
+    return await io_threads().run(check)
 
 
 def _check_records(content: bytearray) -> None:
     TorchZip(io.BytesIO(content), len(content)).check()
 
 
-async def check_opaque_item(store: Store, directory: str, fqn: str, chunk: Chunk, deadline: Deadline) -> None:
+async def check_opaque_item(store: Store, directory: str, fqn: str, chunk: Chunk) -> None:
     """Read an item that only its writer can decode in pieces, and verify the checksums of all its records.
 
     Compressed items are skipped."""
     if chunk.transform:
         return
-    item = StoreFile(store, f"{directory}/{chunk.file}", chunk.item_bytes, deadline, chunk.item_offset)
+    item = StoreFile(store, f"{directory}/{chunk.file}", chunk.item_bytes, chunk.item_offset)
 
     def check(file: BinaryIO) -> None:
         with _about(chunk, fqn):
@@ -312,7 +308,7 @@ async def check_opaque_item(store: Store, directory: str, fqn: str, chunk: Chunk
     await item.run(check, _END_BYTES)
 
 
-async def why_opaque(store: Store, directory: str, fqn: str, entry: OpaqueEntry, deadline: Deadline) -> SidestreamError:
+async def why_opaque(store: Store, directory: str, fqn: str, entry: OpaqueEntry) -> SidestreamError:
     """Return the error to raise when an ``OpaqueEntry`` is requested. Only the ends of its items are read: they show
     whether the tensor is of a kind that this version does not read (``UnsupportedCheckpoint``) or damaged
     (``Corrupt``)."""
@@ -320,9 +316,9 @@ async def why_opaque(store: Store, directory: str, fqn: str, entry: OpaqueEntry,
     for chunk in entry.chunks:
         if chunk.transform:
             continue
-        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk, deadline)
+        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk)
         try:
-            await io_threads().run(open_ends, fqn, tensor, chunk, ends, deadline=deadline)
+            await io_threads().run(open_ends, fqn, tensor, chunk, ends)
         except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
             return error
     return UnsupportedCheckpoint(
@@ -343,50 +339,46 @@ def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
         raise
 
 
-async def read_item(store: Store, directory: str, item: Chunk | ValueEntry, deadline: Deadline) -> bytearray:
+async def read_item(store: Store, directory: str, item: Chunk | ValueEntry) -> bytearray:
     """All bytes of an item as they stand in the file."""
     with allocating(f"reading an item of {item.file}"):
         raw = bytearray(item.item_bytes)
-    await store.read(f"{directory}/{item.file}", [ReadRange(item.item_offset, memoryview(raw))], deadline=deadline)
+    await store.read(f"{directory}/{item.file}", [ReadRange(item.item_offset, memoryview(raw))])
     return raw
 
 
-async def agree(store: Store, directory: str, replica: Replica, deadline: Deadline) -> bool:
+async def agree(store: Store, directory: str, replica: Replica) -> bool:
     """Whether two ranks wrote the same. Of tensors the checksums are compared, where the files have some."""
     first, other = replica.first, replica.other
     if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
-        return await _same_value(store, directory, replica.fqn, first, other, deadline)
+        return await _same_value(store, directory, replica.fqn, first, other)
     if isinstance(first, ValueEntry) or isinstance(other, ValueEntry):
         return False
-    one = await _digest(store, directory, replica.fqn, *first, deadline)
-    return one == await _digest(store, directory, replica.fqn, *other, deadline)
+    one = await _digest(store, directory, replica.fqn, *first)
+    return one == await _digest(store, directory, replica.fqn, *other)
 
 
-async def _same_value(
-    store: Store, directory: str, fqn: str, first: ValueEntry, other: ValueEntry, deadline: Deadline
-) -> bool:
+async def _same_value(store: Store, directory: str, fqn: str, first: ValueEntry, other: ValueEntry) -> bool:
     if max(first.item_bytes, other.item_bytes) > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {first.item_bytes} bytes", file=first.file, fqn=fqn)
-    items = [await read_item(store, directory, entry, deadline) for entry in (first, other)]
+    items = [await read_item(store, directory, entry) for entry in (first, other)]
     return first.transform == other.transform and items[0] == items[1]
 
 
-async def _digest(
-    store: Store, directory: str, fqn: str, entry: TensorEntry, chunk: Chunk, deadline: Deadline
-) -> object:
+async def _digest(store: Store, directory: str, fqn: str, entry: TensorEntry, chunk: Chunk) -> object:
     if chunk.transform:
         require()
-        raw = await read_item(store, directory, chunk, deadline)
-        _, (_, payloads) = await io_threads().run(unpack_chunk, fqn, entry, chunk, raw, deadline=deadline)
+        raw = await read_item(store, directory, chunk)
+        _, (_, payloads) = await io_threads().run(unpack_chunk, fqn, entry, chunk, raw)
         return next(iter(payloads.values()))
     if chunk.payload_offset is None:
-        _, payloads = await locate_tensor(store, directory, fqn, replace(entry, chunks=(chunk,)), deadline)
+        _, payloads = await locate_tensor(store, directory, fqn, replace(entry, chunks=(chunk,)))
         return next(iter(payloads.values()))
     crc = 0
     for start in range(0, chunk.item_bytes, PIECE_BYTES):
         nbytes = min(PIECE_BYTES, chunk.item_bytes - start)
         part = replace(chunk, item_offset=chunk.item_offset + start, item_bytes=nbytes)
-        crc = await io_threads().run(crc32, await read_item(store, directory, part, deadline), crc, deadline=deadline)
+        crc = await io_threads().run(crc32, await read_item(store, directory, part), crc)
     return crc
 
 
@@ -402,9 +394,9 @@ def ends_of(chunk: Chunk) -> list[tuple[int, int]]:
     return [(chunk.item_offset, _END_BYTES), (chunk.item_offset + chunk.item_bytes - _END_BYTES, _END_BYTES)]
 
 
-async def _read_ends(store: Store, name: str, chunk: Chunk, deadline: Deadline) -> list[bytes]:
+async def _read_ends(store: Store, name: str, chunk: Chunk) -> list[bytes]:
     ends = [(start, bytearray(nbytes)) for start, nbytes in ends_of(chunk)]
-    await store.read(name, [ReadRange(start, memoryview(raw)) for start, raw in ends], deadline=deadline)
+    await store.read(name, [ReadRange(start, memoryview(raw)) for start, raw in ends])
     return [bytes(raw) for _, raw in ends]
 
 
@@ -445,9 +437,9 @@ class StoreFile(_Seekable):
     must not wait for these reads, because they need a thread of that pool themselves.
     """
 
-    def __init__(self, store: Store, name: str, nbytes: int, deadline: Deadline, start: int = 0) -> None:
+    def __init__(self, store: Store, name: str, nbytes: int, start: int = 0) -> None:
         super().__init__(nbytes)
-        self._store, self._name, self._deadline, self._start = store, name, deadline, start
+        self._store, self._name, self._start = store, name, start
         self._loop = asyncio.get_running_loop()
         self._failure: BaseException | None = None
 
@@ -464,7 +456,7 @@ class StoreFile(_Seekable):
                     raise self._failure from None
                 raise
 
-        return await _parsing_threads().run(work, deadline=self._deadline)
+        return await _parsing_threads().run(work)
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         nbytes = max(0, min(len(buffer), self._nbytes - self._position))
@@ -479,20 +471,20 @@ class StoreFile(_Seekable):
 
     def _read(self, into: memoryview) -> None:
         one = ReadRange(self._start + self._position, into)
-        read = self._store.read(self._name, [one], deadline=self._deadline)
+        read = self._store.read(self._name, [one])
         try:
             future = asyncio.run_coroutine_threadsafe(read, self._loop)
         except RuntimeError as error:
             read.close()
             raise Closed(f"the event loop was closed while {self._name} was read") from error
         try:
-            future.result(self._deadline.remaining_s() + _LOOP_GRACE_S)
+            future.result(current_deadline().remaining_s() + _LOOP_GRACE_S)
         except FileNotFoundError as error:
             raise Corrupt(f"{self._name} was deleted while it was read") from error
         except TimeoutError as error:
             if isinstance(error, SidestreamError):
                 raise
-            raise self._deadline.exceeded(f"reading {self._name}") from error
+            raise current_deadline().exceeded(f"reading {self._name}") from error
 
 
 _parsing: Threads | None = None

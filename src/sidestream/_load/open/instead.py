@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from ..._format.marker import METADATA_NAME
-from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.threads import io_threads, politely
 from ..._storage import Store
 from ..._storage.names import parse_step, step_name
 from ...errors import SidestreamError
@@ -19,26 +19,26 @@ __all__ = ["what_is_there"]
 _MOST_LOOKED_AT = 8
 
 
-async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, int], deadline: Deadline) -> str:
+async def what_is_there(store: Store, name: str, url: str, files: Mapping[str, int]) -> str:
     """Describe what is at a place that has no checkpoint: a run, directories with checkpoints, or files. Empty if that
     is unknown. ``files`` are the files in the directory."""
     with suppress(SidestreamError, FileNotFoundError):  # the caller raises its own error, with or without this advice
-        names = await store.directories(name, deadline=deadline)
-        steps = await newest_committed(store, name, names, deadline)
+        names = await store.directories(name)
+        steps = await newest_committed(store, name, names)
         if steps:
             return (
                 f"This is a run with {_steps(steps)}: load {url}/{step_name(*steps[-1].order)}, or restore with "
                 f"sidestream.Checkpointer({url!r})"
             )
-        visible = await io_threads().run(_first_visible, names, deadline=deadline)
-        found = [one for one in visible if await _holds_checkpoint(store, f"{name}/{one}", deadline)]
+        visible = await io_threads().run(_first_visible, names)
+        found = [one for one in visible if await _holds_checkpoint(store, f"{name}/{one}")]
         if found:
             return f"Use one of the checkpoints in {', '.join(f'{url}/{one}' for one in found)}"
-        single = await io_threads().run(_first_files, files, deadline=deadline)
+        single = await io_threads().run(_first_files, files)
         if single:
             return f"It has files that are checkpoints by themselves: {', '.join(single)}; use the path of one"
         if parse_step(name) is not None:
-            steps = await newest_committed(store, ".", await store.directories(deadline=deadline), deadline)
+            steps = await newest_committed(store, ".", await store.directories())
             return f"The run of this step has {_steps(steps)}" if steps else ""
     return ""
 
@@ -56,11 +56,11 @@ def _steps(steps: Sequence[Step]) -> str:
     return f"step {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} steps, from {numbers[0]} to {numbers[-1]}"
 
 
-async def _holds_checkpoint(store: Store, directory: str, deadline: Deadline) -> bool:
+async def _holds_checkpoint(store: Store, directory: str) -> bool:
     """Whether a directory is a checkpoint, or a run that has checkpoints."""
     with suppress(FileNotFoundError):
-        files = await store.sizes(directory, deadline=deadline)
-        if METADATA_NAME in files or await io_threads().run(is_foreign, files, deadline=deadline):
+        files = await store.sizes(directory)
+        if METADATA_NAME in files or await io_threads().run(is_foreign, files):
             return True
-    names = await store.directories(directory, deadline=deadline)
-    return bool(await io_threads().run(steps_among, names, deadline=deadline))
+    names = await store.directories(directory)
+    return bool(await io_threads().run(steps_among, names))

@@ -14,7 +14,7 @@ from ..._format.records import Manifest
 from ..._format.shared import Part, Root, join, parse_part, part_name
 from ..._format.validate import validate
 from ..._layout.metadata import decode_metadata
-from ..._runtime.threads import Deadline, io_threads
+from ..._runtime.threads import io_threads
 from ..._storage import Location, Store
 from ...errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
 from ..foreign.independent_parts import check_sizes, is_whole, read_apart, read_part_markers
@@ -25,52 +25,52 @@ from .steps import about, own_manifest_among, read_marker
 __all__ = ["metadata_of", "open_manifest", "open_root", "read_manifest", "read_metadata", "read_parts", "read_root"]
 
 
-async def read_metadata(store: Store, directory: str, deadline: Deadline) -> dict[str, Any]:
+async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
     """What the user noted about a checkpoint, without reading the rest of it; empty for one of another writer.
 
     Raises ``FileNotFoundError``, ``Corrupt``."""
     try:
-        marker = await read_marker(store, directory, deadline)
+        marker = await read_marker(store, directory)
     except FileNotFoundError:
-        if not await is_whole(store, directory, await store.sizes(directory, deadline=deadline), deadline):
+        if not await is_whole(store, directory, await store.sizes(directory)):
             raise
-        return decode_metadata((await read_manifest(store, directory, directory, deadline)).metadata)
-    return {} if marker is None else await metadata_of(store, directory, marker, deadline)
+        return decode_metadata((await read_manifest(store, directory, directory)).metadata)
+    return {} if marker is None else await metadata_of(store, directory, marker)
 
 
-async def metadata_of(store: Store, directory: str, marker: Marker, deadline: Deadline) -> dict[str, Any]:
+async def metadata_of(store: Store, directory: str, marker: Marker) -> dict[str, Any]:
     """``read_metadata`` of a checkpoint whose marker is known."""
     if not marker.metadata_bytes:
         return {}
     name = manifest_name(marker.save_id)
-    line = await store.read_tail(f"{directory}/{name}", marker.metadata_bytes, deadline=deadline)
+    line = await store.read_tail(f"{directory}/{name}", marker.metadata_bytes)
     if crc32(line) != marker.metadata_crc:
         raise Corrupt(f"{directory}: the metadata line of {name} was altered", file=name)
     return decode_metadata(parse_metadata_line(line))
 
 
-async def open_manifest(location: Location, deadline: Deadline) -> tuple[Location, Manifest]:
+async def open_manifest(location: Location) -> tuple[Location, Manifest]:
     """``read_manifest`` of what stands at ``location``, be it a directory or a single file, and the directory that its
     files are in.
 
     Where nothing is listed, a name that ends as those of files do is taken for a file."""
-    location, root = await open_root(location, deadline)
+    location, root = await open_root(location)
     if isinstance(root, Manifest):
         return location, root
-    return location, await _whole(location.store, location.name, location.url, root, deadline)
+    return location, await _whole(location.store, location.name, location.url, root)
 
 
-async def open_root(location: Location, deadline: Deadline) -> tuple[Location, Manifest | Root]:
+async def open_root(location: Location) -> tuple[Location, Manifest | Root]:
     """As ``open_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated."""
     store, name, url = location.store, location.name, location.url
-    listed = await _listed(store, name, deadline)
+    listed = await _listed(store, name)
     if listed is None and (store.capabilities.listing or name.endswith(FILE_SUFFIXES)):
         try:
-            nbytes = await store.size(name, deadline=deadline)
-            manifest = await read_file_manifest(store, name, nbytes, deadline)
-            await io_threads().run(validate, manifest, deadline=deadline)
+            nbytes = await store.size(name)
+            manifest = await read_file_manifest(store, name, nbytes)
+            await io_threads().run(validate, manifest)
         except FileNotFoundError as error:
-            what = await what_is_there(store, name, url, {}, deadline) if store.capabilities.listing else ""
+            what = await what_is_there(store, name, url, {}) if store.capabilities.listing else ""
             raise CheckpointNotFound(
                 f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. "
                 f"{what or _INTERRUPTED}"
@@ -78,52 +78,50 @@ async def open_root(location: Location, deadline: Deadline) -> tuple[Location, M
         except SidestreamError as error:
             raise about(error, url) from error
         return replace(location, name="."), manifest
-    return location, await read_root(store, name, url, deadline, listed)
+    return location, await read_root(store, name, url, listed)
 
 
-async def _listed(store: Store, name: str, deadline: Deadline) -> Mapping[str, int] | None:
+async def _listed(store: Store, name: str) -> Mapping[str, int] | None:
     """The files of a directory and their sizes; None if there is no such directory, or nothing is listed here."""
     if not store.capabilities.listing:
         return None
     try:
-        return await store.sizes(name, deadline=deadline)
+        return await store.sizes(name)
     except FileNotFoundError:
         return None
 
 
-async def read_manifest(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest:
+async def read_manifest(store: Store, directory: str, url: str) -> Manifest:
     """Everything about the committed checkpoint in ``directory``, validated against the sizes of its files.
 
     Raises ``CheckpointNotFound`` if there is none, ``Corrupt`` or ``UnsupportedCheckpoint``.
     """
-    root = await read_root(store, directory, url, deadline)
+    root = await read_root(store, directory, url)
     if isinstance(root, Manifest):
         return root
-    return await _whole(store, directory, url, root, deadline)
+    return await _whole(store, directory, url, root)
 
 
-async def _whole(store: Store, directory: str, url: str, root: Root, deadline: Deadline) -> Manifest:
+async def _whole(store: Store, directory: str, url: str, root: Root) -> Manifest:
     with _telling(url):
-        parts = await read_parts(store, directory, root, range(len(root.parts)), deadline)
-        manifest = await io_threads().run(join, root, parts, deadline=deadline)
-        await io_threads().run(validate, manifest, deadline=deadline)
+        parts = await read_parts(store, directory, root, range(len(root.parts)))
+        manifest = await io_threads().run(join, root, parts)
+        await io_threads().run(validate, manifest)
     return manifest
 
 
-async def read_root(
-    store: Store, directory: str, url: str, deadline: Deadline, listed: Mapping[str, int] | None = None
-) -> Manifest | Root:
+async def read_root(store: Store, directory: str, url: str, listed: Mapping[str, int] | None = None) -> Manifest | Root:
     """As ``read_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated.
     ``listed`` are the sizes of its files, if they are known."""
     if not store.capabilities.listing:
-        return await _read_unlisted(store, directory, url, deadline)
+        return await _read_unlisted(store, directory, url)
     sizes: Mapping[str, int] = {}
     try:
-        sizes = await store.sizes(directory, deadline=deadline) if listed is None else listed
-        unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes, deadline=deadline)
-        marker = None if unmarked else await read_marker(store, directory, deadline)
+        sizes = await store.sizes(directory) if listed is None else listed
+        unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes)
+        marker = None if unmarked else await read_marker(store, directory)
     except FileNotFoundError as error:
-        what = await what_is_there(store, directory, url, sizes, deadline)
+        what = await what_is_there(store, directory, url, sizes)
         raise CheckpointNotFound(
             f"no committed checkpoint at {url}: there is no {METADATA_NAME}. {what or _INTERRUPTED}"
         ) from error
@@ -131,33 +129,31 @@ async def read_root(
         raise about(error, url) from error
     with _telling(url):
         if marker is None:
-            ours = await io_threads().run(own_manifest_among, sizes, deadline=deadline)
+            ours = await io_threads().run(own_manifest_among, sizes)
             if ours is not None:
                 what = f"it names no manifest, but {ours} is there"
                 raise Corrupt(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
-            manifest: Manifest | Root = await _read_unmarked(store, directory, sizes, deadline)
+            manifest: Manifest | Root = await _read_unmarked(store, directory, sizes)
         else:
-            manifest = await _own_manifest(store, directory, marker, sizes, deadline)
+            manifest = await _own_manifest(store, directory, marker, sizes)
         if isinstance(manifest, Manifest):
-            await io_threads().run(validate, manifest, deadline=deadline)
+            await io_threads().run(validate, manifest)
     return manifest
 
 
 _INTERRUPTED = "An interrupted save leaves no such file"
 
 
-async def _read_unmarked(store: Store, directory: str, sizes: Mapping[str, int], deadline: Deadline) -> Manifest:
+async def _read_unmarked(store: Store, directory: str, sizes: Mapping[str, int]) -> Manifest:
     """What ranks saved apart, or what another writer made. Raises ``Incomplete``."""
     if METADATA_NAME not in sizes:
-        markers = await read_part_markers(store, directory, sizes, deadline)
+        markers = await read_part_markers(store, directory, sizes)
         if any(markers.values()):
-            return await read_apart(store, directory, sizes, markers, deadline)
-    return await read_foreign_manifest(store, directory, sizes, deadline)
+            return await read_apart(store, directory, sizes, markers)
+    return await read_foreign_manifest(store, directory, sizes)
 
 
-async def read_parts(
-    store: Store, directory: str, root: Root, ranks: Iterable[int], deadline: Deadline
-) -> dict[int, Part]:
+async def read_parts(store: Store, directory: str, root: Root, ranks: Iterable[int]) -> dict[int, Part]:
     """The parts of these ranks. Raises ``Corrupt``, ``FileNotFoundError``."""
     parts: dict[int, Part] = {}
     for rank in ranks:
@@ -166,8 +162,8 @@ async def read_parts(
             parts[rank] = Part({}, {})
             continue
         name = part_name(manifest_name(root.manifest.save_id), rank)
-        raw = await read_file(store, f"{directory}/{name}", nbytes, deadline)
-        parts[rank] = await io_threads().run(_parse_part, name, raw, crc, deadline=deadline)
+        raw = await read_file(store, f"{directory}/{name}", nbytes)
+        parts[rank] = await io_threads().run(_parse_part, name, raw, crc)
     return parts
 
 
@@ -188,11 +184,11 @@ def _telling(url: str) -> Iterator[None]:
         raise about(error, url) from error
 
 
-async def _read_unlisted(store: Store, directory: str, url: str, deadline: Deadline) -> Manifest | Root:
+async def _read_unlisted(store: Store, directory: str, url: str) -> Manifest | Root:
     """Where nothing is listed, the marker says how large the manifest is, and the manifest which files there are."""
     try:
-        sizes = {METADATA_NAME: await store.size(f"{directory}/{METADATA_NAME}", deadline=deadline)}
-        marker = await read_marker(store, directory, deadline)
+        sizes = {METADATA_NAME: await store.size(f"{directory}/{METADATA_NAME}")}
+        marker = await read_marker(store, directory)
     except FileNotFoundError as error:
         raise CheckpointNotFound(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
     except Corrupt as error:
@@ -204,29 +200,27 @@ async def _read_unlisted(store: Store, directory: str, url: str, deadline: Deadl
         )
     with _telling(url):
         name = manifest_name(marker.save_id)
-        sizes[name] = await store.size(f"{directory}/{name}", deadline=deadline)
-        raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
-        named = await io_threads().run(_parse, name, raw, marker, deadline=deadline)
+        sizes[name] = await store.size(f"{directory}/{name}")
+        raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes)
+        named = await io_threads().run(_parse, name, raw, marker)
         for file in _head(named).files:
-            sizes[file] = await store.size(f"{directory}/{file}", deadline=deadline)
-        manifest = await _own_manifest(store, directory, marker, sizes, deadline)
+            sizes[file] = await store.size(f"{directory}/{file}")
+        manifest = await _own_manifest(store, directory, marker, sizes)
         if isinstance(manifest, Manifest):
-            await io_threads().run(validate, manifest, deadline=deadline)
+            await io_threads().run(validate, manifest)
     return manifest
 
 
-async def _own_manifest(
-    store: Store, directory: str, marker: Marker, sizes: Mapping[str, int], deadline: Deadline
-) -> Manifest | Root:
+async def _own_manifest(store: Store, directory: str, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
     name = manifest_name(marker.save_id)
     if sizes.get(name) != marker.manifest_bytes:
         raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
-    raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes, deadline)
-    manifest = await io_threads().run(_parse, name, raw, marker, deadline=deadline)
+    raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes)
+    manifest = await io_threads().run(_parse, name, raw, marker)
     head = _head(manifest)
     if (head.save_id, head.step, head.generation) != (marker.save_id, marker.step, marker.generation):
         raise Corrupt(f"{name} belongs to another save than the marker", file=name)
-    await io_threads().run(check_sizes, head.files, sizes, deadline=deadline)
+    await io_threads().run(check_sizes, head.files, sizes)
     return manifest
 
 

@@ -9,7 +9,7 @@ from mmap import mmap
 import torch
 
 from ..._format.records import Entry, Manifest, TensorEntry, itemsize
-from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.threads import io_threads, politely
 from ..._runtime.torch_probes import dtype_from_name
 from ..._storage import Location
 from ...errors import InvalidOption
@@ -17,9 +17,7 @@ from ...errors import InvalidOption
 __all__ = ["map_tensors"]
 
 
-async def map_tensors(
-    location: Location, manifest: Manifest, fqns: Iterable[str], deadline: Deadline
-) -> dict[str, torch.Tensor]:
+async def map_tensors(location: Location, manifest: Manifest, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
     """Those of the tensors that lie in their file in one piece, as torch needs them; tied ones are one tensor.
 
     Nothing is read or verified. Raises ``InvalidOption`` where files cannot be mapped, ``Corrupt``,
@@ -28,11 +26,11 @@ async def map_tensors(
     store = location.store
     if not store.capabilities.mapping:
         raise InvalidOption(f'{location.url} is not on this machine; use memory="host"')
-    entries = await io_threads().run(_mappable, manifest.entries, fqns, deadline=deadline)
+    entries = await io_threads().run(_mappable, manifest.entries, fqns)
     files = {}
-    for file in await io_threads().run(_files, entries, deadline=deadline):
-        files[file] = await store.map(f"{location.name}/{file}", manifest.files[file], deadline=deadline)
-    return await io_threads().run(_over, entries, files, deadline=deadline)
+    for file in await io_threads().run(_files, entries):
+        files[file] = await store.map(f"{location.name}/{file}", manifest.files[file])
+    return await io_threads().run(_over, entries, files)
 
 
 def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, TensorEntry]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker
-from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.threads import io_threads, politely
 from ..._storage import Store
 from ..._storage.names import parse_step
 from ...errors import Corrupt, Incomplete, SidestreamError
@@ -37,17 +37,17 @@ class Step:
         return self.step, self.generation
 
 
-async def read_marker(store: Store, directory: str, deadline: Deadline) -> Marker | None:
+async def read_marker(store: Store, directory: str) -> Marker | None:
     """The marker of a checkpoint; None if another writer made it. Raises ``FileNotFoundError``, ``Corrupt``."""
-    return find_marker(await store.read_tail(f"{directory}/{METADATA_NAME}", TAIL_BYTES, deadline=deadline))
+    return find_marker(await store.read_tail(f"{directory}/{METADATA_NAME}", TAIL_BYTES))
 
 
-async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
+async def look_at(store: Store, found: Step) -> Step | None:
     """``found`` if it is a committed checkpoint, ours or one that stock DCP wrote under such a name; with ``damage`` if
     it was one of ours once. None for what never was: where directories appear whole, none of that name has a manifest
     before it is published."""
     try:
-        marker = await read_marker(store, found.name, deadline)
+        marker = await read_marker(store, found.name)
     except FileNotFoundError:
         marker = None
         missing = True
@@ -57,19 +57,17 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
         missing = False
     if marker is None:
         try:
-            names = await store.sizes(found.name, deadline=deadline)
+            names = await store.sizes(found.name)
         except FileNotFoundError:  # removed since it was listed
             return None
         few = len(names) <= _FEW_NAMES  # checked faster than a thread starts
-        ours = (
-            own_manifest_among(names) if few else await io_threads().run(own_manifest_among, names, deadline=deadline)
-        )
+        ours = own_manifest_among(names) if few else await io_threads().run(own_manifest_among, names)
         if ours is not None and (store.capabilities.rename or not missing):
             return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
         if not missing:
             return found
         try:
-            return found if await is_whole(store, found.name, names, deadline) else None
+            return found if await is_whole(store, found.name, names) else None
         except Incomplete:
             return None
         except Corrupt as damage:
@@ -79,11 +77,11 @@ async def look_at(store: Store, found: Step, deadline: Deadline) -> Step | None:
     return replace(found, marker=marker)
 
 
-async def newest_committed(store: Store, run: str, names: Iterable[str], deadline: Deadline) -> list[Step]:
+async def newest_committed(store: Store, run: str, names: Iterable[str]) -> list[Step]:
     """The directories of a run that are named like steps, oldest first, up to the newest that is committed."""
-    steps = (await io_threads().run(steps_among, names, deadline=deadline))[::-1]
+    steps = (await io_threads().run(steps_among, names))[::-1]
     for _ in range(_MOST_LOOKED_AT):
-        if not steps or await look_at(store, replace(steps[-1], name=f"{run}/{steps[-1].name}"), deadline) is not None:
+        if not steps or await look_at(store, replace(steps[-1], name=f"{run}/{steps[-1].name}")) is not None:
             return steps
         steps.pop()
     return []

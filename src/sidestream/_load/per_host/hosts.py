@@ -80,11 +80,11 @@ class HostReads:
     async def read(self, directory: str, pieces: Sequence[Piece], delivered: Callable[[int], None]) -> Sequence[Piece]:
         """See ``SharedReads``. Raises ``Stopped``, and what the store and the pieces raise."""
         operation, threads = self._operation, io_threads()
-        pieces, raw = await threads.run(_by_place, pieces, deadline=operation.deadline)
+        pieces, raw = await threads.run(_by_place, pieces)
         current = _Round(pieces, self._choice, operation.deadline)
         before, self._round = self._round, current
         name = f"{next(self._rounds)}"
-        source = await threads.run(source_of, self._location, self._manifest, operation, deadline=operation.deadline)
+        source = await threads.run(source_of, self._location, self._manifest, operation)
         introduced = json.dumps(current.introduce(operation.rank, source, raw)).encode()
         answer = await operation.aexchange(f"share {name}", introduced, by_machine(operation.deadline))
         hosts: list[Told] = json.loads(answer)
@@ -182,7 +182,7 @@ class _Round:
             self._own = Pages(self._ring.nbytes)
         except OSError as error:
             return {"why": f"{_NOT_OPENED}: {error}"}
-        self._plan = await io_threads().run(self._made, needs, deadline=self._deadline)
+        self._plan = await io_threads().run(self._made, needs)
         return {"why": None, "ring": self._own.address}
 
     def _made(self, needs: Sequence[mmap.mmap]) -> _Plan:
@@ -244,7 +244,7 @@ class _Round:
             for start, end in window.bounds:
                 reads.append(ReadRange(start, into[position : position + end - start]))
                 position += end - start
-            await store.read(f"{directory}/{window.file}", reads, deadline=self._deadline)
+            await store.read(f"{directory}/{window.file}", reads)
             for user in window.users:
                 self._tell(user, _READY, number)
 
@@ -256,7 +256,7 @@ class _Round:
             await self._ready.setdefault(number, asyncio.Event()).wait()
             del self._ready[number]
             content = memoryview(self._rings[window.reader])[self._start(window) :]
-            await io_threads().run(_copy, self._pieces, taken, content, deadline=self._deadline)
+            await io_threads().run(_copy, self._pieces, taken, content)
             self._tell(window.reader, _DONE, number)
             delivered(sum(one.nbytes for one in taken))
 

@@ -65,7 +65,7 @@ def all_or_none(deadline: Deadline) -> Decide:
 async def _in_thread(
     decide: Callable[[Sequence[bytes]], Sequence[bytes]], deadline: Deadline, parts: Sequence[bytes]
 ) -> Sequence[bytes]:
-    return await io_threads().run(decide, parts, deadline=deadline)
+    return await io_threads().run(decide, parts)
 
 
 def _by_machine(parts: Sequence[bytes]) -> Sequence[bytes]:

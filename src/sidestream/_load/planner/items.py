@@ -19,7 +19,7 @@ from ..._format.transforms import unpack
 from ..._layout.cast import castable
 from ..._layout.objects import Allowed
 from ..._layout.ranges import Box
-from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.threads import io_threads, politely
 from ..._runtime.torch_probes import check_tensor, dtype_name
 from ..._storage import Location
 from ...errors import (
@@ -113,7 +113,6 @@ async def read_bytes(
     location: Location,
     manifest: Manifest,
     entries: Mapping[str, ValueEntry],
-    deadline: Deadline,
     *,
     allow: Allowed,
     trust: Trust,
@@ -121,17 +120,17 @@ async def read_bytes(
     """For each of ``entries`` what ``torch.load`` makes the value of; with ``trust="pickle"`` the bytes that were
     saved. Raises ``UnsafeObject``, ``Corrupt``."""
     if trust == "pickle" and not any(entry.told for entry in entries.values()):
-        return {fqn: await _as_saved(location, entry, deadline) for fqn, entry in entries.items()}
+        return {fqn: await _as_saved(location, entry) for fqn, entry in entries.items()}
     try:
-        values = await read_values(location.store, location.name, manifest, entries, deadline, allow)
+        values = await read_values(location.store, location.name, manifest, entries, allow)
     except UnsafeObject as error:
         error.add_note('StorageReader(allow=[...]) takes its type, trust="pickle" hands its bytes to the planner')
         raise
-    return await io_threads().run(lambda: {fqn: _saved(value) for fqn, value in values.items()}, deadline=deadline)
+    return await io_threads().run(lambda: {fqn: _saved(value) for fqn, value in values.items()})
 
 
-async def _as_saved(location: Location, entry: ValueEntry, deadline: Deadline) -> bytes:
-    raw = await read_item(location.store, location.name, entry, deadline)
+async def _as_saved(location: Location, entry: ValueEntry) -> bytes:
+    raw = await read_item(location.store, location.name, entry)
 
     def checked() -> bytes:
         content = unpack(raw, _MAX_BYTES) if entry.transform else raw
@@ -139,7 +138,7 @@ async def _as_saved(location: Location, entry: ValueEntry, deadline: Deadline) -
             TorchZip(io.BytesIO(content), len(content)).check()  # torch compares no checksums
         return bytes(content)
 
-    return await io_threads().run(checked, deadline=deadline)
+    return await io_threads().run(checked)
 
 
 def _saved(value: Any) -> bytes:

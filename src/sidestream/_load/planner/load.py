@@ -19,7 +19,7 @@ from ..._layout.torch_planner import Asked, asked_load_planner, packed, unpacked
 from ..._runtime.caller import call
 from ..._runtime.state_dict_calls import Found, ask, in_order, key_order, watched
 from ..._runtime.tasks import finish
-from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.threads import io_threads, politely, time_limit
 from ..._runtime.torch_probes import Stateful, dtype_name
 from ..._storage import Location
 from ...errors import InvalidOption, NotShared, PlannerFailed, SidestreamError, StatefulRefused, indented, printable
@@ -39,18 +39,15 @@ async def load_planned(
     state: Mapping[str, Any],
     options: LoadOptions,
     operation: Operation | None,
-    deadline: Deadline,
 ) -> LoadReport:
     """``load`` with ``options.planner``. ``operation`` is there where several ranks load."""
     if not isinstance(state, Mapping):
         raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
-    if operation is not None:
-        deadline = operation.deadline
     try:
         sorted(state)
     except TypeError:
         raise InvalidOption("a planner is given the keys of the state in order, and these cannot be compared") from None
-    work = _Load(state, options, operation, deadline, asked_load_planner(options.planner))
+    work = _Load(state, options, operation, asked_load_planner(options.planner))
     try:
         return await work.run(location)
     except (Exception, asyncio.CancelledError) as error:
@@ -68,7 +65,6 @@ class _Load:
     state: Mapping[str, Any]
     options: LoadOptions
     operation: Operation | None
-    deadline: Deadline
     planner: Asked
     nbytes: int = 0
     unverified: set[str] = field(default_factory=set)
@@ -91,7 +87,8 @@ class _Load:
             await threads.run(self._hand_over_values, plan, values)
             self._hand_over(state_dict)
 
-        await finish(install)
+        with time_limit(None):  # the target changes as a whole
+            await finish(install)
         if operation is not None:
             await operation.agree("hand over")
         return await threads.run(self._report, location, manifest, plan)
@@ -116,19 +113,19 @@ class _Load:
         self, location: Location, state_dict: dict[str, Any]
     ) -> tuple[Location, Manifest, LoadPlan, Mapping[str, bytes]]:
         threads = io_threads()
-        location, manifest = await open_manifest(location, self.deadline)
-        local = await threads.run(self._local, state_dict, manifest, location.url, deadline=self.deadline)
+        location, manifest = await open_manifest(location)
+        local = await threads.run(self._local, state_dict, manifest, location.url)
         merged = await self._merge(local, manifest, location.url)
-        plan = await threads.run(self.planner.finish_plan, merged, deadline=self.deadline)
-        values, tensors = await threads.run(_kinds, plan, deadline=self.deadline)
-        entries = await threads.run(values_of, values, manifest, location.url, deadline=self.deadline)
+        plan = await threads.run(self.planner.finish_plan, merged)
+        values, tensors = await threads.run(_kinds, plan)
+        entries = await threads.run(values_of, values, manifest, location.url)
         if self.operation is not None:
             self.operation.step = "read"
         found: Mapping[str, bytes] = {}
         if entries:
             allow, trust = self.options.allow, self.options.trust
-            found = await read_bytes(location, manifest, entries, self.deadline, allow=allow, trust=trust)
-        self.total, batches = await threads.run(_apportioned, tensors, manifest, deadline=self.deadline)
+            found = await read_bytes(location, manifest, entries, allow=allow, trust=trust)
+        self.total, batches = await threads.run(_apportioned, tensors, manifest)
         for batch in batches:
             await self._read_batch(location, manifest, batch)
         return location, manifest, plan, found
@@ -154,7 +151,7 @@ class _Load:
     async def _merge(self, local: LoadPlan, manifest: Manifest, url: str) -> LoadPlan:
         """What rank 0 makes of the plans of all."""
         if self.operation is None:
-            return (await io_threads().run(self._merged, [local], deadline=self.deadline))[0]
+            return (await io_threads().run(self._merged, [local]))[0]
         said = {"save_id": manifest.save_id, "entries": len(manifest.entries), "planner": True}
 
         async def agree(parts: Sequence[bytes]) -> bytes:
@@ -167,12 +164,12 @@ class _Load:
             return b""
 
         async def merge(parts: Sequence[bytes]) -> Sequence[bytes]:
-            return await io_threads().run(self._merge_all, parts, deadline=self.deadline)
+            return await io_threads().run(self._merge_all, parts)
 
         await self.operation.aexchange("match", json.dumps(said).encode(), agree)
-        mine = await io_threads().run(packed, self.planner, local, deadline=self.deadline)
+        mine = await io_threads().run(packed, self.planner, local)
         raw = await self.operation.aexchange("merge plans", mine, merge)
-        plan: LoadPlan = await io_threads().run(unpacked, self.planner, raw, deadline=self.deadline)
+        plan: LoadPlan = await io_threads().run(unpacked, self.planner, raw)
         return plan
 
     def _merge_all(self, parts: Sequence[bytes]) -> list[bytes]:
@@ -188,10 +185,10 @@ class _Load:
 
     async def _read_batch(self, location: Location, manifest: Manifest, items: Sequence[ReadItem]) -> None:
         threads, planner = io_threads(), self.planner
-        asked_for = await threads.run(targets_of, items, planner, manifest, location.url, deadline=self.deadline)  # type: ignore[arg-type]
+        asked_for = await threads.run(targets_of, items, planner, manifest, location.url)  # type: ignore[arg-type]
         devices = {target.device for _, target in asked_for.targets}
-        streams = await streams_of(devices, self.deadline)
-        reader = Reader(location.store, location.name, self.options.verify, self.deadline, self._tell, streams)
+        streams = await streams_of(devices)
+        reader = Reader(location.store, location.name, self.options.verify, self._tell, streams)
         dest = {name: item.dest_index.fqn for name, (item, _) in zip(asked_for.names, asked_for.targets, strict=True)}
         try:
             with asked_for.telling(location.url):
@@ -200,7 +197,7 @@ class _Load:
             self.touched.update((dest[name], None) for name in reader.touched)
         self.nbytes += reader.nbytes
         self.unverified.update(dest[name] for name in reader.unverified)
-        await threads.run(self._commit, asked_for, manifest, deadline=self.deadline)
+        await threads.run(self._commit, asked_for, manifest)
 
     def _commit(self, asked_for: AskedFor, manifest: Manifest) -> None:
         for item, target in politely(asked_for.targets):

@@ -35,8 +35,7 @@ class Independent(Solo):
     def look(self, stop: Stop) -> None:
         """Check the target before anything is written. Blocks; called in a thread. Raises ``Conflict`` as
         ``_look_for_room`` does."""
-        call = Call(self._look_for_room)
-        self._known = call.result("looking for other saves", stop=stop, deadline=self._order.deadline)
+        self._known = Call(self._look_for_room).result("looking for other saves", stop)
 
     async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
         """Commit a part whose data files are complete: its manifest, and then the file that readers look for.
@@ -44,10 +43,10 @@ class Independent(Solo):
         Raises ``Conflict`` too if another save has come to the same place meanwhile, also when this part is committed
         by then: what readers take there may be the other one."""
         order = self._order
-        deadline, transaction, threads = order.deadline, order.transaction, io_threads()
-        files = await threads.run(layout.files, [receipt], deadline=deadline)
+        transaction, threads = order.transaction, io_threads()
+        files = await threads.run(layout.files, [receipt])
         (manifest, raw), (name, content) = files.items()
-        await threads.run(transaction.write_here, [(manifest, BytesBody(b"".join(raw)))], deadline=deadline)
+        await threads.run(transaction.write_here, [(manifest, BytesBody(b"".join(raw)))])
         self._known = await self._look_for_room()
         await transaction.commit({name: content})
         self._known |= {name}
@@ -67,10 +66,10 @@ class Independent(Solo):
         saves that begin at once neither may see the other: then the reader does.
 
         Return the names that there is nothing to say against, which are not looked into again."""
-        location, apart, deadline, known = self._order.location, self._order.apart, self._order.deadline, self._known
+        location, apart, known = self._order.location, self._order.apart, self._known
         assert apart is not None
         try:
-            found = await location.store.sizes(location.name, deadline=deadline)
+            found = await location.store.sizes(location.name)
         except FileNotFoundError:
             return known
         found = {name: nbytes for name, nbytes in found.items() if name not in known}
@@ -78,7 +77,7 @@ class Independent(Solo):
         for name in found:
             if name in (METADATA_NAME, own) or name.startswith("manifest-"):
                 raise Conflict(f"{location.url} has {name} already: save to a new directory")
-        for rank, marker in (await read_part_markers(location.store, location.name, found, deadline)).items():
+        for rank, marker in (await read_part_markers(location.store, location.name, found)).items():
             if marker is None or (marker.save_id, marker.world_size) != (apart.save_id, apart.world_size):
                 other = "another writer" if marker is None else f"{marker.save_id!r} of {marker.world_size} ranks"
                 raise Conflict(

@@ -121,12 +121,11 @@ class PlannedStage(Stage):
 
     def _when_copied(self, stop: Stop) -> Any:
         """Return the staged state, when it is complete."""
-        deadline = self._order.deadline
         if self._first is None:
             assert self._staged is not None
-            return result_of(self._staged, stop, deadline, "staging")
+            return result_of(self._staged, stop, "staging")
         try:
-            copy = self._first.wait(stop, deadline)
+            copy = self._first.wait(stop)
         except BaseException as error:
             self._first_free.set_exception(error)
             raise

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ..._runtime.gil import awaited
-from ..._runtime.threads import Deadline, Stop, io_threads
+from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...options import BlobStore, BlobUpload, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body
 from ..object_store.parts import part_bytes_for
@@ -43,7 +43,7 @@ class Engine(ABC):
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None: ...
 
     @abstractmethod
-    def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
+    def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         """In the calling thread: send a large object in parts, while its content is still being staged. Parts are
         released as they are accepted. When this raises, nothing of the object is visible; an upload is left open only
         where the storage did not answer, and then ``open_uploads`` has it."""
@@ -88,9 +88,9 @@ class Engine(ABC):
 
     def is_complete(self, key: str, nbytes: int, patience_s: float) -> bool:
         """In a thread: whether only the acknowledgement of an upload was lost."""
-        looking = Call(lambda: self.size(key))
         try:
-            return looking.result("looking", stop=Stop(), deadline=Deadline.after(patience_s)) == nbytes
+            with time_limit(Deadline.after(patience_s)):
+                return Call(lambda: self.size(key)).result("looking") == nbytes
         except Exception:
             return False
 
@@ -175,21 +175,21 @@ class StoreEngine(Engine):
         mapped: mmap.mmap = await self._store.map(key, nbytes)  # type: ignore[attr-defined]  # a capability
         return mapped
 
-    def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
+    def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         name = key.removeprefix(f"{self._root}/")
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
 
         def send(work: Callable[[], Awaitable[Any]]) -> Call[Any]:
-            return Call(lambda: requests.run("uploading", name, work, deadline))
+            return Call(lambda: requests.run("uploading", name, work))
 
         def result(call: Call[Any]) -> Any:
-            return call.result(f"uploading {name}", stop=stop, deadline=deadline)
+            return call.result(f"uploading {name}", stop)
 
         upload: BlobUpload = result(send(lambda: self._store.upload(key, part_bytes)))
         parts: deque[Call[None]] = deque()
         completing = False
         try:
-            with closing(_pieces(body, part_bytes, stop, deadline)) as pieces:
+            with closing(_pieces(body, part_bytes, stop)) as pieces:
                 for number, piece in enumerate(pieces):
                     if len(parts) == self._policy.in_flight:
                         result(parts.popleft())
@@ -202,29 +202,29 @@ class StoreEngine(Engine):
             self._abort(upload, parts)
             if not (completing and isinstance(error, Exception)):
                 raise
-            patience_s = min(self._policy.request_timeout_s, max(_ABORT_S, deadline.remaining_s()))
+            patience_s = min(self._policy.request_timeout_s, max(_ABORT_S, current_deadline().remaining_s()))
             if stop.is_set() or not self.is_complete(key, body.nbytes, patience_s):
                 raise
 
     def _abort(self, upload: BlobUpload, parts: Collection[Call[None]]) -> None:
         """Wait for the parts first: none may be stored after the abort."""
-        ending = Deadline.after(_ABORT_S)
         for part in parts:
             part.cancel()
-        for part in parts:
+        with time_limit(Deadline.after(_ABORT_S)):
+            for part in parts:
+                with suppress(Exception):
+                    part.result("aborting")
             with suppress(Exception):
-                part.result("aborting", stop=Stop(), deadline=ending)
-        with suppress(Exception):
-            Call(upload.abort).result("aborting", stop=Stop(), deadline=ending)
+                Call(upload.abort).result("aborting")
 
 
-def _pieces(body: Body, part_bytes: int, stop: Stop, deadline: Deadline) -> Generator[bytes]:
+def _pieces(body: Body, part_bytes: int, stop: Stop) -> Generator[bytes]:
     """Copies of ``part_bytes`` each; a part of ``body`` is released when the last of it has been copied."""
     gathered: list[bytes] = []
     missing = part_bytes
     for part in body.parts:
         try:
-            view = part.take(stop, deadline)
+            view = part.take(stop)
             while view:
                 gathered.append(bytes(view[:missing]))
                 view = view[missing:]

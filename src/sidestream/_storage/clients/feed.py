@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections import deque
 
-from ..._runtime.threads import Deadline, Stop
+from ..._runtime.threads import Stop, current_deadline
 from ...errors import Closed
 
 __all__ = ["Feed"]
@@ -32,8 +32,9 @@ class Feed:
 
     # --- the thread's side ---
 
-    def put(self, view: memoryview, stop: Stop, deadline: Deadline) -> None:
+    def put(self, view: memoryview, stop: Stop) -> None:
         """Raises ``Closed`` when ``stop`` is set or the client has ended, ``DeadlineExceeded``."""
+        deadline = current_deadline()
         with stop.waking(self._wake), self._changed:
             while self._items and not self._closed:
                 stop.check()

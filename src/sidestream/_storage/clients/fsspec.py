@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fsspec.implementations.dirfs import DirFileSystem
 
-from ..._runtime.threads import Deadline, Stop, io_threads
+from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import InvalidOption, StorageError
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body, Part
@@ -64,23 +64,23 @@ class FsspecEngine(Engine):
                 raise FileExistsError(key)
             self.filesystem.pipe_file(key, data)
 
-    def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
+    def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         """In this thread, one part after the other: what fsspec's files can do. The content is copied once."""
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
 
         def take(part: Part) -> memoryview:
-            return part.take(stop, deadline)
+            return part.take(stop)
 
         if not self._asynchronous:
-            self._upload(self.filesystem, key, body, part_bytes, take, lambda: _check(None, key, stop, deadline))
+            self._upload(self.filesystem, key, body, part_bytes, take, lambda: _check(None, key, stop))
             return
 
         async def retrying(name: str, send: Callable[[], Awaitable[Any]]) -> Any:
-            return await requests.run("uploading", name, send, deadline)
+            return await requests.run("uploading", name, send)
 
         bounded = Bounded(self.filesystem, self._policy.request_timeout_s, retrying)
         with stop.waking(bounded.stop):  # also when the deadline passes: whoever waits for this thread sets it then
-            self._upload(bounded.filesystem, key, body, part_bytes, take, lambda: _check(bounded, key, stop, deadline))
+            self._upload(bounded.filesystem, key, body, part_bytes, take, lambda: _check(bounded, key, stop))
 
     def _upload(
         self,
@@ -229,13 +229,13 @@ class FsspecEngine(Engine):
         return bool(self._asynchronous) and callable(getattr(self.filesystem, method, None))
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        deadline = Deadline.after(self._policy.request_timeout_s)
-        return await io_threads().run(function, *arguments, deadline=deadline)
+        with time_limit(Deadline.after(self._policy.request_timeout_s)):
+            return await io_threads().run(function, *arguments)
 
 
-def _check(bounded: Bounded | None, key: str, stop: Stop, deadline: Deadline) -> None:
+def _check(bounded: Bounded | None, key: str, stop: Stop) -> None:
     stop.check()
-    deadline.check(f"uploading {key}")
+    current_deadline().check(f"uploading {key}")
     if bounded is not None and bounded.ended is not None:
         raise StorageError(errno.ETIMEDOUT, f"a request of the upload was ended: {bounded.ended}", key)
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from fsspec.asyn import get_loop, iothread
 
-from ..._runtime.threads import Deadline, Stop, Threads
+from ..._runtime.threads import Stop, Threads, current_deadline
 from ...errors import Closed
 
 __all__ = ["Call", "in_io_thread", "on_io_loop"]
@@ -42,8 +42,9 @@ class Call(Generic[T]):
         self._cancelled = True
         self.loop.call_soon_threadsafe(self._cancel)
 
-    def result(self, name: str, *, stop: Stop, deadline: Deadline) -> T:
+    def result(self, name: str, stop: Stop | None = None) -> T:
         """Wait in a thread. Raises ``Closed`` when ``stop`` is set, ``DeadlineExceeded``, or what it raised."""
+        stop, deadline = stop or Stop(), current_deadline()
         with stop.waking(self.cancel):
             if stop.is_set():
                 self.cancel()
@@ -90,9 +91,7 @@ def _stopped() -> Closed:
     return Closed("stopped before the work was done")
 
 
-async def on_io_loop(
-    work: Callable[[], Coroutine[Any, Any, T]], name: str, *, deadline: Deadline, unstoppable: bool = False
-) -> T:
+async def on_io_loop(work: Callable[[], Coroutine[Any, Any, T]], name: str, *, unstoppable: bool = False) -> T:
     """Run ``work()`` there and wait for it; when this returns or raises, it has ended.
 
     A cancel is passed on, and raised when the work has ended. If that is ``unstoppable``, the cancel waits until it has
@@ -100,7 +99,7 @@ async def on_io_loop(
     """
     call = Call(work)
     if unstoppable:
-        return await _waiter.wait(call.future, name, deadline=deadline)
+        return await _waiter.wait(call.future, name)
     stop = Stop()
     with stop.waking(call.cancel):
-        return await _waiter.wait(call.future, name, stop=stop, deadline=deadline)
+        return await _waiter.wait(call.future, name, stop=stop)

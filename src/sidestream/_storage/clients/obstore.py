@@ -11,12 +11,12 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 import obstore.store
 
-from ..._runtime.threads import Deadline, Stop
+from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
 from ...errors import AccessDenied, Closed, ForkedProcess, StorageError
 from ...events import SlowPart, emit
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
@@ -29,6 +29,8 @@ from .io_loop import Call
 from .requests import Requests, fate_of, translated
 
 __all__ = ["ObstoreEngine"]
+
+T = TypeVar("T")
 
 _ABORT_S = 1.5  # three times that is less than what a thread is waited for after its deadline
 _ABORT_ALONE_S = 10.0  # where nobody can look for what it left
@@ -74,18 +76,18 @@ class ObstoreEngine(Engine):
         self._check_process()
         await obstore.put_async(self._store, self._name(key), content, mode=mode, use_multipart=False)
 
-    def upload(self, key: str, body: Body, requests: Requests, *, stop: Stop, deadline: Deadline) -> None:
+    def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         self._check_process()
         feed = Feed()
         checksum = Checksum() if Checksum.known and self._helper is not None and self._kind == "s3" else None
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
-        call = Call(lambda: self._send(key, feed, body.nbytes, part_bytes, deadline))
+        call = Call(lambda: self._send(key, feed, body.nbytes, part_bytes))
         call.future.add_done_callback(lambda _: feed.close())
         try:
             for part in body.parts:
                 try:
-                    view = _taken(part, checksum, stop, deadline)
-                    feed.put(view, stop, deadline)
+                    view = _taken(part, checksum, stop)
+                    feed.put(view, stop)
                     del view
                 finally:
                     part.release()  # the memory goes back when obstore has let go of it too
@@ -93,35 +95,35 @@ class ObstoreEngine(Engine):
         except BaseException as error:
             feed.fail()
             with suppress(Exception):
-                call.result(f"aborting {key}", stop=Stop(), deadline=_patience(deadline))
+                _result(call, f"aborting {key}")
             if call.future.done() and (failure := call.future.exception()) is not None and feed.closed_early(error):
                 raise failure from None
             raise
-        self._wait(call, feed, key, stop, deadline)
+        self._wait(call, feed, key, stop)
         if checksum is not None:
-            self._compare(key, checksum.value, requests, stop, deadline)
+            self._compare(key, checksum.value, requests, stop)
 
-    def _compare(self, key: str, expected: str, requests: Requests, stop: Stop, deadline: Deadline) -> None:
+    def _compare(self, key: str, expected: str, requests: Requests, stop: Stop) -> None:
         """What arrived with what was staged: a checksum that went all the way, without reading anything back."""
         helper = self._helper
         assert helper is not None
-        asked = Call(lambda: requests.run("looking at", key, lambda: helper.checksum(key), deadline))
+        asked = Call(lambda: requests.run("looking at", key, lambda: helper.checksum(key)))
         try:
-            found = asked.result(f"looking at {key}", stop=stop, deadline=deadline)
+            found = asked.result(f"looking at {key}", stop)
         except AccessDenied:  # to write does not need the right to look
             return
         if found is not None and len(found) == len(expected) and found != expected:
             raise StorageError(errno.EIO, f"the storage has CRC-64/NVME {found}, {expected} was sent: save again", key)
 
-    def _wait(self, call: Call[None], feed: Feed, key: str, stop: Stop, deadline: Deadline) -> None:
+    def _wait(self, call: Call[None], feed: Feed, key: str, stop: Stop) -> None:
         """All has been handed over. To stop now is to make the iterator fail, which is what aborts the upload."""
         with stop.waking(feed.fail):
             if stop.is_set():
                 feed.fail()
-            call.result(f"uploading {key}", stop=Stop(), deadline=_patience(deadline))
+            _result(call, f"uploading {key}")
         stop.check()
 
-    async def _send(self, key: str, feed: Feed, nbytes: int, part_bytes: int, deadline: Deadline) -> None:
+    async def _send(self, key: str, feed: Feed, nbytes: int, part_bytes: int) -> None:
         """The put in a task of its own, which is never cancelled before it was asked to abort: that would leave its
         upload open."""
         put = asyncio.ensure_future(
@@ -135,15 +137,15 @@ class ObstoreEngine(Engine):
             )
         )
         try:
-            await self._watched(put, feed, key, deadline)
+            await self._watched(put, feed, key)
         except BaseException as error:
-            await self._abort(put, feed, key, deadline)
+            await self._abort(put, feed, key)
             if isinstance(error, Exception) and feed.ended and await self._is_complete(key, nbytes):
                 return  # only the acknowledgement was lost: the name is ours alone
             raise
 
-    async def _watched(self, put: asyncio.Future[Any], feed: Feed, key: str, deadline: Deadline) -> None:
-        since, sent = time.monotonic(), -1
+    async def _watched(self, put: asyncio.Future[Any], feed: Feed, key: str) -> None:
+        since, sent, deadline = time.monotonic(), -1, current_deadline()
         while True:
             patience = min(_WATCH_S, deadline.remaining_s())
             done, _ = await asyncio.wait([put, feed.failing], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
@@ -161,11 +163,15 @@ class ObstoreEngine(Engine):
             else:
                 emit(SlowPart(key, time.monotonic() - since, sent))
 
-    async def _abort(self, put: asyncio.Future[Any], feed: Feed, key: str, deadline: Deadline) -> None:
+    async def _abort(self, put: asyncio.Future[Any], feed: Feed, key: str) -> None:
         """Let obstore do it, which takes as long as the parts in flight. Where it does not, end it, and look what is
         left."""
         feed.fail()
-        patience = _ABORT_S if self._helper is not None else max(_ABORT_S, min(_ABORT_ALONE_S, deadline.remaining_s()))
+        patience = (
+            _ABORT_S
+            if self._helper is not None
+            else max(_ABORT_S, min(_ABORT_ALONE_S, current_deadline().remaining_s()))
+        )
         with suppress(asyncio.CancelledError):
             await asyncio.wait([put], timeout=patience)
         if not put.done():  # the peer stalls
@@ -244,19 +250,20 @@ class ObstoreEngine(Engine):
             _mark_used()
 
 
-def _taken(part: Part, checksum: Checksum | None, stop: Stop, deadline: Deadline) -> memoryview:
+def _taken(part: Part, checksum: Checksum | None, stop: Stop) -> memoryview:
     if checksum is None:
-        return part.take(stop, deadline)
+        return part.take(stop)
     if isinstance(part, ShowingPart):  # two checksums while the bytes are there once
-        return part.take_showing(stop, deadline, checksum.update)
-    view = part.take(stop, deadline)
+        return part.take_showing(stop, checksum.update)
+    view = part.take(stop)
     checksum.update(view)
     return view
 
 
-def _patience(deadline: Deadline) -> Deadline:
-    """The call looks at its deadline itself, and then aborts."""
-    return Deadline.after(deadline.remaining_s() + 3 * _ABORT_S)
+def _result(call: Call[T], name: str) -> T:
+    """Wait for a call that looks at the deadline itself, and then aborts."""
+    with time_limit(Deadline.after(current_deadline().remaining_s() + 3 * _ABORT_S)):
+        return call.result(name)
 
 
 def _told(error: Exception, doing: str, key: str) -> Exception:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from ..._runtime.redact import redacted
-from ..._runtime.threads import Deadline
+from ..._runtime.threads import Deadline, current_deadline
 from ...errors import AccessDenied, Corrupt, SidestreamError, StorageError
 from ...events import Retried, Throttled, emit
 from ...options import StorePolicy
@@ -60,14 +60,13 @@ class Requests:
     policy: StorePolicy
     _quiet_until: float = field(default=0.0)
 
-    async def run(self, operation: str, name: str, call: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
-        """``call()`` until it succeeds, may not be repeated, or ``deadline`` passes.
+    async def run(self, operation: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        """``call()`` until it succeeds, may not be repeated, or the deadline passes.
 
         Raises ``FileNotFoundError``, ``Taken``, ``AccessDenied``, ``StorageError``, ``DeadlineExceeded``. An error
         after which nobody knows whether the request was carried out ``is_uncertain``.
         """
-        attempt = 0
-        uncertain = False
+        attempt, uncertain, deadline = 0, False, current_deadline()
         while True:
             attempt += 1
             await self._wait_for_quiet(deadline, f"{operation} {self._at(name)}")

@@ -8,11 +8,12 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar, TypeVarTuple
 
-from ..._runtime.threads import Deadline, Stop, io_threads
+from ..._runtime.threads import Stop, current_deadline, io_threads
 from ...errors import Conflict, StorageError, from_os_error
 from ...options import Capabilities, Durability
 from ..bodies import Body
@@ -24,6 +25,9 @@ from .transaction import LocalTransaction
 from .write import write_file
 
 __all__ = ["LocalStore"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
@@ -47,54 +51,57 @@ class LocalStore:
     def begin(self, attempt: Attempt) -> Transaction:
         return LocalTransaction(self.root, attempt)
 
-    async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
+    async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         stop = Stop()
-        await io_threads().run(
-            _put, self.root, self.root / name, body, durability, stop, deadline, stop=stop, deadline=deadline
-        )
+        await _io(_put, self.root, self.root / name, body, durability, stop, stop=stop)
 
-    async def discard(self, leftover: str, *, deadline: Deadline) -> None:
-        await io_threads().run(_discard, self.root, leftover, deadline=deadline)
+    async def discard(self, leftover: str) -> None:
+        await _io(_discard, self.root, leftover)
 
-    async def retire(self, directory: str, *, durability: Durability, deadline: Deadline) -> None:
-        await io_threads().run(_retire, self.root, directory, durability, deadline=deadline)
+    async def retire(self, directory: str, *, durability: Durability) -> None:
+        await _io(_retire, self.root, directory, durability)
 
-    async def leftovers(self, *, deadline: Deadline) -> list[Leftover]:
-        return await io_threads().run(_leftovers, self.root, deadline=deadline)
+    async def leftovers(self) -> list[Leftover]:
+        return await _io(_leftovers, self.root)
 
-    async def remove(self, names: Sequence[str], *, deadline: Deadline) -> None:
-        await io_threads().run(_remove, self.root, tuple(names), deadline=deadline)
+    async def remove(self, names: Sequence[str]) -> None:
+        await _io(_remove, self.root, tuple(names))
 
-    async def ages(self, directory: str, *, deadline: Deadline) -> dict[str, float]:
-        return await io_threads().run(_ages, self.root / directory, deadline=deadline)
+    async def ages(self, directory: str) -> dict[str, float]:
+        return await _io(_ages, self.root / directory)
 
-    async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
+    async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
         stop = Stop()
-        await io_threads().run(read_ranges, self.root / name, ranges, stop, stop=stop, deadline=deadline)
+        await _io(read_ranges, self.root / name, ranges, stop, stop=stop)
 
-    async def map(self, name: str, nbytes: int, *, deadline: Deadline) -> mmap.mmap:
-        return await io_threads().run(map_file, self.root / name, nbytes, deadline=deadline)
+    async def map(self, name: str, nbytes: int) -> mmap.mmap:
+        return await _io(map_file, self.root / name, nbytes)
 
-    async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
-        return await io_threads().run(read_tail, self.root / name, nbytes, deadline=deadline)
+    async def read_tail(self, name: str, nbytes: int) -> bytes:
+        return await _io(read_tail, self.root / name, nbytes)
 
-    async def size(self, name: str, *, deadline: Deadline) -> int:
-        return await io_threads().run(size_of, self.root / name, deadline=deadline)
+    async def size(self, name: str) -> int:
+        return await _io(size_of, self.root / name)
 
-    async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
-        return await io_threads().run(sizes_in, self.root / directory, deadline=deadline)
+    async def sizes(self, directory: str) -> dict[str, int]:
+        return await _io(sizes_in, self.root / directory)
 
-    async def directories(self, directory: str = ".", *, deadline: Deadline) -> list[str]:
-        return await io_threads().run(_directories, self.root / directory, deadline=deadline)
+    async def directories(self, directory: str = ".") -> list[str]:
+        return await _io(_directories, self.root / directory)
 
 
 # --- what runs in threads; each function owns the descriptors that it opens ---
 
 
-def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop, deadline: Deadline) -> None:
+async def _io(fn: Callable[[*Ts], T], *args: *Ts, stop: Stop | None = None) -> T:
+    current_deadline()  # a caller that has none would wait for ever where a disk hangs
+    return await io_threads().run(fn, *args, stop=stop)
+
+
+def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop) -> None:
     for _ in range(RACES):  # whoever removes the last file of a directory removes the directory too
         try:
-            write_file(path, body, durability, stop, deadline)
+            write_file(path, body, durability, stop)
             return
         except StorageError as error:
             if error.errno != errno.ENOENT:

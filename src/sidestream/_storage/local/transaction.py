@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..._runtime.threads import Deadline, Stop, Threads, io_threads
+from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import Conflict, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
 from ...options import Durability
 from ..bodies import Body
@@ -51,8 +51,8 @@ class LocalTransaction(Transaction):
     def address(self) -> StoreAddress:
         return StoreAddress(str(self._root))
 
-    async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
-        return await io_threads().run(read_tail, self._root / name, nbytes, deadline=deadline)
+    async def read_tail(self, name: str, nbytes: int) -> bytes:
+        return await io_threads().run(read_tail, self._root / name, nbytes)
 
     def committed_name(self, name: str) -> str:
         return name
@@ -73,7 +73,7 @@ class LocalTransaction(Transaction):
             self._make()
         for name, body in files:
             self._names[name] = None
-            write_file(self._directory / name, body, attempt.durability, stop, attempt.deadline, threads)
+            write_file(self._directory / name, body, attempt.durability, stop, threads)
             del body  # and with it the memory, while the next one is waited for
 
     def _make(self) -> None:
@@ -100,7 +100,7 @@ class LocalTransaction(Transaction):
     async def put(self, name: str, body: Body) -> None:
         attempt, stop = self.attempt, Stop()
         self._names[name] = None
-        await io_threads().run(_put, self._directory / name, body, attempt, stop, stop=stop, deadline=attempt.deadline)
+        await io_threads().run(_put, self._directory / name, body, attempt, stop, stop=stop)
 
     async def put_last(self, name: str, body: Body) -> None:
         if self.attempt.kind == "part":
@@ -109,30 +109,26 @@ class LocalTransaction(Transaction):
             await self.put(name, body)
 
     async def make_visible(self) -> None:
-        attempt, deadline = self.attempt, self.attempt.deadline
+        attempt = self.attempt
         if attempt.kind == "file":
-            await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability, deadline=deadline)
+            await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability)
             return
         if attempt.kind == "part":
             assert self._last is not None
             stop, (name, body) = Stop(), self._last
             path = self._target / name
-            await io_threads().run(
-                _publish_part, path, body, attempt.durability, stop, deadline, stop=stop, deadline=deadline
-            )
+            await io_threads().run(_publish_part, path, body, attempt.durability, stop, stop=stop)
             self._names.clear()
             self._last = None
             return
         mode = 0o700 if self._mode is None else self._mode
         names = frozenset(self._names)
         replaces = attempt.kind == "replacement"
-        await io_threads().run(
-            _publish, self._hidden, self._target, names, mode, attempt.durability, replaces, deadline=deadline
-        )
+        await io_threads().run(_publish, self._hidden, self._target, names, mode, attempt.durability, replaces)
         self._mode = None  # what is there under the name of the attempt, if anything, is what this one replaced
 
-    async def discard(self, deadline: Deadline) -> None:
-        await io_threads().run(self.discard_here, deadline=deadline)
+    async def discard(self) -> None:
+        await io_threads().run(self.discard_here)
 
     def discard_here(self) -> None:
         if not self._end_making():
@@ -161,7 +157,7 @@ def _unlink(path: Path) -> None:
 
 def _put(path: Path, body: Body, attempt: Attempt, stop: Stop) -> None:
     # An attempt that is gone was taken away. Nothing of it may come back, so its directory is not made again.
-    write_file(path, body, attempt.durability, stop, attempt.deadline)
+    write_file(path, body, attempt.durability, stop)
 
 
 def _create(root: Path, attempt: Path, durability: Durability) -> int:
@@ -254,10 +250,10 @@ def _make_shared(directory: Path, durability: Durability) -> None:
         raise from_os_error(error, "creating a checkpoint directory", str(directory)) from error
 
 
-def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop, deadline: Deadline) -> None:
+def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop) -> None:
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        write_file(hidden, body, durability, stop, deadline)
+        write_file(hidden, body, durability, stop)
         if durability == "fsync":
             sync_directory(path.parent)  # the names of what it speaks of
         link_new(hidden, path)

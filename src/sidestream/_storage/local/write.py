@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
-from ..._runtime.threads import Deadline, Stop, Threads
+from ..._runtime.threads import Stop, Threads
 from ...errors import Conflict, SidestreamError, from_os_error, without_frames
 from ...options import Durability
 from ..bodies import Body, Part
@@ -22,15 +22,13 @@ _WRITERS = 4  # so many direct writes in flight keep a fast disk busy
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
-def write_file(
-    path: Path, body: Body, durability: Durability, stop: Stop, deadline: Deadline, threads: Threads | None = None
-) -> None:
+def write_file(path: Path, body: Body, durability: Durability, stop: Stop, threads: Threads | None = None) -> None:
     try:
         descriptor, direct = _open_new(path, direct=body.aligned)
         try:
             if body.nbytes:
                 _preallocate(descriptor, body.nbytes)
-            _Parts(descriptor, direct, body, deadline).write(stop, threads)
+            _Parts(descriptor, direct, body).write(stop, threads)
             if durability == "fsync":
                 os.fsync(descriptor)
         finally:
@@ -46,11 +44,10 @@ def write_file(
 class _Parts:
     """The parts of one file, written at their offsets by several threads."""
 
-    def __init__(self, descriptor: int, direct: bool, body: Body, deadline: Deadline) -> None:
+    def __init__(self, descriptor: int, direct: bool, body: Body) -> None:
         self._descriptor = descriptor
         self._direct = direct
         self._parts = body.parts
-        self._deadline = deadline
         self._lock = threading.Lock()
         self._next = 0
         self._error: BaseException | None = None
@@ -93,7 +90,7 @@ class _Parts:
             return self._parts[self._next - 1]
 
     def _write_part(self, part: Part, failed: Stop) -> None:
-        view = part.take(failed, self._deadline)
+        view = part.take(failed)
         failed.check()
         self._direct = _write_buffer(self._descriptor, view, part.offset, self._direct)
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime
 from typing import TypeVar
 
-from ..._runtime.threads import Deadline, Stop
+from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
 from ...errors import Conflict
 from ...options import Listing, StorePolicy
 from ..bodies import Body
@@ -44,40 +44,40 @@ class Bucket:
     async def made(self) -> Engine:
         return await self.engine.get() if isinstance(self.engine, LateEngine) else self.engine
 
-    async def run(self, doing: str, name: str, request: Callable[[Engine], Awaitable[T]], deadline: Deadline) -> T:
+    async def run(self, doing: str, name: str, request: Callable[[Engine], Awaitable[T]]) -> T:
         """Send ``request``, again where that may help: see ``Requests.run``."""
 
         async def send() -> T:
             return await request(await self.made())
 
-        return await self.requests.run(doing, name, send, deadline)
+        return await self.requests.run(doing, name, send)
 
-    async def tail(self, name: str, nbytes: int, deadline: Deadline) -> bytes:
+    async def tail(self, name: str, nbytes: int) -> bytes:
         key = self.key(name)
 
         async def get() -> bytes:
-            return await self.run("reading", name, lambda engine: engine.tail(key, nbytes), deadline)
+            return await self.run("reading", name, lambda engine: engine.tail(key, nbytes))
 
-        return await on_io_loop(get, f"reading {name}", deadline=deadline)
+        return await on_io_loop(get, f"reading {name}")
 
-    async def size(self, name: str, deadline: Deadline) -> int:
+    async def size(self, name: str) -> int:
         key = self.key(name)
-        return await self.run("looking at", name, lambda engine: engine.size(key), deadline)
+        return await self.run("looking at", name, lambda engine: engine.size(key))
 
-    async def put(self, key: str, content: memoryview, deadline: Deadline) -> None:
+    async def put(self, key: str, content: memoryview) -> None:
         name = key.removeprefix(f"{self.root}/")
-        await self.run("writing", name, lambda engine: engine.put(key, content, mode="overwrite"), deadline)
+        await self.run("writing", name, lambda engine: engine.put(key, content, mode="overwrite"))
 
-    def upload(self, key: str, body: Body, *, stop: Stop, deadline: Deadline) -> None:
+    def upload(self, key: str, body: Body, stop: Stop) -> None:
         """In a thread: see ``Engine.upload``."""
-        engine = Call(self.made).result("connecting", stop=stop, deadline=deadline)
-        engine.upload(key, body, self.requests, stop=stop, deadline=deadline)
+        engine = Call(self.made).result("connecting", stop)
+        engine.upload(key, body, self.requests, stop)
 
-    async def listing(self, directory: str, deadline: Deadline) -> Listing:
+    async def listing(self, directory: str) -> Listing:
         key = self.key(directory)
-        return await self.run("listing", directory, lambda engine: engine.listing(key), deadline)
+        return await self.run("listing", directory, lambda engine: engine.listing(key))
 
-    async def create(self, name: str, content: bytes | memoryview, deadline: Deadline, *, whole: bool = False) -> bool:
+    async def create(self, name: str, content: bytes | memoryview, *, whole: bool = False) -> bool:
         """Whether this created it. False: its content is there already, perhaps from a request that was carried out
         though its answer was lost. What names its writer at its end is compared by that, all else as a ``whole``.
 
@@ -97,32 +97,32 @@ class Bucket:
             return True
 
         try:
-            return await self.run("writing", name, create, deadline)
+            return await self.run("writing", name, create)
         except Taken as taken:
             raise Conflict(f"{self.url}/{name} exists already: another writer was first") from taken
 
-    async def delete_of(self, target: str, save_id: str, deadline: Deadline) -> None:
-        listing = await self.listing(target, deadline)
+    async def delete_of(self, target: str, save_id: str) -> None:
+        listing = await self.listing(target)
         found = [file for file in listing.files if id_of(file) == save_id]
         try:
-            await self.delete(target, found, deadline)
+            await self.delete(target, found)
         finally:
-            await self.abort_uploads(target, save_id, deadline)
+            await self.abort_uploads(target, save_id)
         await self.forget(target)
 
     async def forget(self, target: str) -> None:
         await (await self.made()).forget(self.key(target))
 
-    async def abort_uploads(self, target: str, save_id: str, deadline: Deadline) -> None:
-        uploads = await self.uploads(target, deadline)
-        await self.abort([upload for upload in uploads if f"-{save_id}" in upload], target, deadline)
+    async def abort_uploads(self, target: str, save_id: str) -> None:
+        uploads = await self.uploads(target)
+        await self.abort([upload for upload in uploads if f"-{save_id}" in upload], target)
 
-    async def abort(self, uploads: Sequence[str], name: str, deadline: Deadline) -> None:
+    async def abort(self, uploads: Sequence[str], name: str) -> None:
         """End these uploads; ``name`` is what messages call them."""
         if uploads:
-            await self.run("aborting", name, lambda engine: engine.abort_uploads(uploads), deadline)
+            await self.run("aborting", name, lambda engine: engine.abort_uploads(uploads))
 
-    async def delete(self, target: str, files: Iterable[str], deadline: Deadline) -> None:
+    async def delete(self, target: str, files: Iterable[str]) -> None:
         for file in files:
             name = f"{target}/{file}" if target else file
             key = self.key(name)
@@ -130,9 +130,9 @@ class Bucket:
             async def delete(engine: Engine, key: str = key) -> None:
                 await engine.delete(key)
 
-            await self.run("deleting", name, delete, deadline)
+            await self.run("deleting", name, delete)
 
-    async def uploads(self, target: str, deadline: Deadline) -> dict[str, datetime | None]:
+    async def uploads(self, target: str) -> dict[str, datetime | None]:
         key = self.key(target) + "/"
 
         async def ask(engine: Engine) -> dict[str, datetime | None]:
@@ -143,8 +143,8 @@ class Bucket:
                     return {}
                 raise
 
-        soon = Deadline.after(min(_LOOK_S, deadline.remaining_s()))
-        return await self.run("listing the uploads of", target, ask, soon)
+        with time_limit(Deadline.after(min(_LOOK_S, current_deadline().remaining_s()))):
+            return await self.run("listing the uploads of", target, ask)
 
 
 async def _holds(engine: Engine, key: str, end: bytes, *, whole: bool) -> bool:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from mmap import mmap
 from typing import Any, TypeVar
 
-from ..._runtime.threads import Deadline, io_threads
+from ..._runtime.threads import current_deadline, io_threads
 from ...errors import AccessDenied, Corrupt
 from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
@@ -69,37 +69,37 @@ class ObjectStore:
     def begin(self, attempt: Attempt) -> Transaction:
         return ObjectTransaction(self._bucket, self.address, attempt)
 
-    async def put(self, name: str, body: Body, *, durability: Durability, deadline: Deadline) -> None:
-        content = await content_of(body, deadline)
+    async def put(self, name: str, body: Body, *, durability: Durability) -> None:
+        content = await content_of(body)
         if not self.capabilities.listing:
             raise AccessDenied(errno.EROFS, "it can be read and not written", f"{self.url}/{name}")
-        await self._io(lambda: self._bucket.create(name, content, deadline), f"writing {name}", deadline)
+        await self._io(lambda: self._bucket.create(name, content), f"writing {name}")
 
-    async def discard(self, leftover: str, *, deadline: Deadline) -> None:
-        await self._io(lambda: self._discard(leftover, deadline), f"removing {leftover}", deadline)
+    async def discard(self, leftover: str) -> None:
+        await self._io(lambda: self._discard(leftover), f"removing {leftover}")
 
-    async def _discard(self, leftover: str, deadline: Deadline) -> None:
+    async def _discard(self, leftover: str) -> None:
         if "?upload=" in leftover:
-            await self._bucket.abort([self._bucket.key(leftover)], leftover, deadline)
+            await self._bucket.abort([self._bucket.key(leftover)], leftover)
         elif leftover.endswith(f"/{_NOTE}"):
-            await self._finish_retiring(leftover.removesuffix(f"/{_NOTE}"), deadline)
+            await self._finish_retiring(leftover.removesuffix(f"/{_NOTE}"))
         elif "/" in leftover:
             target, _, save_id = leftover.rpartition("/")
-            await self._bucket.delete_of(target, save_id, deadline)
+            await self._bucket.delete_of(target, save_id)
 
     # --- reading ---
 
-    async def read(self, name: str, ranges: Sequence[ReadRange], *, deadline: Deadline) -> None:
-        runs = await io_threads().run(_runs, ranges, deadline=deadline)
+    async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
+        runs = await io_threads().run(_runs, ranges)
         if runs:
-            await self._io(lambda: self._read(name, runs, deadline), f"reading {name}", deadline)
+            await self._io(lambda: self._read(name, runs), f"reading {name}")
 
-    async def _read(self, name: str, runs: Sequence[Sequence[ReadRange]], deadline: Deadline) -> None:
+    async def _read(self, name: str, runs: Sequence[Sequence[ReadRange]]) -> None:
         queue = iter(runs)
 
         async def work() -> None:
             for run in queue:
-                await self._read_run(name, run, deadline)
+                await self._read_run(name, run)
 
         workers = [asyncio.ensure_future(work()) for _ in range(min(self._bucket.policy.in_flight, len(runs)))]
         try:
@@ -113,7 +113,7 @@ class ObjectStore:
             for worker in workers:
                 worker.cancelled() or worker.exception()
 
-    async def _read_run(self, name: str, run: Sequence[ReadRange], deadline: Deadline) -> None:
+    async def _read_run(self, name: str, run: Sequence[ReadRange]) -> None:
         key = self._bucket.key(name)
         start, end = run[0].offset, run[-1].offset + len(run[-1].into)
 
@@ -124,9 +124,9 @@ class ObjectStore:
             return content
 
         if self._cache is not None and id_of(name.rpartition("/")[2]) is not None:
-            content = await self._read_cached(self._cache, key, start, end, deadline)
+            content = await self._read_cached(self._cache, key, start, end)
         else:
-            content = await self._bucket.run("reading", name, get, deadline)
+            content = await self._bucket.run("reading", name, get)
         if len(content) < end - start:
             at = start + len(content)
             raise Corrupt(
@@ -136,75 +136,75 @@ class ObjectStore:
             )
         await io_threads().run(_hand_out, content, run, start)
 
-    async def _read_cached(self, cache: FileCache, key: str, start: int, end: int, deadline: Deadline) -> memoryview:
+    async def _read_cached(self, cache: FileCache, key: str, start: int, end: int) -> memoryview:
         async def get() -> memoryview:
-            return await io_threads().run(cache.read, key, start, end, deadline, deadline=deadline)
+            return await io_threads().run(cache.read, key, start, end, current_deadline())
 
-        whole_file = replace(self._bucket.policy, request_timeout_s=deadline.timeout_s)
-        return await Requests(self.url, whole_file).run("fetching", key.rpartition("/")[2], get, deadline)
+        whole_file = replace(self._bucket.policy, request_timeout_s=current_deadline().timeout_s)
+        return await Requests(self.url, whole_file).run("fetching", key.rpartition("/")[2], get)
 
-    async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
-        return await self._bucket.tail(name, nbytes, deadline)
+    async def read_tail(self, name: str, nbytes: int) -> bytes:
+        return await self._bucket.tail(name, nbytes)
 
-    async def size(self, name: str, *, deadline: Deadline) -> int:
-        return await self._io(lambda: self._bucket.size(name, deadline), f"looking at {name}", deadline)
+    async def size(self, name: str) -> int:
+        return await self._io(lambda: self._bucket.size(name), f"looking at {name}")
 
-    async def map(self, name: str, nbytes: int, *, deadline: Deadline) -> mmap:
+    async def map(self, name: str, nbytes: int) -> mmap:
         key = self._bucket.key(name)
 
         async def map_file() -> mmap:
-            return await self._bucket.run("mapping", name, lambda engine: engine.map(key, nbytes), deadline)
+            return await self._bucket.run("mapping", name, lambda engine: engine.map(key, nbytes))
 
-        mapped = await self._io(map_file, f"mapping {name}", deadline)
+        mapped = await self._io(map_file, f"mapping {name}")
         if len(mapped) < nbytes:
             raise Corrupt(
                 f"{self.url}/{name} is shorter than the {nbytes} bytes that were saved", file=name.rpartition("/")[2]
             )
         return mapped
 
-    async def sizes(self, directory: str, *, deadline: Deadline) -> dict[str, int]:
-        listing = await self._io(lambda: self._bucket.listing(directory, deadline), f"listing {directory}", deadline)
+    async def sizes(self, directory: str) -> dict[str, int]:
+        listing = await self._io(lambda: self._bucket.listing(directory), f"listing {directory}")
         if not listing.files and not listing.directories:
             raise FileNotFoundError(errno.ENOENT, "nothing there", f"{self.url}/{directory}")
         return {name: info.nbytes for name, info in listing.files.items()}
 
-    async def directories(self, directory: str = ".", *, deadline: Deadline) -> list[str]:
+    async def directories(self, directory: str = ".") -> list[str]:
         shown = "listing" if directory == "." else f"listing {directory}"
-        return list((await self._io(lambda: self._bucket.listing(directory, deadline), shown, deadline)).directories)
+        return list((await self._io(lambda: self._bucket.listing(directory), shown)).directories)
 
     # --- hygiene ---
 
-    async def remove(self, names: Sequence[str], *, deadline: Deadline) -> None:
-        await self._io(lambda: self._bucket.delete("", names, deadline), "removing", deadline)
+    async def remove(self, names: Sequence[str]) -> None:
+        await self._io(lambda: self._bucket.delete("", names), "removing")
 
-    async def retire(self, directory: str, *, durability: Durability, deadline: Deadline) -> None:
+    async def retire(self, directory: str, *, durability: Durability) -> None:
         """The marker goes first, so that nobody takes what is left for a checkpoint."""
 
         async def retire() -> None:
-            if not (await self._bucket.listing(directory, deadline)).files:
+            if not (await self._bucket.listing(directory)).files:
                 return
-            await self._bucket.put(self._bucket.key(f"{directory}/{_NOTE}"), memoryview(b"is being deleted"), deadline)
-            await self._bucket.delete(directory, [_MARKER], deadline)
-            await self._finish_retiring(directory, deadline)
+            await self._bucket.put(self._bucket.key(f"{directory}/{_NOTE}"), memoryview(b"is being deleted"))
+            await self._bucket.delete(directory, [_MARKER])
+            await self._finish_retiring(directory)
 
-        await self._io(retire, f"removing {directory}", deadline)
+        await self._io(retire, f"removing {directory}")
 
-    async def _finish_retiring(self, directory: str, deadline: Deadline) -> None:
+    async def _finish_retiring(self, directory: str) -> None:
         """The note goes last: it says that the rest is no attempt."""
-        listing = await self._bucket.listing(directory, deadline)
+        listing = await self._bucket.listing(directory)
         if _MARKER in listing.files:
             return
-        await self._bucket.delete(directory, sorted(listing.files, key=lambda name: name == _NOTE), deadline)
+        await self._bucket.delete(directory, sorted(listing.files, key=lambda name: name == _NOTE))
         await self._bucket.forget(directory)
 
-    async def leftovers(self, *, deadline: Deadline) -> list[Leftover]:
-        return await self._io(lambda: self._leftovers(deadline), "looking for leftovers", deadline)
+    async def leftovers(self) -> list[Leftover]:
+        return await self._io(self._leftovers, "looking for leftovers")
 
-    async def _leftovers(self, deadline: Deadline) -> list[Leftover]:
-        now = await self._clock(deadline)
+    async def _leftovers(self) -> list[Leftover]:
+        now = await self._clock()
         found: list[Leftover] = []
-        for directory in (await self._bucket.listing("", deadline)).directories:
-            listing = await self._bucket.listing(directory, deadline)
+        for directory in (await self._bucket.listing("")).directories:
+            listing = await self._bucket.listing(directory)
             if _MARKER in listing.files:
                 continue
             if (note := listing.files.get(_NOTE)) is not None:
@@ -218,31 +218,31 @@ class ObjectStore:
                 newest = max((info.modified for info in infos if info.modified), default=None)
                 found.append(Leftover(f"{directory}/{save_id}", "attempt", _age_s(now, newest)))
         root = f"{self._bucket.root}/"
-        for upload, begun in (await self._bucket.uploads("", deadline)).items():
+        for upload, begun in (await self._bucket.uploads("")).items():
             name = upload.partition("?upload=")[0].rpartition("/")[2]
             if id_of(name) is not None:
                 found.append(Leftover(upload.removeprefix(root), "attempt", _age_s(now, begun)))
         return found
 
-    async def ages(self, directory: str, *, deadline: Deadline) -> dict[str, float]:
+    async def ages(self, directory: str) -> dict[str, float]:
         async def look() -> dict[str, float]:
-            now = await self._clock(deadline)
-            listing = await self._bucket.listing(directory, deadline)
+            now = await self._clock()
+            listing = await self._bucket.listing(directory)
             return {name: _age_s(now, info.modified) for name, info in listing.files.items()}
 
-        return await self._io(look, f"listing {directory}", deadline)
+        return await self._io(look, f"listing {directory}")
 
-    async def _clock(self, deadline: Deadline) -> datetime | None:
+    async def _clock(self) -> datetime | None:
         """What time it is there, as a freshly written object says."""
         name = f".leases/clock-{uuid.uuid4().hex}"  # each call has its own: it is deleted at the end
-        await self._bucket.put(self._bucket.key(name), memoryview(b"now"), deadline)
-        listing = await self._bucket.listing(".leases", deadline)
-        await self._bucket.delete(".leases", [name.rpartition("/")[2]], deadline)
+        await self._bucket.put(self._bucket.key(name), memoryview(b"now"))
+        listing = await self._bucket.listing(".leases")
+        await self._bucket.delete(".leases", [name.rpartition("/")[2]])
         written = listing.files.get(name.rpartition("/")[2])
         return None if written is None else written.modified
 
-    async def _io(self, work: Callable[[], Coroutine[Any, Any, T]], doing: str, deadline: Deadline) -> T:
-        return await on_io_loop(work, doing, deadline=deadline)
+    async def _io(self, work: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
+        return await on_io_loop(work, doing)
 
 
 def _age_s(now: datetime | None, then: datetime | None) -> float:

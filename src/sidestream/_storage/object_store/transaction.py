@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 
-from ..._runtime.threads import Deadline, Stop, Threads, io_threads
+from ..._runtime.threads import Deadline, Stop, Threads, current_deadline, io_threads, time_limit
 from ...errors import (
     AccessDenied,
     Conflict,
@@ -60,8 +60,8 @@ class ObjectTransaction(Transaction):
     def address(self) -> StoreAddress | None:
         return self._address
 
-    async def read_tail(self, name: str, nbytes: int, *, deadline: Deadline) -> bytes:
-        return await self._bucket.tail(name, nbytes, deadline)
+    async def read_tail(self, name: str, nbytes: int) -> bytes:
+        return await self._bucket.tail(name, nbytes)
 
     def committed_name(self, name: str) -> str:
         return name_with_id(name, self.attempt.save_id) if self._carries_id else name
@@ -83,8 +83,7 @@ class ObjectTransaction(Transaction):
         stop.check()
         _check_promises(bucket)
         if not self._made and attempt.kind not in ("joined", "part"):
-            call = Call(self._check_vacant)
-            call.result(f"looking at {bucket.url}/{attempt.target}", stop=stop, deadline=attempt.deadline)
+            Call(self._check_vacant).result(f"looking at {bucket.url}/{attempt.target}", stop)
         with self._make_once():
             self._made = True
         for given, body in files:
@@ -100,8 +99,8 @@ class ObjectTransaction(Transaction):
 
     async def _check_vacant(self) -> None:
         """What attempts have left behind is no obstacle to another one: their names are their own."""
-        bucket, target, deadline = self._bucket, self.attempt.target, self.attempt.deadline
-        listing = await bucket.listing(target, deadline)
+        bucket, target = self._bucket, self.attempt.target
+        listing = await bucket.listing(target)
         taken = [name for name in listing.files if not self._carries_id or id_of(name) is None]
         if listing.directories or taken:
             raise Conflict(
@@ -110,24 +109,23 @@ class ObjectTransaction(Transaction):
             )
         if self.attempt.kind == "file":
             try:
-                await bucket.size(target, deadline)
+                await bucket.size(target)
             except FileNotFoundError:
                 return
             raise Conflict(f"{bucket.url}/{target} already exists: choose another name, or delete it first")
 
     def _send_whole(self, name: str, body: Body, stop: Stop) -> None:
-        bucket, deadline = self._bucket, self.attempt.deadline
+        bucket = self._bucket
         key = bucket.key(name)
         try:
-            content = _in_one_piece(body, stop, deadline)
+            content = _in_one_piece(body, stop)
             if self._carries_id:
-                call = Call(lambda: bucket.put(key, content, deadline))
-                call.result(f"writing {key}", stop=stop, deadline=deadline)
+                Call(lambda: bucket.put(key, content)).result(f"writing {key}", stop)
                 return
-            creation = Call(lambda: bucket.create(name, content, deadline, whole=True))
+            creation = Call(lambda: bucket.create(name, content, whole=True))
             self._begun.add(name)  # also what a cancel leaves in doubt is ours: it was created, or is not there
             try:
-                if not creation.result(f"writing {key}", stop=stop, deadline=deadline):
+                if not creation.result(f"writing {key}", stop):
                     self._begun.discard(name)  # another writer's, perhaps, and good: it stays, whatever becomes of us
             except Conflict:
                 self._begun.discard(name)
@@ -139,7 +137,7 @@ class ObjectTransaction(Transaction):
     def _send_parts(self, key: str, body: Body, stop: Stop) -> None:
         bucket = self._bucket
         try:
-            bucket.upload(key, body, stop=stop, deadline=self.attempt.deadline)
+            bucket.upload(key, body, stop)
         except Exception as error:
             failure = translated(error, "uploading", bucket.shown(key))
             if isinstance(failure, FileNotFoundError) and not isinstance(failure, SidestreamError):
@@ -147,17 +145,15 @@ class ObjectTransaction(Transaction):
             raise failure from error
 
     async def put(self, name: str, body: Body) -> None:
-        bucket, deadline = self._bucket, self.attempt.deadline
-        content = await content_of(body, deadline)
+        bucket = self._bucket
+        content = await content_of(body)
         self._check_writable(name)
         key = bucket.key(self.path_of(name))
         self._sizes[name] = len(content)
-        await on_io_loop(
-            lambda: bucket.put(key, memoryview(content), deadline), f"writing {self._shown(name)}", deadline=deadline
-        )
+        await on_io_loop(lambda: bucket.put(key, memoryview(content)), f"writing {self._shown(name)}")
 
     async def put_last(self, name: str, body: Body) -> None:
-        self._last = name, await content_of(body, self.attempt.deadline)
+        self._last = name, await content_of(body)
         self._check_writable(name)
 
     def _check_writable(self, name: str) -> None:
@@ -177,26 +173,26 @@ class ObjectTransaction(Transaction):
 
     def clear(self, names: Sequence[str]) -> None:
         self._in_parts = True
-        bucket, target, deadline = self._bucket, self.attempt.target, self.attempt.deadline
+        bucket, target = self._bucket, self.attempt.target
         files = [self.committed_name(name) for name in names]
         self._begun.update(self.path_of(file) for file in files)
 
         async def clear() -> None:
-            await bucket.delete(target, files, deadline)
+            await bucket.delete(target, files)
             uploads: Mapping[str, datetime | None] = {}
             with suppress(StorageError):  # the commit looks for them again, and says so where it may not
-                uploads = await bucket.uploads(target, deadline)
+                uploads = await bucket.uploads(target)
             for file in files:  # not those of other ranks, which have the same id
-                await bucket.abort([upload for upload in uploads if f"/{file}?upload=" in upload], file, deadline)
+                await bucket.abort([upload for upload in uploads if f"/{file}?upload=" in upload], file)
 
-        Call(clear).result(f"removing files of {self.attempt.name}", stop=Stop(), deadline=deadline)
+        Call(clear).result(f"removing files of {self.attempt.name}")
 
     # --- the end ---
 
     async def make_visible(self) -> None:
         """One create-only put. It is never cut short: a cancel is raised when its outcome is known."""
-        target, deadline = self.attempt.target, self.attempt.deadline
-        await on_io_loop(self._check_complete, f"looking at {target}", deadline=deadline)
+        target = self.attempt.target
+        await on_io_loop(self._check_complete, f"looking at {target}")
         if self._last is not None:  # or else the last of the files has made the attempt visible
             name, content = self._last
             await self._create(f"{target}/{name}", content)
@@ -213,7 +209,7 @@ class ObjectTransaction(Transaction):
 
         async def create() -> None:
             try:
-                await self._bucket.create(name, content, self.attempt.deadline)
+                await self._bucket.create(name, content)
             except Exception as error:
                 if is_uncertain(error) and not isinstance(error, Conflict):
                     error.left_behind = True  # type: ignore[attr-defined]  # it may still arrive
@@ -221,7 +217,7 @@ class ObjectTransaction(Transaction):
                 raise
 
         try:
-            await on_io_loop(create, f"publishing {name}", deadline=self.attempt.deadline, unstoppable=True)
+            await on_io_loop(create, f"publishing {name}", unstoppable=True)
         except asyncio.CancelledError as cancel:
             if uncertain:
                 cancel.left_behind = True  # type: ignore[attr-defined]
@@ -230,15 +226,15 @@ class ObjectTransaction(Transaction):
     async def _check_complete(self) -> None:
         """Whoever took this attempt for dead has deleted it; a client that cut a file short has lost some. And where an
         upload was begun and the answer lost, one is open that nobody knows."""
-        bucket, target, deadline = self._bucket, self.attempt.target, self.attempt.deadline
+        bucket, target = self._bucket, self.attempt.target
         if self._in_parts and self._carries_id:
             try:
-                await bucket.abort_uploads(target, self.attempt.save_id, deadline)
+                await bucket.abort_uploads(target, self.attempt.save_id)
             except (StorageError, DeadlineExceeded) as error:  # all the same, what was acknowledged is there
-                deadline.check("listing uploads")
+                current_deadline().check("listing uploads")
                 unknown = f"what fails leaves nothing: an upload of which nobody heard may stay open ({error})"
                 emit(PromiseLost(f"{bucket.url}/{target}", unknown))
-        listing = await bucket.listing(self._directory, deadline)
+        listing = await bucket.listing(self._directory)
         for name, nbytes in self._sizes.items():
             info = listing.files.get(name)
             if info is None or info.nbytes != nbytes:
@@ -254,34 +250,34 @@ class ObjectTransaction(Transaction):
         target = self.attempt.target
         return (target.rpartition("/")[0] or ".") if self.attempt.kind == "file" else target
 
-    async def discard(self, deadline: Deadline) -> None:
-        await on_io_loop(lambda: self._discard(deadline), f"removing {self.attempt.name}", deadline=deadline)
+    async def discard(self) -> None:
+        await on_io_loop(self._discard, f"removing {self.attempt.name}")
 
     def discard_here(self) -> None:
-        deadline = Deadline.after(_CLEAN_UP_S)
-        Call(lambda: self._discard(deadline)).result("removing", stop=Stop(), deadline=deadline)
+        with time_limit(Deadline.after(_CLEAN_UP_S)):
+            Call(self._discard).result("removing")
 
-    async def _discard(self, deadline: Deadline) -> None:
+    async def _discard(self) -> None:
         if not self._end_making() or not self._made:
             return
         if self._carries_id:
-            await self._bucket.delete_of(self.attempt.target, self.attempt.save_id, deadline)
+            await self._bucket.delete_of(self.attempt.target, self.attempt.save_id)
         else:
-            await self._delete_begun(deadline)
+            await self._delete_begun()
         self._forget()
 
-    async def _delete_begun(self, deadline: Deadline) -> None:
+    async def _delete_begun(self) -> None:
         """What this attempt wrote under names that others may use too; nothing, where another writer has committed."""
         bucket, attempt = self._bucket, self.attempt
         shared = attempt.kind in ("files", "part")
-        committed = shared and _MARKER in (await bucket.listing(attempt.target, deadline)).files
+        committed = shared and _MARKER in (await bucket.listing(attempt.target)).files
         try:
-            await bucket.delete("", () if committed else sorted(self._begun), deadline)
+            await bucket.delete("", () if committed else sorted(self._begun))
         finally:
             keys = {bucket.key(name) for name in self._begun}
-            uploads = await bucket.uploads(self._directory, deadline) if self._in_parts else {}
+            uploads = await bucket.uploads(self._directory) if self._in_parts else {}
             mine = [upload for upload in uploads if upload.partition("?upload=")[0] in keys]
-            await bucket.abort(mine, attempt.target, deadline)
+            await bucket.abort(mine, attempt.target)
         await bucket.forget(attempt.target)
 
 
@@ -300,22 +296,22 @@ def _check_promises(bucket: Bucket) -> None:
         )
 
 
-async def content_of(body: Body, deadline: Deadline) -> bytes:
+async def content_of(body: Body) -> bytes:
     """Return the content of a small file. A manifest of many tensors has tens of megabytes: the loop copies none."""
-    taken = [part.take(Stop(), deadline) for part in body.parts]
+    taken = [part.take(Stop()) for part in body.parts]
     whole = taken[0].obj if len(taken) == 1 else None
     if isinstance(whole, bytes) and len(whole) == taken[0].nbytes:
         return whole
-    return await io_threads().run(b"".join, taken, deadline=deadline)
+    return await io_threads().run(b"".join, taken)
 
 
-def _in_one_piece(body: Body, stop: Stop, deadline: Deadline) -> memoryview:
+def _in_one_piece(body: Body, stop: Stop) -> memoryview:
     """Each part is released when it is copied: together they may be more than a stager's budget has room for."""
     if len(body.parts) == 1:
-        return body.parts[0].take(stop, deadline)
+        return body.parts[0].take(stop)
     content, filled = bytearray(body.nbytes), 0
     for part in body.parts:
-        piece = part.take(stop, deadline)
+        piece = part.take(stop)
         content[filled : filled + piece.nbytes] = piece
         filled += piece.nbytes
         del piece
