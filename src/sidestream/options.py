@@ -99,8 +99,9 @@ class StorePolicy:
 
     ``request_timeout_s`` bounds each request (one part, one range), whatever the deadline of the call; a request that
     failed is sent again at most ``retries`` times, later and later. ``in_flight`` requests go on at once. Parts have
-    ``part_bytes``, or more where a file would have too many. ``cache_dir`` is a directory on this machine in which
-    readers keep whole files (fsspec's own cache); its files are trusted as if they came from the storage.
+    ``part_bytes``, or more where a file would have too many. ``cache_dir`` is a directory on this host in which
+    readers keep whole files, under fsspec's names; all processes of the host that have the same directory fetch each
+    file once. Its files are trusted as if they came from the storage.
     """
 
     engine: EngineChoice = "auto"
