@@ -114,7 +114,7 @@ async def _of_manifest(location: Location, manifest: Manifest, deadline: Deadlin
     for fqn, one in opaque.items():
         refused[fqn] = await why_opaque(location.store, location.name, fqn, one, deadline)
     if not manifest.own:
-        located, closed = await threads.run(located_already, tensors, {}, deadline=deadline)
+        located, closed = await threads.run(located_already, tensors, deadline=deadline)
         queue = iter(closed.items())
 
         async def work() -> None:
