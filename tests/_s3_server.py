@@ -27,7 +27,8 @@ KEY, SECRET = "AKIACANARY00000000", "canary-secret-0123456789abcdef"
 
 Fault = int | str
 """A status to answer with; ``"reset"`` before anything was read, ``"stall"`` for ever, ``"lose"`` the answer after the
-work was done, ``"stall-after"`` it was done, ``"truncate"`` the body of the answer."""
+work was done, ``"stall-after"`` it was done, ``"truncate"`` the body of the answer, ``"stall-midway"`` in
+the middle of it."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,9 @@ class _Handler(BaseHTTPRequestHandler):
             closing.wait(600)
         if fault in ("lose", "stall-after"):
             return self._hang_up()
-        return self._answer(status, content, headers, cut=fault == "truncate")
+        return self._answer(
+            status, content, headers, cut=fault in ("truncate", "stall-midway"), stall=fault == "stall-midway"
+        )
 
     def _kind(self, key: str, query: dict[str, str]) -> str:
         verb = self.command
@@ -211,7 +214,15 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(OSError):
             self.connection.shutdown(2)
 
-    def _answer(self, status: int, content: bytes, headers: dict[str, str] | None = None, *, cut: bool = False) -> None:
+    def _answer(
+        self,
+        status: int,
+        content: bytes,
+        headers: dict[str, str] | None = None,
+        *,
+        cut: bool = False,
+        stall: bool = False,
+    ) -> None:
         headers = {"Content-Length": str(len(content)), **(headers or {})}
         self.send_response(status)
         for name, value in headers.items():
@@ -219,6 +230,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content[: len(content) // 2] if cut else content)
+        if stall:
+            self.wfile.flush()
+            self.s3.closing.wait(600)
         if cut:
             self._hang_up()
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ._staging.stager import AsyncStager
     from ._staging.tree import StagedState
     from .checkpointer import Checkpointer
-    from .options import Apart, PerHost, SaverProcess, StorePolicy
+    from .options import Apart, SaverProcess, StorePolicy
 
 __all__ = [
     "Apart",
@@ -44,7 +44,6 @@ __all__ = [
     "LoadReport",
     "PassedOver",
     "PendingSave",
-    "PerHost",
     "Pruned",
     "Retention",
     "SaveInfo",
@@ -87,7 +86,6 @@ _HOMES = {
     "LoadReport": "_load.api",
     "PassedOver": "_load.api",
     "PendingSave": "_save.pending",
-    "PerHost": "options",
     "Pruned": "_run.pruning",
     "Retention": "_run.retention",
     "SaveInfo": "_save.pending",

@@ -70,14 +70,12 @@ from .options import (
     Fallback,
     Overlap,
     Progress,
-    Reading,
     SaverChoice,
     StorePolicy,
     Trust,
     Verify,
     check_choice,
     check_count,
-    check_reading,
     check_seconds,
     check_step,
     check_steps,
@@ -458,7 +456,6 @@ class Checkpointer:
         timeout_s: float | None = None,
         allow: Iterable[type] = (),
         trust: Trust = "data",
-        reading: Reading = "each_rank",
         planner: Any = None,
     ) -> int | None:
         """Load the newest committed step, or ``step``, into ``state`` and return its number; None if there is none yet.
@@ -481,7 +478,6 @@ class Checkpointer:
             self._timeout_s if timeout_s is None else timeout_s,
             allowed_types(allow),
             trust,
-            check_reading(reading),
             planner,
         )
         member = self._together()

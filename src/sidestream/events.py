@@ -15,7 +15,6 @@ __all__ = [
     "Observer",
     "PromiseLost",
     "RanksMissing",
-    "ReadAlone",
     "Retried",
     "SaveCommitted",
     "SaveContext",
@@ -86,15 +85,6 @@ class SaverGone:
     pid: int | None
     reason: str
     again: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ReadAlone:
-    """The ranks of this machine were to share what they read of ``url``, and cannot, for ``reason``: each reads what it
-    needs."""
-
-    url: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +178,7 @@ class SaveSkipped(SaveEvent):
     reason: str
 
 
-Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | ReadAlone | RanksMissing | SaveEvent
+Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | RanksMissing | SaveEvent
 Observer: TypeAlias = Callable[[Event], object]
 
 _observers: tuple[Observer, ...] = ()

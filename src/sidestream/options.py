@@ -24,10 +24,8 @@ __all__ = [
     "IoPriority",
     "Listing",
     "Overlap",
-    "PerHost",
     "Progress",
     "PutMode",
-    "Reading",
     "SaverChoice",
     "SaverProcess",
     "StorePolicy",
@@ -36,7 +34,6 @@ __all__ = [
     "WhenFull",
     "check_choice",
     "check_count",
-    "check_reading",
     "check_saver",
     "check_seconds",
     "check_step",
@@ -99,8 +96,9 @@ class StorePolicy:
 
     ``request_timeout_s`` bounds each request (one part, one range), whatever the deadline of the call; a request that
     failed is sent again at most ``retries`` times, later and later. ``in_flight`` requests go on at once. Parts have
-    ``part_bytes``, or more where a file would have too many. ``cache_dir`` is a directory on this machine in which
-    readers keep whole files (fsspec's own cache); its files are trusted as if they came from the storage.
+    ``part_bytes``, or more where a file would have too many. ``cache_dir`` is a directory on this host in which
+    readers keep whole files, under fsspec's names; all processes of the host that have the same directory fetch each
+    file once. Its files are trusted as if they came from the storage.
     """
 
     engine: EngineChoice = "auto"
@@ -296,35 +294,6 @@ interpreter to itself. ``"auto"``: a process where one can be had, threads elsew
 with options."""
 
 
-_MIN_HOST_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class PerHost:
-    """Of the bytes that several ranks of one machine need, each is read by one of them, and the others get it through
-    ``memory_bytes`` of memory that they share: those of all ranks of the machine together."""
-
-    memory_bytes: int = 256 << 20
-
-    def __post_init__(self) -> None:
-        if type(self.memory_bytes) is not int or self.memory_bytes < _MIN_HOST_BYTES:
-            raise InvalidOption(f"memory_bytes={self.memory_bytes!r} has to be at least {_MIN_HOST_BYTES}")
-
-
-Reading: TypeAlias = Literal["each_rank", "per_host"] | PerHost
-"""Who reads where several ranks load. ``"each_rank"``: each reads what it needs. ``"per_host"``: what several ranks of
-one machine need is read by one of them. ``PerHost``: ``"per_host"``, with options."""
-
-
-def check_reading(reading: object) -> PerHost | None:
-    """How ranks of one machine share what they read; None if they do not."""
-    if isinstance(reading, PerHost):
-        return reading
-    if reading not in ("each_rank", "per_host"):
-        raise InvalidOption(f"reading={reading!r} has to be 'each_rank', 'per_host', or a PerHost(...)")
-    return PerHost() if reading == "per_host" else None
-
-
 def check_saver(saver: object) -> None:
     if not isinstance(saver, SaverProcess) and saver not in ("thread", "process", "auto"):
         raise InvalidOption(f"saver={saver!r} has to be one of 'thread', 'process', 'auto', or a SaverProcess(...)")
@@ -380,5 +349,5 @@ def check_step(step: object) -> None:
         raise InvalidOption(f"step={step!r} has to be an integer of at most 18 digits, not negative")
 
 
-for _kind in (Apart, PerHost, SaverProcess, StorePolicy):
+for _kind in (Apart, SaverProcess, StorePolicy):
     _kind.__module__ = "sidestream"  # users import them from there; the decorator `public` belongs to a higher floor

@@ -91,7 +91,6 @@ async def load(table: Table) -> None:
         "strict=False": {"strict": False},
         "verify": {"verify": "sometimes"},
         "trust": {"trust": True},
-        "reading": {"reading": "shared"},
         "timeout_s": {"timeout_s": 0},
         "allow": {"allow": [3]},
         "planner": {"planner": 3},

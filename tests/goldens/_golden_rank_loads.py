@@ -27,13 +27,11 @@ async def load(rank: Rank) -> None:
     ways: dict[str, dict[str, Any]] = {
         "atomic": {"atomic": True},
         "unverified": {"verify": "never"},
-        "per_host": {"reading": "per_host"},
         "planner": {"planner": DefaultLoadPlanner()},
         "other verify": {"verify": one_of(rank, 1, "never", "always")},
         "other strict": {"strict": one_of(rank, 1, {"partial"}, ())},
         "atomic on rank 1": {"atomic": rank.number == 1},
         "other timeouts": {"timeout_s": 60.0 + rank.number},
-        "reading= on rank 1": {"reading": one_of(rank, 1, "per_host", "each_rank")},
         "planner on rank 1": {"planner": one_of(rank, 1, DefaultLoadPlanner(), None)},
         "planner on rank 0": {"planner": one_of(rank, 0, DefaultLoadPlanner(), None)},
         "a bad timeout_s": {"timeout_s": one_of(rank, 1, 0, 60.0)},
@@ -113,7 +111,6 @@ async def load_damaged(rank: Rank) -> None:
         for word, options in {
             name: {},
             f"{name}, atomic": {"atomic": True},
-            f"{name}, per_host": {"reading": "per_host"},
             f"{name}, unverified": {"verify": "never"},
         }.items():
             mine = rank.own()  # of two damaged tensors of a rank, either could be named

@@ -23,7 +23,6 @@ from typing import Any
 import _calls
 import _cases
 import _ends
-import _hosts
 import _latest
 import _planned
 import torch
@@ -95,9 +94,7 @@ class Group:
 
 
 def find(case: str) -> Any:
-    return next(
-        getattr(module, case) for module in (_cases, _hosts, _ends, _planned, _latest, _calls) if hasattr(module, case)
-    )
+    return next(getattr(module, case) for module in (_cases, _ends, _planned, _latest, _calls) if hasattr(module, case))
 
 
 def read_json(path: Path) -> Any:

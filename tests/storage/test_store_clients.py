@@ -6,8 +6,6 @@ import asyncio
 import json
 import sys
 import threading
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +13,6 @@ import pytest
 import torch
 from _places import Place, policy, s3_place
 from _s3_server import KEY, SECRET, S3Server
-from fsspec.implementations.memory import MemoryFileSystem
 from leases import all_returned
 
 import sidestream
@@ -23,7 +20,6 @@ from sidestream import errors, events
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage.clients.engine import Engine, LateEngine
 from sidestream._storage.clients.lazy import Kept, frozen
-from sidestream._storage.wrappers.file_cache import FileCache
 
 ENGINES = ["obstore", "fsspec"]
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
@@ -132,48 +128,6 @@ async def test_a_client_that_hangs_is_waited_for_until_the_deadline() -> None:
             await engine.get()
     go.set()
     assert await engine.get() is made  # the one who gave up has not ended it
-
-
-# --- the cache of files --------------------------------------------------------------------------------------------
-
-
-class _Hanging(MemoryFileSystem):
-    """The first fetch hangs."""
-
-    cachable = False
-    protocol = "hanging"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.go, self.fetches = threading.Event(), threading.Event(), 0
-
-    def get_file(self, rpath: str, lpath: str, **keywords: Any) -> None:
-        self.fetches += 1
-        if self.fetches == 1:
-            self.begun.set()
-            assert self.go.wait(120)
-        Path(lpath).write_bytes(b"content")
-
-
-def test_nobody_waits_for_a_fetch_that_hangs(tmp_path: Path) -> None:
-    filesystem = _Hanging()
-    cache = FileCache(filesystem, str(tmp_path))
-    with ThreadPoolExecutor(3) as pool:
-        try:
-            first = Deadline.after(600.0)
-            hangs = pool.submit(cache.read, "/file", 0, 3, first)
-            assert filesystem.begun.wait(60)
-            impatient: Future[memoryview] = pool.submit(cache.read, "/file", 0, 3, Deadline.after(0.05))
-            with pytest.raises(errors.DeadlineExceeded):
-                impatient.result(60)
-            assert filesystem.fetches == 1
-            object.__setattr__(first, "at", time.monotonic())  # its time is over, and it is still at it
-            assert bytes(pool.submit(cache.read, "/file", 1, 4, Deadline.after(60.0)).result(60)) == b"ont"
-            assert filesystem.fetches == 2
-        finally:
-            filesystem.go.set()
-        assert bytes(hangs.result(60)) == b"con"
-    assert [path.suffix for path in tmp_path.iterdir()] == [""]
 
 
 # --- failures ------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ async def _of_manifest(location: Location, manifest: Manifest) -> Source:
     for fqn, one in opaque.items():
         refused[fqn] = await why_opaque(location.store, location.name, fqn, one)
     if not manifest.own:
-        located, closed = await threads.run(located_already, tensors, {})
+        located, closed = await threads.run(located_already, tensors)
         queue = iter(closed.items())
 
         async def work() -> None:

@@ -28,11 +28,9 @@ from ..options import (
     RANK_WAIT_S,
     Allowance,
     Progress,
-    Reading,
     StorePolicy,
     Trust,
     Verify,
-    check_reading,
     check_seconds,
     check_strict,
 )
@@ -41,7 +39,6 @@ from .device_streams import streams_of
 from .foreign.values import read_values, why_opaque
 from .group import agree_on, outline, read_needed, stoppable
 from .open.manifest import open_manifest, open_root
-from .per_host.hosts import HostReads
 from .reader import Reader, Wanted, whole
 from .report import LoadOptions, LoadReport, PassedOver
 
@@ -67,7 +64,6 @@ async def load(
     filesystem: Any = None,
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
-    reading: Reading = "each_rank",
     planner: Any = None,
 ) -> LoadReport:
     """Load the checkpoint at ``url`` into ``state``, in place: ours, or one that stock DCP wrote.
@@ -92,10 +88,7 @@ async def load(
 
     Where ``torch.distributed`` is initialized this is a call of all ranks together, as ``save`` is: each reads what its
     own tensors need, and all ranks raise the same ``RankFailures``. ``process_group="alone"`` loads into this process
-    only; ``rank_wait_s`` is as for ``save``. With ``reading="per_host"`` the bytes that several ranks of one machine
-    need are read by one of them, and reach the others through memory that they share, at most ``PerHost.memory_bytes``;
-    where they cannot share any, each reads (``events.ReadAlone``). It makes no difference to a process that loads by
-    itself.
+    only; ``rank_wait_s`` is as for ``save``.
 
     ``planner``, a ``LoadPlanner`` of torch, decides what is read, and into what: names, missing keys and dtypes are its
     affair then (``docs/ranks.md``). It is asked in threads, one call after the other; ``PlannerFailed`` is what it
@@ -108,10 +101,8 @@ async def load(
 
     async def run(operation: Operation | None) -> LoadReport:
         check_seconds("rank_wait_s", rank_wait_s)
-        allowed, shared = allowed_types(allow), check_reading(reading)
-        options = LoadOptions(
-            verify, check_strict(strict), atomic, progress, timeout_s, allowed, trust, shared, planner
-        )
+        allowed = allowed_types(allow)
+        options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed, trust, planner)
         where = Where(storage_options, filesystem, store_policy)
         return await load_from(locate_directory(url, where), state, options, operation)
 
@@ -191,7 +182,7 @@ async def _match_together(
     found = await outline(root)
     plan = await threads.run(compare, found)
     await _refuse_opaque(location, found, plan)
-    await agree_on(operation, found, plan, url, options.per_host)
+    await agree_on(operation, found, plan, url)
     manifest = await read_needed(location, root, plan)
     if manifest is not found:
         plan = await threads.run(compare, manifest)
@@ -220,20 +211,8 @@ async def _load(
 ) -> LoadReport:
     threads = io_threads()
     streams = await streams_of(await threads.run(_devices, plan.local))
-    shared = None
-    if operation is not None and options.per_host is not None:
-        shared = HostReads(operation, location, manifest, options.per_host)
-    reader = Reader(location.store, location.name, options.verify, options.progress, streams, shared)
-    work = _Load(location, manifest, plan, reader, options, operation)
-    try:
-        return await _telling(work)
-    except BaseException as error:
-        if operation is not None and not operation.went_on:
-            operation.report(error)  # before others of the machine miss what this rank shares with them
-        raise
-    finally:
-        if shared is not None:
-            shared.close()
+    reader = Reader(location.store, location.name, options.verify, options.progress, streams)
+    return await _telling(_Load(location, manifest, plan, reader, options, operation))
 
 
 async def _telling(work: _Load) -> LoadReport:

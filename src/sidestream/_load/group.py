@@ -18,7 +18,6 @@ from .._layout.ranges import Box, overlap
 from .._runtime.threads import io_threads, politely
 from .._storage import Location
 from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
-from ..options import PerHost
 from .open.manifest import read_parts
 
 __all__ = ["agree_on", "outline", "read_needed", "stoppable"]
@@ -82,16 +81,13 @@ def _join(root: Root, parts: Mapping[int, Part], rows: set[int]) -> Manifest:
     return manifest
 
 
-async def agree_on(
-    operation: Operation, manifest: Manifest, plan: LoadPlan, url: str, per_host: PerHost | None
-) -> None:
+async def agree_on(operation: Operation, manifest: Manifest, plan: LoadPlan, url: str) -> None:
     """Every rank has found what it needs, in the same checkpoint; and what one does not expect another one asks for.
 
     Raises ``Stopped``; on rank 0 ``NotShared``, ``UnexpectedKeys`` and ``InvalidOption``."""
     unexpected, asked = await io_threads().run(_masks, manifest, plan)
     part = {"save_id": manifest.save_id, "entries": len(manifest.entries)}
-    memory = None if per_host is None else per_host.memory_bytes
-    mine = json.dumps({**part, "host": memory, "unexpected": _text(unexpected), "asked": _text(asked)}).encode()
+    mine = json.dumps({**part, "unexpected": _text(unexpected), "asked": _text(asked)}).encode()
 
     async def decide(parts: Sequence[bytes]) -> bytes:
         told = [json.loads(one) for one in parts]
@@ -100,8 +96,6 @@ async def agree_on(
                 raise InvalidOption(f"ranks that load together all give planner=, or none: rank {rank} gives one")
             if {name: one[name] for name in part} != part:
                 raise NotShared(2, f"rank {rank} reads another checkpoint at this URL than rank 0", url)
-            if one["host"] != memory:
-                raise InvalidOption(f"ranks that load together have to say the same: reading= differs on rank {rank}")
         _check_unexpected(told, manifest)
         return b""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -25,16 +25,11 @@ from ..options import Progress, Verify
 from .device_streams import Streams
 from .foreign.values import (
     Located,
-    Opened,
-    is_closed,
     locate_tensor,
     located_already,
-    open_ends,
     read_item,
     unpack_chunk,
 )
-from .landing import Ends, Item, Landing, Summed
-from .per_host.sharing import Piece, SharedReads
 
 __all__ = ["Reader", "Scratch", "Wanted", "whole"]
 
@@ -94,8 +89,7 @@ class Reader:
     """Reads from the checkpoint in ``directory``.
 
     ``touched`` has the FQNs of the tensors that may have been written to so far, ``unverified`` those of which some
-    byte had no checksum, ``nbytes`` what was read, or came from other ranks (``shared``). A reader is good for one
-    ``read``.
+    byte had no checksum, ``nbytes`` what was read. A reader is good for one ``read``.
     """
 
     store: Store
@@ -103,7 +97,6 @@ class Reader:
     verify: Verify
     progress: Progress | None = None
     streams: Streams = field(default_factory=Streams)
-    shared: SharedReads | None = None
     touched: set[str] = field(default_factory=set)
     unverified: set[str] = field(default_factory=set)
     nbytes: int = 0
@@ -123,11 +116,6 @@ class Reader:
         planned, total = await io_threads().run(_plan, targets, foreign, verified)
         total += sum(chunk.item_bytes for _, chunk in packed)
         self._tell(total)
-        if self.shared is not None:
-            pieces = await io_threads().run(self._pieces, planned, packed, targets, foreign or {})
-            rest = await self.shared.read(self.directory, pieces, partial(self._delivered, total))
-            planned, packed = await io_threads().run(_alone, rest)
-            await io_threads().run(let_go, pieces)
         queue = iter(planned)
         await in_parallel(lambda: self._work(queue, targets, total))
         items = iter(packed)
@@ -156,9 +144,6 @@ class Reader:
         """In a thread of the store: check it, then put in place what was not read there directly."""
         if self.verify == "always" and not _verified(one, buffer):
             self.unverified.add(one.fqn)
-        self._put(one, buffer, wanted)
-
-    def _put(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
         if wanted.target is not None and not isinstance(one.into, Direct):
             self.touched.add(one.fqn)
             _place(one, buffer, wanted.entry, wanted.target, self.streams)
@@ -182,50 +167,9 @@ class Reader:
                     self.touched.add(one.fqn)
                     _place(piece, buffer, one.entry, one.target, self.streams)
 
-    # --- what other ranks of this machine need too ---
-
-    def _delivered(self, total: int, nbytes: int) -> None:
-        self.nbytes += nbytes
-        self._tell(total)
-
-    def _pieces(
-        self,
-        planned: Iterable[Batch],
-        packed: Iterable[tuple[Wanted, Chunk]],
-        targets: Mapping[str, Wanted],
-        foreign: Mapping[str, Located],
-    ) -> list[Piece]:
-        pieces: list[Piece] = [Item(chunk, partial(self._finish_packed, one, chunk), one) for one, chunk in packed]
-        for batch in politely(planned):
-            for one in batch.ranges:
-                wanted = targets[one.fqn]
-                rows = _rows_of(one, wanted, foreign.get(one.fqn))
-                whole = self._landing(one, wanted, self._arrived)
-                if rows is None:
-                    pieces.append(whole)
-                else:
-                    pieces.append(Summed(whole, [self._landing(row, wanted, self._put) for row in rows]))
-        return pieces
-
-    def _landing(self, one: Range, wanted: Wanted, finish: Callable[[Range, memoryview, Wanted], None]) -> Landing:
-        memory: list[_Buffers] = []
-
-        def begin() -> memoryview:
-            memory.append(_buffers(Batch(one.file, (one,)), {one.fqn: wanted}, self.scratch))
-            if isinstance(one.into, Direct):
-                self.touched.add(one.fqn)
-            return memory[0].views[0]
-
-        def arrived(buffer: memoryview) -> None:
-            finish(one, buffer, wanted)
-            self.scratch.give_back(memory.pop().scratch)
-
-        return Landing(one, begin, arrived)
-
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
-        opened = {} if self.shared is None else await self._open_together(self.shared, targets)
-        located, closed = await io_threads().run(_located_already, targets, opened)
+        located, closed = await io_threads().run(_located_already, targets)
         queue = iter(closed.items())
 
         async def work() -> None:
@@ -235,56 +179,9 @@ class Reader:
         await in_parallel(work)
         return located
 
-    async def _open_together(self, shared: SharedReads, targets: Mapping[str, Wanted]) -> Opened:
-        opened: Opened = {}
 
-        def ends() -> list[Piece]:
-            found: list[Piece] = []
-            for fqn, one in politely(targets.items()):
-                for chunk in one.entry.chunks:
-                    if is_closed(chunk):
-                        found.extend(Ends.of(chunk, partial(_open, opened, fqn, one.entry, chunk)))
-            return found
-
-        await shared.read(self.directory, await io_threads().run(ends), _nothing)
-        return opened
-
-
-def _located_already(
-    targets: Mapping[str, Wanted], opened: Opened
-) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
-    return located_already({fqn: one.entry for fqn, one in politely(targets.items())}, opened)
-
-
-def _open(opened: Opened, fqn: str, entry: TensorEntry, chunk: Chunk, ends: Sequence[bytes]) -> None:
-    opened[chunk] = open_ends(fqn, entry, chunk, ends)
-
-
-def _nothing(_: int) -> None:
-    """What is read to see where the payloads are is no progress."""
-
-
-def _rows_of(one: Range, wanted: Wanted, located: Located | None) -> list[Range] | None:
-    """What this rank keeps of a payload that is read whole for its checksum; None if that is all, or lies in it in
-    another order."""
-    if one.crc is None or located is None or isinstance(one.into, Direct):
-        return None
-    entry, payloads = located
-    chunk = next(chunk for chunk in entry.chunks if (chunk.file, chunk.payload_offset) == (one.file, one.offset))
-    found = list(_ranges(wanted, (replace(entry, chunks=(chunk,)), payloads), verified=False))
-    return None if any(row.crc is not None for row in found) else found
-
-
-def _alone(rest: Iterable[Piece]) -> tuple[list[Batch], list[tuple[Wanted, Chunk]]]:
-    """What is left for this rank to read by itself."""
-    ranges: list[Range] = []
-    packed: list[tuple[Wanted, Chunk]] = []
-    for piece in politely(rest):
-        if isinstance(piece, Item):
-            packed.append((piece.wanted, piece.chunk))
-        elif isinstance(piece, (Landing, Summed)):
-            ranges.append(piece.range)
-    return batches(ranges), packed
+def _located_already(targets: Mapping[str, Wanted]) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
+    return located_already({fqn: one.entry for fqn, one in politely(targets.items())})
 
 
 def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:

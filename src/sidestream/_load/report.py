@@ -9,7 +9,7 @@ from .._format.digest import DigestCheck
 from .._layout.objects import Allowed
 from .._runtime.public import public
 from ..errors import InvalidOption, SidestreamError
-from ..options import PerHost, Progress, Trust, Verify, check_choice, check_timeout
+from ..options import Progress, Trust, Verify, check_choice, check_timeout
 
 __all__ = ["LoadOptions", "LoadReport", "PassedOver"]
 
@@ -66,7 +66,6 @@ class LoadOptions:
     timeout_s: float
     allow: Allowed
     trust: Trust = "data"
-    per_host: PerHost | None = None
     planner: Any = None
 
     def __post_init__(self) -> None:
@@ -75,5 +74,3 @@ class LoadOptions:
         check_timeout(self.timeout_s)
         if self.planner is not None and (self.strict or self.atomic):
             raise InvalidOption("what may differ is for the planner to say: leave out strict= and atomic= beside it")
-        if self.planner is not None and self.per_host is not None:
-            raise InvalidOption('with a planner each rank reads for itself: leave out reading="per_host" beside it')

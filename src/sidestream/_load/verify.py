@@ -280,7 +280,7 @@ class Verification:
         """Locate the tensors whose places only the zips record. Tensors whose zips are damaged are left out."""
         store, directory = self.location.store, self.location.name
         tensors, _ = await io_threads().run(sorted_out, self.manifest.entries)
-        located, closed = await io_threads().run(located_already, tensors, {})
+        located, closed = await io_threads().run(located_already, tensors)
 
         async def work(named: tuple[str, TensorEntry]) -> None:
             fqn, entry = named

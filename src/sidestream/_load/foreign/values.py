@@ -33,18 +33,14 @@ from ...options import Trust
 __all__ = [
     "MAX_VALUE_BYTES",
     "Located",
-    "Opened",
     "StoreFile",
     "ValueBudgets",
     "agree",
     "check_item_records",
     "check_opaque_item",
-    "ends_of",
-    "is_closed",
     "locate_tensor",
     "located_already",
     "opaque_entries",
-    "open_ends",
     "read_item",
     "read_values",
     "sorted_out",
@@ -55,7 +51,7 @@ __all__ = [
 Located: TypeAlias = tuple[TensorEntry, dict[Chunk, ForeignPayload]]
 """A tensor whose chunks know where their payload begins, and what else the zips say about it."""
 
-Opened: TypeAlias = dict[Chunk, tuple[Chunk, ForeignPayload]]
+_Opened: TypeAlias = dict[Chunk, tuple[Chunk, ForeignPayload]]
 """Chunks whose zips have been looked into, as they are without and with what those say."""
 
 _END_BYTES = 64 << 10
@@ -185,33 +181,31 @@ async def locate_tensor(
     """
     threads = io_threads()
     few = len(entry.chunks) <= _FEW_CHUNKS  # done faster than a thread starts
-    opened: Opened = {}
+    opened: _Opened = {}
     for chunk in _closed(entry) if few else await threads.run(_closed, entry):
         ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk)
-        opened[chunk] = await threads.run(open_ends, fqn, entry, chunk, ends, records)
+        opened[chunk] = await threads.run(_open_ends, fqn, entry, chunk, ends, records)
     return _located(entry, opened) if few else await threads.run(_located, entry, opened)
 
 
-def located_already(
-    entries: Mapping[str, TensorEntry], opened: Opened
-) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
+def located_already(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
     """Return the results of ``locate_tensor`` for the tensors whose zips need not be opened, and the other tensors.
     Called in a worker thread."""
     located: dict[str, Located] = {}
     closed: dict[str, TensorEntry] = {}
     for fqn, entry in politely(entries.items()):
-        if all(chunk in opened or not is_closed(chunk) for chunk in entry.chunks):
-            located[fqn] = _located(entry, opened)
-        else:
+        if any(_is_closed(chunk) for chunk in entry.chunks):
             closed[fqn] = entry
+        else:
+            located[fqn] = _located(entry, {})
     return located, closed
 
 
 def _closed(entry: TensorEntry) -> list[Chunk]:
-    return [chunk for chunk in politely(entry.chunks) if is_closed(chunk)]
+    return [chunk for chunk in politely(entry.chunks) if _is_closed(chunk)]
 
 
-def _located(entry: TensorEntry, opened: Opened) -> Located:
+def _located(entry: TensorEntry, opened: _Opened) -> Located:
     chunks: list[Chunk] = []
     payloads: dict[Chunk, ForeignPayload] = {}
     for chunk in politely(entry.chunks):
@@ -220,7 +214,7 @@ def _located(entry: TensorEntry, opened: Opened) -> Located:
             continue
         if chunk.told is not None:
             payloads[chunk] = chunk.told
-        elif is_closed(chunk):
+        elif _is_closed(chunk):
             located, payloads[located] = opened[chunk]
         chunks.append(located)
     return replace(entry, chunks=tuple(chunks)), payloads
@@ -318,7 +312,7 @@ async def why_opaque(store: Store, directory: str, fqn: str, entry: OpaqueEntry)
             continue
         ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk)
         try:
-            await io_threads().run(open_ends, fqn, tensor, chunk, ends)
+            await io_threads().run(_open_ends, fqn, tensor, chunk, ends)
         except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
             return error
     return UnsupportedCheckpoint(
@@ -382,12 +376,12 @@ async def _digest(store: Store, directory: str, fqn: str, entry: TensorEntry, ch
     return crc
 
 
-def is_closed(chunk: Chunk) -> bool:
+def _is_closed(chunk: Chunk) -> bool:
     """Whether its zip has to be opened to see where the payload is."""
     return not chunk.transform and chunk.told is None and chunk.payload_offset is None
 
 
-def ends_of(chunk: Chunk) -> list[tuple[int, int]]:
+def _ends_of(chunk: Chunk) -> list[tuple[int, int]]:
     """Where and how long is what has to be read of its zip: records stand before the payload, the directory behind."""
     if chunk.item_bytes <= 4 * _END_BYTES:
         return [(chunk.item_offset, chunk.item_bytes)]
@@ -395,12 +389,12 @@ def ends_of(chunk: Chunk) -> list[tuple[int, int]]:
 
 
 async def _read_ends(store: Store, name: str, chunk: Chunk) -> list[bytes]:
-    ends = [(start, bytearray(nbytes)) for start, nbytes in ends_of(chunk)]
+    ends = [(start, bytearray(nbytes)) for start, nbytes in _ends_of(chunk)]
     await store.read(name, [ReadRange(start, memoryview(raw)) for start, raw in ends])
     return [bytes(raw) for _, raw in ends]
 
 
-def open_ends(
+def _open_ends(
     fqn: str, entry: TensorEntry, chunk: Chunk, ends: Sequence[bytes], records: Records = "needed"
 ) -> tuple[Chunk, ForeignPayload]:
     """What its zip says. Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``."""

@@ -60,18 +60,27 @@ class Requests:
     policy: StorePolicy
     _quiet_until: float = field(default=0.0)
 
-    async def run(self, operation: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """``call()`` until it succeeds, may not be repeated, or the deadline passes.
+    async def run(
+        self,
+        operation: str,
+        name: str,
+        call: Callable[[], Awaitable[T]],
+        *,
+        request_timeout_s: float | None = None,
+    ) -> T:
+        """``call()`` until it succeeds, may not be repeated, or the deadline passes. Each has ``request_timeout_s``, or
+        what the policy says.
 
         Raises ``FileNotFoundError``, ``Taken``, ``AccessDenied``, ``StorageError``, ``DeadlineExceeded``. An error
         after which nobody knows whether the request was carried out ``is_uncertain``.
         """
+        timeout_s = request_timeout_s or self.policy.request_timeout_s
         attempt, uncertain, deadline = 0, False, current_deadline()
         while True:
             attempt += 1
             await self._wait_for_quiet(deadline, f"{operation} {self._at(name)}")
             try:
-                async with asyncio.timeout(min(self.policy.request_timeout_s, deadline.remaining_s())):
+                async with asyncio.timeout(min(timeout_s, deadline.remaining_s())):
                     return await call()
             except (Exception, asyncio.CancelledError) as error:
                 if isinstance(error, (asyncio.CancelledError, SidestreamError)):

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from mmap import mmap
 from typing import Any, TypeVar
@@ -17,7 +16,6 @@ from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.io_loop import on_io_loop
-from ..clients.requests import Requests
 from ..coalesce import coalesce
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
@@ -138,10 +136,10 @@ class ObjectStore:
 
     async def _read_cached(self, cache: FileCache, key: str, start: int, end: int) -> memoryview:
         async def get() -> memoryview:
-            return await io_threads().run(cache.read, key, start, end, current_deadline())
+            return await cache.read(key, start, end)
 
-        whole_file = replace(self._bucket.policy, request_timeout_s=current_deadline().timeout_s)
-        return await Requests(self.url, whole_file).run("fetching", key.rpartition("/")[2], get)
+        name, timeout_s = key.rpartition("/")[2], current_deadline().timeout_s
+        return await self._bucket.requests.run("fetching", name, get, request_timeout_s=timeout_s)
 
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         return await self._bucket.tail(name, nbytes)

@@ -1,1 +1,0 @@
-"""Reads that the ranks of one host share."""

@@ -1,0 +1,329 @@
+"""The cache of files on local disk: one fetch per host, whoever ends meanwhile, and nothing of it left."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import warm
+from _places import s3_place
+from _s3_server import S3Server
+from fsspec.implementations.memory import MemoryFileSystem
+
+import sidestream
+from sidestream import errors
+from sidestream._runtime import threads
+from sidestream._runtime.threads import Deadline, time_limit
+from sidestream._storage.wrappers.file_cache import FileCache
+from sidestream._storage.wrappers.host_lock import HostLock
+
+STATE = {f"tensor{number}": torch.full((1 << 18,), float(number)) for number in range(8)}
+PATIENCE_S = 60.0
+
+
+def start(code: str, **values: object) -> subprocess.Popen[Any]:
+    """A process that runs ``code`` with these values, and says what it does in lines."""
+    given = "".join(f"{name} = {value!r}\n" for name, value in values.items())
+    return warm.Popen(
+        [sys.executable, "-c", given + textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def line_of(process: subprocess.Popen[Any]) -> str:
+    assert process.stdout is not None
+    return str(process.stdout.readline()).strip()
+
+
+def tell(process: subprocess.Popen[Any], line: str = "go") -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+
+
+def end(processes: list[subprocess.Popen[Any]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=PATIENCE_S)
+
+
+def wait_until(condition: Any) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+LOAD = """
+    import asyncio, sys, torch, sidestream
+    policy = sidestream.StorePolicy(cache_dir=CACHE, retries=2)
+    target = {f"tensor{number}": torch.zeros(1 << 18) for number in range(8)}
+    print("ready", flush=True)
+    sys.stdin.readline()
+    work = sidestream.load(target, URL, storage_options=OPTIONS, store_policy=policy, timeout_s=TIMEOUT_S)
+    asyncio.run(work)
+    print(sum(int(one[0]) * 10 ** number for number, one in enumerate(target.values())), flush=True)
+"""
+LOADED = "76543210"
+
+
+def loading(s3: S3Server, cache: Path, timeout_s: float = 60.0) -> subprocess.Popen[Any]:
+    url = s3_place(s3, "auto").url()
+    process = start(LOAD, CACHE=str(cache), URL=url, OPTIONS=s3.options, TIMEOUT_S=timeout_s)
+    assert line_of(process) == "ready"
+    return process
+
+
+def fetched(s3: S3Server) -> Counter[str]:
+    """How often each file was requested that the cache keeps."""
+    with s3.lock:
+        return Counter(one.key for one in s3.log if one.kind == "get" and not one.key.endswith(".metadata"))
+
+
+async def save(s3: S3Server) -> None:
+    place = s3_place(s3, "auto")
+    await sidestream.save(STATE, place.url(), **place.keywords)
+    s3.log.clear()
+
+
+async def test_processes_of_a_host_fetch_each_file_once(s3: S3Server, tmp_path: Path) -> None:
+    await save(s3)
+    cache = tmp_path / "cache"
+    processes = [loading(s3, cache) for _ in range(4)]
+    try:
+        for process in processes:
+            tell(process)
+        assert [line_of(process) for process in processes] == [LOADED] * 4
+    finally:
+        end(processes)
+    times = fetched(s3)
+    assert {name for name in s3.objects if not name.endswith(".metadata")} == set(times)
+    assert set(times.values()) == {1}
+    assert [path.name for path in cache.iterdir() if path.suffix] == []
+    assert len(list(cache.iterdir())) == len(times)
+
+
+async def test_a_process_is_killed_while_it_fetches(s3: S3Server, tmp_path: Path) -> None:
+    """Another one that waits for it takes over."""
+    await save(s3)
+    cache = tmp_path / "cache"
+    s3.once("get", "stall-midway", ".distcp")
+    processes = [loading(s3, cache) for _ in range(2)]
+    first, second = processes
+    try:
+        tell(first)
+        wait_until(lambda: [path for path in cache.glob("*.partial") if path.stat().st_size])
+        stalled = {name for name in fetched(s3) if name.endswith(".distcp")}
+        s3.log.clear()
+        tell(second)
+        wait_until(lambda: any(one.key.endswith(".metadata") for one in s3.log))
+        assert not stalled & set(fetched(s3))
+        first.send_signal(signal.SIGKILL)
+        assert line_of(second) == LOADED
+    finally:
+        end(processes)
+    assert {fetched(s3)[name] for name in stalled} == {1}
+    assert [path.name for path in cache.iterdir() if path.suffix] == []
+
+
+async def test_who_waits_for_another_process_keeps_its_deadline(s3: S3Server, tmp_path: Path) -> None:
+    await save(s3)
+    cache = tmp_path / "cache"
+    s3.once("get", "stall-midway", ".distcp")
+    processes = [loading(s3, cache)]
+    try:
+        tell(processes[0])
+        wait_until(lambda: [path for path in cache.glob("*.partial") if path.stat().st_size])
+        place = s3_place(s3, "auto", cache_dir=str(cache))
+        target = {name: torch.zeros_like(one) for name, one in STATE.items()}
+        with pytest.raises(errors.DeadlineExceeded):
+            await sidestream.load(target, place.url(), **place.keywords, timeout_s=1.0)
+    finally:
+        end(processes)
+
+
+def test_a_lock_has_one_holder(tmp_path: Path) -> None:
+    """Processes create, lock and delete one lock file all the time. Whoever has it creates a file that is not there."""
+    code = """
+        import os, time
+        from pathlib import Path
+        from sidestream._storage.wrappers.host_lock import HostLock
+        had = 0
+        until = time.monotonic() + 60.0
+        while had < 300 and time.monotonic() < until:
+            lock = HostLock(Path(DIRECTORY) / "name.lock")
+            if lock.try_acquire():
+                os.close(os.open(Path(DIRECTORY) / "held", os.O_CREAT | os.O_EXCL))
+                os.unlink(Path(DIRECTORY) / "held")
+                had += 1
+            lock.release()
+        print(had, flush=True)
+    """
+    processes = [start(code, DIRECTORY=str(tmp_path)) for _ in range(4)]
+    try:
+        assert [line_of(process) for process in processes] == ["300"] * 4
+    finally:
+        end(processes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
+    code = """
+        import os, sys, time
+        from pathlib import Path
+        from sidestream._storage.wrappers.host_lock import HostLock
+        lock = HostLock(Path(PATH))
+        assert lock.try_acquire() and lock.among_processes
+        child = os.fork()
+        if not child:
+            time.sleep(600)
+        print(child, flush=True)
+        sys.stdin.readline()
+    """
+    path = tmp_path / "name.lock"
+    process = start(code, PATH=str(path))
+    child = int(line_of(process))
+    try:
+        lock = HostLock(path)
+        assert not lock.try_acquire()
+        process.kill()
+        wait_until(lock.try_acquire)
+        lock.release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        end([process])
+    assert not path.exists()
+
+
+# --- in one process -------------------------------------------------------------------------------------------------
+
+
+class _Counting(MemoryFileSystem):
+    """Every file has the same content. The first fetch waits for ``go``."""
+
+    cachable = False
+    protocol = "counting"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go, self.fetches = threading.Event(), threading.Event(), 0
+
+    def get_file(self, rpath: str, lpath: str, **keywords: Any) -> None:
+        self.fetches += 1
+        Path(lpath).write_bytes(b"con")
+        if self.fetches == 1:
+            self.begun.set()
+            assert self.go.wait(120)
+        with Path(lpath).open("ab") as file:
+            file.write(b"tent")
+
+
+def cache_of(directory: Path) -> tuple[_Counting, FileCache]:
+    filesystem = _Counting()
+    return filesystem, FileCache(filesystem, str(directory))
+
+
+async def within(timeout_s: float, read: Coroutine[Any, Any, memoryview]) -> memoryview:
+    with time_limit(Deadline.after(timeout_s)):
+        return await read
+
+
+async def begun(filesystem: _Counting) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not filesystem.begun.is_set():
+            await asyncio.sleep(0.01)
+
+
+async def test_nobody_waits_for_a_fetch_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_GRACE_S", 0.2)
+    filesystem, cache = cache_of(tmp_path)
+    try:
+        hangs = asyncio.ensure_future(within(2.0, cache.read("/file", 0, 3)))
+        await begun(filesystem)
+        with pytest.raises(errors.DeadlineExceeded):
+            await within(0.05, cache.read("/file", 0, 3))
+        assert filesystem.fetches == 1
+        content = await within(PATIENCE_S, cache.read("/file", 1, 4))  # when the time of the first one is over
+        assert bytes(content) == b"ont"
+        assert filesystem.fetches == 2
+        with pytest.raises(errors.DeadlineExceeded):
+            await hangs
+    finally:
+        filesystem.go.set()
+    assert bytes(await within(PATIENCE_S, cache.read("/file", 0, 9))) == b"content"
+    assert filesystem.fetches == 2
+    wait_until(lambda: [path.suffix for path in tmp_path.iterdir()] == [""])
+
+
+async def test_reads_of_one_process_share_a_fetch(tmp_path: Path) -> None:
+    """Also through several caches, as several loads have."""
+    filesystem, cache = cache_of(tmp_path)
+    caches = [cache, FileCache(filesystem, str(tmp_path))]
+    reads = [asyncio.ensure_future(within(60.0, caches[n % 2].read("/file", n, n + 1))) for n in range(6)]
+    await begun(filesystem)
+    filesystem.go.set()
+    assert b"".join([bytes(await read) for read in reads]) == b"conten"
+    assert filesystem.fetches == 1
+
+
+async def test_a_cancelled_fetch_lets_another_one_fetch(tmp_path: Path) -> None:
+    filesystem, cache = cache_of(tmp_path)
+    first = asyncio.ensure_future(within(60.0, cache.read("/file", 0, 3)))
+    await begun(filesystem)
+    first.cancel()
+    filesystem.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert bytes(await within(60.0, cache.read("/file", 0, 3))) == b"con"
+    assert [path.suffix for path in tmp_path.iterdir()] == [""]
+
+
+async def test_what_dead_processes_left_is_deleted(tmp_path: Path) -> None:
+    filesystem, cache = cache_of(tmp_path)
+    filesystem.go.set()
+    held = HostLock(tmp_path / "held.lock")
+    assert held.try_acquire()
+    for name in ("dead.12-34.partial", "dead.lock", "held.12-34.partial", "other.lock"):
+        (tmp_path / name).touch()
+    await within(60.0, cache.read("/file", 0, 3))
+    assert {path.name for path in tmp_path.iterdir() if path.suffix} == {"held.12-34.partial", "held.lock"}
+    held.release()
+
+
+async def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of one process share a fetch. Of other processes only what is old is deleted."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    filesystem, cache = cache_of(tmp_path)
+    for name, age_s in (("one.a.partial", 7200), ("two.b.partial", 60)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    reads = [asyncio.ensure_future(within(60.0, cache.read("/file", 0, 3))) for _ in range(3)]
+    await begun(filesystem)
+    filesystem.go.set()
+    assert {bytes(await read) for read in reads} == {b"con"}
+    assert filesystem.fetches == 1
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".partial"] == ["two.b.partial"]
