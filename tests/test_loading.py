@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ async def test_restore_takes_the_same_keywords(tmp_path: Path) -> None:
         with pytest.raises(errors.Mismatch):
             await checkpoints.restore(target)
         strict = ("partial", "cast", "ignore_unexpected")
-        options: dict[str, Any] = {"verify": "never", "atomic": True, "timeout_s": 60.0}
+        options: dict[str, Any] = {"verify": "manifest", "atomic": True, "timeout_s": 60.0}
         assert await checkpoints.restore(target, strict=strict, progress=lambda *now: told.append(now), **options) == 1
         report = checkpoints.restored
         assert report is not None
@@ -387,3 +387,25 @@ def test_runs_hold_every_range_once(pairs: list[tuple[int, int]], gap: int, most
         assert len(run) == 1 or run[-1].offset + len(run[-1].into) - run[0].offset <= most_bytes
         for one, other in pairwise(run):
             assert 0 <= other.offset - one.offset - len(one.into) <= gap
+
+
+async def test_the_second_name_of_unverified_loads_names_the_first(tmp_path: Path) -> None:
+    """Everywhere, before anything is read or written."""
+    await sidestream.save({"w": torch.ones(4)}, tmp_path / "c")
+    target = {"w": torch.zeros(4)}
+    never: Any = "never"
+    calls: list[Callable[[], Any]] = [
+        lambda: sidestream.load(target, tmp_path / "c", verify=never),
+        lambda: sidestream.open_checkpoint(tmp_path / "c", verify=never),
+        lambda: sidestream.convert(tmp_path / "c", tmp_path / "d", verify=never),
+        lambda: sidestream.Checkpointer(tmp_path / "run", verify=never),
+        lambda: sidestream.dcp.StorageReader(tmp_path / "c", verify=never),
+    ]
+    for call in calls:
+        with pytest.raises(errors.InvalidOption, match="pass that") as refused:
+            await call()
+        assert "verify='manifest'" in str(refused.value)
+    assert target["w"].sum() == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    await sidestream.load(target, tmp_path / "c", verify="manifest")
+    assert target["w"].sum() == 4

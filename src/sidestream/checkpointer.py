@@ -81,6 +81,7 @@ from .options import (
     check_steps,
     check_strict,
     check_timeout,
+    check_verify,
 )
 
 __all__ = ["Checkpointer"]
@@ -164,7 +165,7 @@ class Checkpointer:
         check_count("in_flight", in_flight)
         check_choice("overlap", overlap, Overlap)
         check_choice("durability", durability, Durability)
-        check_choice("verify", verify, Verify)
+        check_verify(verify)
         for seconds in (timeout_s, lease_s, abandoned_after_s):
             check_timeout(seconds)
         check_seconds("rank_wait_s", rank_wait_s)

@@ -40,6 +40,7 @@ __all__ = [
     "check_steps",
     "check_strict",
     "check_timeout",
+    "check_verify",
 ]
 
 Durability = Literal["fsync", "flush"]
@@ -50,9 +51,9 @@ RANK_WAIT_S = 300.0
 
 _MAX_TIMEOUT_S = 10**9  # some thirty years; the system's own limit for waits is not much higher
 
-Verify = Literal["always", "manifest", "never"]
+Verify = Literal["always", "manifest"]
 """``"always"``: every byte that is used is checked against its checksum. ``"manifest"``: manifest, file sizes and
-layout are checked, the payload is not. ``"never"``: the same, for callers that verify by other means."""
+layout are checked, the payload is not."""
 
 Digest = Literal["blake3"]
 """A cryptographic digest of each block of each tensor, kept in the manifest beside its checksum."""
@@ -304,6 +305,15 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     allowed = get_args(choices)
     if value not in allowed:
         raise InvalidOption(f"{name}={value!r} has to be one of {', '.join(map(repr, allowed))}")
+
+
+def check_verify(verify: object) -> None:
+    if verify == "never":
+        raise InvalidOption(
+            "verify='never' was a second name for verify='manifest': pass that, which checks the manifest, the layout "
+            "and the sizes of files, and not the payload"
+        )
+    check_choice("verify", verify, Verify)
 
 
 def check_strict(strict: object) -> frozenset[str]:

@@ -262,7 +262,7 @@ async def reads(place: Path, chance: random.Random, first: str) -> AsyncIterator
         state = blank_state()
         with Intercept(place, short(at, 1)).installed():
             try:
-                await sidestream.load(state, place / "target", verify="never")
+                await sidestream.load(state, place / "target", verify="manifest")
                 yield [] if same(state, make_state(11)) else ["a silent failure"]
             except sidestream.errors.SidestreamError as error:
                 yield [f"a short transfer became {error!r}"]

@@ -112,7 +112,7 @@ async def load(table: Table) -> None:
     for name, options in {
         "good": {},
         "good, atomic": {"atomic": True},
-        "good, unverified": {"verify": "never"},
+        "good, unverified": {"verify": "manifest"},
         "good, planner": {"planner": DefaultLoadPlanner()},
     }.items():
         await table.tries(name, lambda o=options: sidestream.load(template(), saved, **o))

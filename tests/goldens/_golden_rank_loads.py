@@ -26,9 +26,9 @@ async def load(rank: Rank) -> None:
     await rank.tries("save", lambda: sidestream.save(rank.state(), saved))
     ways: dict[str, dict[str, Any]] = {
         "atomic": {"atomic": True},
-        "unverified": {"verify": "never"},
+        "unverified": {"verify": "manifest"},
         "planner": {"planner": DefaultLoadPlanner()},
-        "other verify": {"verify": one_of(rank, 1, "never", "always")},
+        "other verify": {"verify": one_of(rank, 1, "manifest", "always")},
         "other strict": {"strict": one_of(rank, 1, {"partial"}, ())},
         "atomic on rank 1": {"atomic": rank.number == 1},
         "other timeouts": {"timeout_s": 60.0 + rank.number},
@@ -111,7 +111,7 @@ async def load_damaged(rank: Rank) -> None:
         for word, options in {
             name: {},
             f"{name}, atomic": {"atomic": True},
-            f"{name}, unverified": {"verify": "never"},
+            f"{name}, unverified": {"verify": "manifest"},
         }.items():
             mine = rank.own()  # of two damaged tensors of a rank, either could be named
             await rank.tries(word, lambda t=mine, p=path, o=options: sidestream.load(t, p, **o), free="ranks")

@@ -263,7 +263,7 @@ CASES: dict[str, Case] = {
     "Checkpointer, restore": Case(_restore, run_saved),
     "load": Case(_load, saved),
     "load, atomic": Case(lambda root: sidestream.load(blank(small()), root / "c", atomic=True), saved),
-    "load, unverified": Case(lambda root: sidestream.load(blank(small()), root / "c", verify="never"), saved),
+    "load, unverified": Case(lambda root: sidestream.load(blank(small()), root / "c", verify="manifest"), saved),
     "load, nothing there": Case(_load),
     "state_dict, mapped": Case(_mapped, saved),
     "verify": Case(lambda root: sidestream.verify(root / "c"), saved),

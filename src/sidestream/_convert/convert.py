@@ -27,7 +27,7 @@ from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
 from .._storage import Kind, Location, Where, locate_directory
 from ..errors import InvalidOption, UnsupportedTensor
-from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout
+from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout, check_verify
 from .operation import run_here
 from .source import Pipeline, Source, SourceOpaque, SourceTensor, open_source
 from .targets import (
@@ -312,7 +312,7 @@ def _check_options(
     shard_bytes: int | None,
     dtype: torch.dtype | None,
 ) -> None:
-    check_choice("verify", verify, Verify)
+    check_verify(verify)
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
     check_count("budget_bytes", budget_bytes)

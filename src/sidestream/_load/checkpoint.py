@@ -23,7 +23,7 @@ from .._runtime.threads import Deadline, io_threads, politely, time_limit
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import Location, Where, locate_directory
 from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
-from ..options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout
+from ..options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
 from .api import NewTensors, new_tensors
 from .device_streams import Streams, streams_of
 from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
@@ -76,7 +76,7 @@ async def open_from(
 ) -> Checkpoint:
     """``open_checkpoint`` of a resolved location."""
     running_loop("open_checkpoint")
-    check_choice("verify", verify, Verify)
+    check_verify(verify)
     check_choice("trust", trust, Trust)
     check_timeout(timeout_s)
     allowed = allowed_types(allow)

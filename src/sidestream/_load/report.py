@@ -9,7 +9,7 @@ from .._format.digest import DigestCheck
 from .._layout.objects import Allowed
 from .._runtime.public import public
 from ..errors import InvalidOption, SidestreamError
-from ..options import Progress, Trust, Verify, check_choice, check_timeout
+from ..options import Progress, Trust, Verify, check_choice, check_timeout, check_verify
 
 __all__ = ["LoadOptions", "LoadReport", "PassedOver"]
 
@@ -69,7 +69,7 @@ class LoadOptions:
     planner: Any = None
 
     def __post_init__(self) -> None:
-        check_choice("verify", self.verify, Verify)
+        check_verify(self.verify)
         check_choice("trust", self.trust, Trust)
         check_timeout(self.timeout_s)
         if self.planner is not None and (self.strict or self.atomic):

@@ -251,11 +251,12 @@ def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StoreP
         return None
 
 
-def _helper(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy) -> Engine | None:
-    """The fsspec client beside obstore, where it is installed: it can list the uploads that were left open."""
+def _helper(base: str, protocol: str, options: Mapping[str, Any], policy: StorePolicy) -> LateEngine | None:
+    """The fsspec client beside obstore, where it is installed: it lists the uploads that were left open, and asks for
+    the checksum of a whole object. Loads and small files need neither, so it is made by the first upload in parts."""
     if CLOUDS[protocol] != "s3" or find_spec("s3fs") is None:
         return None
-    return _through_fsspec(base, protocol, options, policy)[0]
+    return LateEngine("fsspec:s3", lambda: _through_fsspec(base, protocol, dict(options), policy)[0])
 
 
 def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy) -> tuple[FsspecEngine, str]:

@@ -25,7 +25,7 @@ from .._runtime.threads import Deadline, io_threads
 from .._storage import Location
 from ..blocking import run_anywhere
 from ..errors import InvalidOption
-from ..options import StorePolicy, Trust, Verify, check_choice, check_timeout
+from ..options import StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
 from .session import Address, Sessions, is_located
 from .stock_options import StockReaderOptions, check_stock_reader, one_url
 
@@ -85,7 +85,7 @@ class StorageReader(DcpStorageReader):
         super().__init__()
         check_stock_reader(stock)
         url = one_url("StorageReader", url, stock)
-        check_choice("verify", verify, Verify)
+        check_verify(verify)
         check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
         self._address = Address(url, storage_options, filesystem, store_policy)

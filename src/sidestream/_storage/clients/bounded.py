@@ -1,8 +1,10 @@
 """An asynchronous fsspec file system whose blocking calls can be ended.
 
 Its file objects wait for their requests in ``fsspec.asyn.sync``, without a deadline: a peer that stalls holds such a
-thread for minutes, and s3fs for ever (its ``Expect: 100-continue``). They make their requests as tasks of the file
-system's loop, so a loop that remembers the tasks can end them.
+thread for minutes, and s3fs for ever. No option bounds that: ``read_timeout`` of botocore (``config_kwargs`` of s3fs)
+ends a whole put, but not a part of a file object. File objects are needed because whole puts would hold a file of any
+size in memory. They make their requests as tasks of the file system's loop, so a loop that remembers the tasks can end
+them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body, Part, ShowingPart
 from ..object_store.parts import Checksum, part_bytes_for
 from .credentials import Client
-from .engine import Engine
+from .engine import Engine, LateEngine
 from .feed import Feed
 from .io_loop import Call
 from .requests import Requests, fate_of, translated
@@ -55,11 +55,12 @@ def _mark_used() -> None:
 
 
 class ObstoreEngine(Engine):
-    """One bucket. ``helper`` is the fsspec client of the same bucket, if there is one: obstore lists no uploads."""
+    """One bucket. ``helper`` is the fsspec client of the same bucket, if there is one: obstore lists no uploads, and
+    returns no checksum of an object."""
 
     capabilities = Capabilities(create_only=True, listing=True)
 
-    def __init__(self, client: Client, policy: StorePolicy, helper: Engine | None) -> None:
+    def __init__(self, client: Client, policy: StorePolicy, helper: LateEngine | None) -> None:
         _mark_used()
         self.name = f"obstore:{client.kind}"
         self._bucket = client.bucket
@@ -78,6 +79,8 @@ class ObstoreEngine(Engine):
 
     def upload(self, key: str, body: Body, requests: Requests, stop: Stop) -> None:
         self._check_process()
+        if self._helper is not None:  # now: an abort has no time for the imports
+            Call(self._helper.get).result("connecting", stop)
         feed = Feed()
         checksum = Checksum() if Checksum.known and self._helper is not None and self._kind == "s3" else None
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
@@ -105,9 +108,7 @@ class ObstoreEngine(Engine):
 
     def _compare(self, key: str, expected: str, requests: Requests, stop: Stop) -> None:
         """What arrived with what was staged: a checksum that went all the way, without reading anything back."""
-        helper = self._helper
-        assert helper is not None
-        asked = Call(lambda: requests.run("looking at", key, lambda: helper.checksum(key)))
+        asked = Call(lambda: requests.run("looking at", key, lambda: self.checksum(key)))
         try:
             found = asked.result(f"looking at {key}", stop)
         except AccessDenied:  # to write does not need the right to look
@@ -183,7 +184,7 @@ class ObstoreEngine(Engine):
         if self._helper is not None:
             with suppress(Exception):
                 async with asyncio.timeout(_ABORT_S):
-                    await self._helper.abort_uploads(await self._helper.open_uploads(key))
+                    await self.abort_uploads(await self.open_uploads(key))
 
     async def _is_complete(self, key: str, nbytes: int) -> bool:
         try:
@@ -232,14 +233,14 @@ class ObstoreEngine(Engine):
                 raise
 
     async def open_uploads(self, prefix: str) -> Mapping[str, datetime | None]:
-        return {} if self._helper is None else await self._helper.open_uploads(prefix)
+        return {} if self._helper is None else await (await self._helper.get()).open_uploads(prefix)
 
     async def checksum(self, key: str) -> str | None:
-        return None if self._helper is None else await self._helper.checksum(key)
+        return None if self._helper is None else await (await self._helper.get()).checksum(key)
 
     async def abort_uploads(self, uploads: Collection[str]) -> None:
         if self._helper is not None:
-            await self._helper.abort_uploads(uploads)
+            await (await self._helper.get()).abort_uploads(uploads)
 
     def _name(self, key: str) -> str:
         """Within the bucket."""
