@@ -245,7 +245,7 @@ class Checkpointer:
         if captured.sharded or self._together() is not None:
             return  # it takes a group to plan
         with suppress(InvalidOption, KeyCollision, UnsafeObject, UnsupportedTensor):  # as above
-            await io_threads().run(plan_save, stager.plans, stager.budget_bytes, captured, deadline=deadline)
+            await io_threads().run_sliced(plan_save, stager.plans, stager.budget_bytes, captured, deadline=deadline)
 
     async def save(
         self,

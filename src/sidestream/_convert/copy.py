@@ -25,7 +25,7 @@ from .._load.verify import Verification
 from .._runtime.caller import call
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
-from .._runtime.threads import Deadline, Stop, io_threads, politely
+from .._runtime.threads import Deadline, Stop, burst, io_threads, politely
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
 from .._storage import Location, ReadRange, Transaction, Where, locate_directory
@@ -192,7 +192,7 @@ class _CopiedFile:
         start, _ = self.windows[index]
         for piece in self._pieces[index]:
             stop.check()
-            piece.check(view[piece.offset - start : piece.offset - start + piece.nbytes])
+            piece.check(view[piece.offset - start : piece.offset - start + piece.nbytes], burst)
         self.crcs[index] = crc32(view)
 
 

@@ -39,7 +39,7 @@ from .._load.open.manifest import open_manifest
 from .._load.reader import Reader, Scratch, Wanted, whole
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.threads import Deadline, burst, io_threads, politely
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import EVERYDAY, Location, ReadRange, Store, Transaction, Where, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpoint, allocating
@@ -242,7 +242,7 @@ class Pipeline:
             for piece in queue:
                 memory = self._scratch.take(piece.nbytes)
                 view = memoryview(memory)[: piece.nbytes]
-                read = ReadRange(piece.offset, view, partial(piece.check, view))
+                read = ReadRange(piece.offset, view, partial(piece.check, view, burst))
                 await self.source.store.read(f"{self.source.directory}/{piece.file}", [read], deadline=self.deadline)
                 self._scratch.give_back(memory)
 

@@ -20,7 +20,7 @@ from .._layout.objects import allowed_types
 from .._runtime.abandoned import noted, watch
 from .._runtime.public import public
 from .._runtime.tasks import finish, running_loop
-from .._runtime.threads import Deadline, io_threads, let_go, politely
+from .._runtime.threads import Deadline, io_threads, let_go, politely, run_sliced
 from .._runtime.torch_probes import dtype_from_name, plain_bytes
 from .._storage import Location, Where, locate_directory
 from ..errors import Corrupt, Mismatch, SidestreamError, allocating, printable
@@ -160,7 +160,9 @@ async def _load_by(
     if operation is None:
         location, manifest = await open_manifest(location, deadline)
         answers = await _ask(state)
-        plan = await io_threads().run(match, state, answers, manifest, location.url, options.strict, deadline=deadline)
+        plan = await io_threads().run_sliced(
+            match, state, answers, manifest, location.url, options.strict, deadline=deadline
+        )
         await _refuse_opaque(location, manifest, plan, deadline)
     else:
         work = _match_together(location, state, await _ask(state), options, operation)
@@ -184,7 +186,7 @@ async def _match_together(
     deadline, threads, url = operation.deadline, io_threads(), location.url
 
     def compare(manifest: Manifest) -> LoadPlan:
-        return match(state, answers, manifest, url, options.strict, others=True)
+        return run_sliced(match(state, answers, manifest, url, options.strict, others=True))
 
     location, root = await open_root(location, deadline)
     found = await outline(root, deadline)

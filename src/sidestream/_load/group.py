@@ -15,7 +15,7 @@ from .._format.validate import check_patterns, validate
 from .._group import Operation, Stopped
 from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
-from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.threads import Deadline, io_threads, politely, run_sliced
 from .._storage import Location
 from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
 from ..options import PerHost
@@ -30,11 +30,7 @@ async def outline(root: Manifest | Root, deadline: Deadline) -> Manifest:
     """The checkpoint with everything that a template is compared with, and without the places of anything."""
     if isinstance(root, Manifest):
         return root
-    return await io_threads().run(_outline, root, deadline=deadline)
-
-
-def _outline(root: Root) -> Manifest:
-    return join(root, {}, ())
+    return await io_threads().run_sliced(join, root, {}, (), deadline=deadline)
 
 
 async def read_needed(location: Location, root: Manifest | Root, plan: LoadPlan, deadline: Deadline) -> Manifest:
@@ -76,9 +72,9 @@ def _values(plan: LoadPlan) -> Iterable[str]:
 
 
 def _join(root: Root, parts: Mapping[int, Part], rows: set[int]) -> Manifest:
-    manifest = join(root, parts, rows)
-    check_patterns(root, rows)
-    validate(manifest, partly=True)
+    manifest = run_sliced(join(root, parts, rows))
+    run_sliced(check_patterns(root, rows))
+    run_sliced(validate(manifest, partly=True))
     return manifest
 
 

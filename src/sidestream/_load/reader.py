@@ -17,7 +17,7 @@ from .._layout.checks import altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Deadline, io_threads, let_go, politely
+from .._runtime.threads import Deadline, burst, io_threads, let_go, politely, run_sliced
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
 from .._storage import ReadRange, Store
 from ..errors import allocating
@@ -287,7 +287,7 @@ def _alone(rest: Iterable[Piece]) -> tuple[list[Batch], list[tuple[Wanted, Chunk
             packed.append((piece.wanted, piece.chunk))
         elif isinstance(piece, (Landing, Summed)):
             ranges.append(piece.range)
-    return batches(ranges), packed
+    return run_sliced(batches(ranges)), packed
 
 
 def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
@@ -300,7 +300,7 @@ def _plan(
     ranges: list[Range] = []
     for fqn, one in politely(targets.items()):
         ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn], verified))
-    planned = batches(ranges)
+    planned = run_sliced(batches(ranges))
     return planned, sum(batch.nbytes for batch in planned)
 
 
@@ -368,7 +368,7 @@ def _verified(one: Range, buffer: memoryview) -> bool:
         return True
     if one.crcs is None:
         return False
-    for block, (found, expected) in enumerate(zip(block_crcs(buffer), unpack_crcs(one.crcs), strict=True)):
+    for block, (found, expected) in enumerate(zip(block_crcs(buffer, burst), unpack_crcs(one.crcs), strict=True)):
         if found != expected:
             raise altered(one.fqn, one.file, one.offset + block * BLOCK_BYTES)
     check_digests(one.fqn, one.file, one.offset, buffer, one.digests)

@@ -22,7 +22,7 @@ from .._runtime.abandoned import noted
 from .._runtime.caller import call
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
-from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.threads import Deadline, burst, collected, io_threads, politely, run_sliced
 from .._storage import Location, ReadRange, Where, locate_directory
 from ..errors import (
     Corrupt,
@@ -245,7 +245,7 @@ class Verification:
         if not self.manifest.exact or self.manifest.ranks:
             return None
         marker = find_marker(tail)
-        return None if marker is None else describe(self.manifest.entries).metadata(marker)
+        return None if marker is None else run_sliced(describe(self.manifest.entries)).metadata(marker)
 
     async def _compare_parts(self) -> None:
         """Of ranks that saved apart: what stock DCP reads of each."""
@@ -366,7 +366,7 @@ class Verification:
     def _check(self, piece: Piece, view: memoryview) -> None:
         """In a thread of the store, as the bytes arrive."""
         with self._noting(piece.fqn):
-            piece.check(view)
+            piece.check(view, burst)
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -406,12 +406,13 @@ def _differences(
     """Return the places where ``.metadata`` contradicts the manifest; ``attribute`` is the name of the one that points
     to the manifest."""
     try:
-        metadata = read_dcp_description(raw)
+        metadata = run_sliced(read_dcp_description(raw))
     except UnsupportedCheckpoint as error:
         if not manifest.exact:
             raise
         return [Corrupt(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
-    found = list(politely(compare_metadata(manifest, metadata)))
+    compared = run_sliced(collected(compare_metadata(manifest, metadata)))
+    found = [one for one in compared if one is not None]
     pointer = metadata.attributes.get(attribute)
     if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
         found.append(Corrupt(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file))

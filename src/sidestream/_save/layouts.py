@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from .._format.checksum import crc32
@@ -19,7 +18,7 @@ from .._format.shard import BlockSums
 from .._format.shared import PartName, Root, part_name, write_part
 from .._layout.save_layout import SavePlan
 from .._layout.sharded.rank_layout import RankPlan
-from .._runtime.threads import io_threads, politely
+from .._runtime.threads import io_threads, politely, run_sliced
 from .._runtime.torch_probes import TORCH_VERSION
 from .._storage.bodies import BytesBody
 from ..errors import SidestreamError
@@ -33,7 +32,7 @@ __all__ = ["AgreedLayout", "NativeLayout", "commit_files"]
 def commit_files(manifest: Manifest, saved_at: int = 0, described: Described | None = None) -> dict[str, list[bytes]]:
     """Return the manifest and the marker for ``manifest``. If there is ``described``, it has the entries. Called in a
     worker thread."""
-    described = describe(manifest.entries) if described is None else described
+    described = run_sliced(describe(manifest.entries)) if described is None else described
     raw = described.manifest(manifest, TORCH_VERSION)
     return {
         manifest_name(manifest.save_id): [raw],
@@ -57,7 +56,7 @@ class NativeLayout:
     async def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
         names = {name: self._order.transaction.committed_name(name) for name in plan.files}
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
-        return RankReceipt(files, partial(plan.describe, written, names))
+        return RankReceipt(files, lambda: run_sliced(plan.describe(written, names)))
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
         return commit_files(_about(self._order, receipts), self._order.saved_at, receipts[0].content())
@@ -170,7 +169,7 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
         plan.layout.digest,
         new,
         stable,
-        places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks) if new else b"",
+        run_sliced(places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks)) if new else b"",
         places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
     )
     return RankReceipt({names[name]: nbytes for name, nbytes in plan.files.items()}, content), part

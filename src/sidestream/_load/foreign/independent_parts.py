@@ -20,7 +20,7 @@ from ..._format.rank_files import Replica, merge_ranks, ranks_among
 from ..._format.records import Manifest, ValueEntry
 from ..._format.values import is_stored
 from ..._runtime.tasks import in_parallel
-from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.threads import Deadline, io_threads, politely, run_sliced
 from ..._storage import Store
 from ...errors import Corrupt, Incomplete
 from .manifests import read_file
@@ -33,7 +33,7 @@ async def read_part_markers(
     store: Store, directory: str, names: Mapping[str, int], deadline: Deadline
 ) -> dict[int, PartMarker | None]:
     """What there is of each rank, among the files ``names``: None where another writer made it. Raises ``Corrupt``."""
-    ranks = await io_threads().run(ranks_among, names, deadline=deadline)
+    ranks = await io_threads().run_sliced(ranks_among, names, deadline=deadline)
     found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
     queue = iter(ranks)
 
@@ -48,11 +48,11 @@ async def read_part_markers(
 
 async def is_whole(store: Store, directory: str, names: Mapping[str, int], deadline: Deadline) -> bool:
     """Whether it is a checkpoint in parts of ours. Raises ``Incomplete``, ``Corrupt``."""
-    ranks = await io_threads().run(ranks_among, names, deadline=deadline)
+    ranks = await io_threads().run_sliced(ranks_among, names, deadline=deadline)
     first = {part_metadata_name(rank): 0 for rank in ranks[:1]}
     for one in (await read_part_markers(store, directory, first, deadline)).values():
         if one is not None and one.world_size != len(ranks):  # the other parts would add no information
-            missing = await io_threads().run(missing_ranks, frozenset(ranks), one.world_size, deadline=deadline)
+            missing = await io_threads().run_sliced(missing_ranks, frozenset(ranks), one.world_size, deadline=deadline)
             raise Incomplete(
                 f"the save {one.save_id!r} of {one.world_size} ranks, each by itself, is not whole: there are parts of "
                 f"{len(ranks)} ranks",
@@ -60,14 +60,14 @@ async def is_whole(store: Store, directory: str, names: Mapping[str, int], deadl
                 missing=missing,
             )
     markers = await read_part_markers(store, directory, names, deadline)
-    return any(markers.values()) and bool(await io_threads().run(whole, markers, deadline=deadline))
+    return any(markers.values()) and bool(await io_threads().run_sliced(whole, markers, deadline=deadline))
 
 
 async def read_apart(
     store: Store, directory: str, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None], deadline: Deadline
 ) -> Manifest:
     """The checkpoint that the parts make, not yet validated. Raises ``Incomplete``, ``Corrupt``."""
-    found = await io_threads().run(whole, markers, deadline=deadline)
+    found = await io_threads().run_sliced(whole, markers, deadline=deadline)
     read: dict[int, Manifest] = {}
     queue = iter(found)
 
@@ -94,7 +94,7 @@ async def read_apart(
 def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica], dict[str, int]]:
     """Merge the parts. Also returns the items that remain to be compared byte by byte, and the files of all parts.
     Raises ``Corrupt`` if the checksums of the parts differ."""
-    manifest, replicas = merge_ranks(parts)
+    manifest, replicas = run_sliced(merge_ranks(parts))
     files = {file: nbytes for part in politely(parts) for file, nbytes in part.files.items()}
     left = []
     for replica in politely(replicas):
@@ -129,7 +129,7 @@ async def read_part(
     def parse() -> Manifest:
         if crc32(raw) != marker.manifest_crc:
             raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
-        manifest = parse_manifest(raw)
+        manifest = run_sliced(parse_manifest(raw))
         if not isinstance(manifest, Manifest) or manifest.save_id[: len(marker.id)] != marker.id:
             raise Corrupt(f"{name} belongs to another save than the marker", file=name)
         check_sizes(manifest.files, sizes)

@@ -31,7 +31,7 @@ from ..._format.safetensors.read import (
 from ..._format.torch_zip.file import FileTensor, FileValue, read_torch_file
 from ..._format.torch_zip.zip import other_zip
 from ..._format.validate import check_item
-from ..._runtime.threads import Deadline, io_threads, politely
+from ..._runtime.threads import Deadline, io_threads, politely, run_sliced
 from ..._storage import ReadRange, Store
 from ...errors import Corrupt, UnsafeObject, UnsupportedCheckpoint, allocating
 from .values import StoreFile, agree
@@ -74,7 +74,7 @@ async def read_foreign_manifest(store: Store, directory: str, sizes: Mapping[str
     Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``MissingExtra``.
     """
     threads = io_threads()
-    ranks = [] if METADATA_NAME in sizes else await threads.run(rank_files, sizes, deadline=deadline)
+    ranks = [] if METADATA_NAME in sizes else await threads.run_sliced(rank_files, sizes, deadline=deadline)
     if METADATA_NAME in sizes:
         manifest = await _read_metadata(store, directory, METADATA_NAME, sizes, deadline)
     elif ranks:
@@ -98,13 +98,13 @@ async def _read_metadata(
     if not shards:
         return manifest
     headers = {file: await _read_header(store, directory, file, start, sizes[file], deadline) for file, start in shards}
-    return await threads.run(locate_shards, manifest, headers, deadline=deadline)
+    return await threads.run_sliced(locate_shards, manifest, headers, deadline=deadline)
 
 
 def _stock_metadata(raw: bytearray) -> Manifest:
     """Check the paths in ``planner_data``. DCP makes the FQN from the path by joining its steps with dots. Tensors are
     found by name, so if the two differ the path was altered."""
-    manifest = read_dcp_metadata(raw)
+    manifest = run_sliced(read_dcp_metadata(raw))
     for fqn, entry in politely(manifest.entries.items()):
         if ".".join(map(str, entry.path)) != fqn:
             raise Corrupt(
@@ -116,14 +116,14 @@ def _stock_metadata(raw: bytearray) -> Manifest:
 def _present_shards(manifest: Manifest, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return the shard files that are present. ``validate`` reports a shard file that is missing or whose name is not
     plain."""
-    return [(file, start) for file, start in politely(shards_of(manifest, sizes).items()) if file in sizes]
+    return [(file, start) for file, start in run_sliced(shards_of(manifest, sizes)).items() if file in sizes]
 
 
 async def _read_ranks(
     store: Store, directory: str, names: list[str], sizes: Mapping[str, int], deadline: Deadline
 ) -> Manifest:
     parts = [await _read_metadata(store, directory, name, sizes, deadline) for name in names]
-    manifest, replicas = await io_threads().run(merge_ranks, parts, deadline=deadline)
+    manifest, replicas = await io_threads().run_sliced(merge_ranks, parts, deadline=deadline)
     for replica in replicas:
         for item in (replica.first, replica.other):
             place = item if isinstance(item, ValueEntry) else item[1]
@@ -148,7 +148,7 @@ async def _read_safetensors(store: Store, directory: str, sizes: Mapping[str, in
     else:
         files = await threads.run(_files_without_index, sizes, deadline=deadline)
     headers = {file: await _read_header(store, directory, file, 0, sizes[file], deadline) for file in files}
-    return await threads.run(manifest_of_headers, headers, index, deadline=deadline)
+    return await threads.run_sliced(manifest_of_headers, headers, index, deadline=deadline)
 
 
 def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> list[str]:
@@ -187,7 +187,7 @@ async def read_safetensors_file(
 ) -> Manifest:
     """One safetensors file as a checkpoint; not yet validated."""
     header = await _read_header(store, directory, file, 0, sizes[file], deadline)
-    manifest = await io_threads().run(manifest_of_headers, {file: header}, None, deadline=deadline)
+    manifest = await io_threads().run_sliced(manifest_of_headers, {file: header}, None, deadline=deadline)
     return replace(manifest, files={file: sizes[file]})
 
 
@@ -204,7 +204,7 @@ async def _read_header(
         with allocating(f"reading the header of {file}"):
             raw = bytearray(nbytes)
         await store.read(f"{directory}/{file}", [ReadRange(begin, memoryview(raw))], deadline=deadline)
-        return await io_threads().run(parse_header, raw, begin + len(raw), file_bytes, file, deadline=deadline)
+        return await io_threads().run_sliced(parse_header, raw, begin + len(raw), file_bytes, file, deadline=deadline)
     except Corrupt as error:
         what = await find_other_kind(store, f"{directory}/{file}", file_bytes, deadline)
         if what is None or start:
@@ -221,7 +221,7 @@ async def find_other_kind(store: Store, name: str, nbytes: int, deadline: Deadli
 
 
 def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:
-    manifest = with_opaque_entries(manifest)
+    manifest = run_sliced(with_opaque_entries(manifest))
     used = {file for entry in politely(manifest.entries.values()) for file in _files(entry)}
     return replace(manifest, files={name: nbytes for name, nbytes in politely(sizes.items()) if name in used})
 
@@ -288,7 +288,7 @@ async def read_file_manifest(store: Store, name: str, nbytes: int, deadline: Dea
 
     def read(file: BinaryIO) -> Manifest:
         try:
-            found = read_torch_file(file, nbytes)
+            found = run_sliced(read_torch_file(file, nbytes))
         except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
             what = other_zip(file, nbytes)
             if what is None:

@@ -14,7 +14,7 @@ from ..._format.records import Manifest
 from ..._format.shared import Part, Root, join, parse_part, part_name
 from ..._format.validate import validate
 from ..._layout.metadata import decode_metadata
-from ..._runtime.threads import Deadline, io_threads
+from ..._runtime.threads import Deadline, io_threads, run_sliced
 from ..._storage import Location, Store
 from ...errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
 from ..foreign.independent_parts import check_sizes, is_whole, read_apart, read_part_markers
@@ -68,7 +68,7 @@ async def open_root(location: Location, deadline: Deadline) -> tuple[Location, M
         try:
             nbytes = await store.size(name, deadline=deadline)
             manifest = await read_file_manifest(store, name, nbytes, deadline)
-            await io_threads().run(validate, manifest, deadline=deadline)
+            await io_threads().run_sliced(validate, manifest, deadline=deadline)
         except FileNotFoundError as error:
             what = await what_is_there(store, name, url, {}, deadline) if store.capabilities.listing else ""
             raise CheckpointNotFound(
@@ -105,8 +105,8 @@ async def read_manifest(store: Store, directory: str, url: str, deadline: Deadli
 async def _whole(store: Store, directory: str, url: str, root: Root, deadline: Deadline) -> Manifest:
     with _telling(url):
         parts = await read_parts(store, directory, root, range(len(root.parts)), deadline)
-        manifest = await io_threads().run(join, root, parts, deadline=deadline)
-        await io_threads().run(validate, manifest, deadline=deadline)
+        manifest = await io_threads().run_sliced(join, root, parts, deadline=deadline)
+        await io_threads().run_sliced(validate, manifest, deadline=deadline)
     return manifest
 
 
@@ -139,7 +139,7 @@ async def read_root(
         else:
             manifest = await _own_manifest(store, directory, marker, sizes, deadline)
         if isinstance(manifest, Manifest):
-            await io_threads().run(validate, manifest, deadline=deadline)
+            await io_threads().run_sliced(validate, manifest, deadline=deadline)
     return manifest
 
 
@@ -174,7 +174,7 @@ async def read_parts(
 def _parse_part(name: str, raw: bytearray, crc: int) -> Part:
     if crc32(raw) != crc:
         raise Corrupt(f"{name} was altered: its checksum is not the one in the manifest", file=name)
-    return parse_part(raw)
+    return run_sliced(parse_part(raw))
 
 
 @contextmanager
@@ -211,7 +211,7 @@ async def _read_unlisted(store: Store, directory: str, url: str, deadline: Deadl
             sizes[file] = await store.size(f"{directory}/{file}", deadline=deadline)
         manifest = await _own_manifest(store, directory, marker, sizes, deadline)
         if isinstance(manifest, Manifest):
-            await io_threads().run(validate, manifest, deadline=deadline)
+            await io_threads().run_sliced(validate, manifest, deadline=deadline)
     return manifest
 
 
@@ -237,4 +237,4 @@ def _head(manifest: Manifest | Root) -> Manifest:
 def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest | Root:
     if crc32(raw) != marker.manifest_crc:
         raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
-    return parse_manifest(raw)
+    return run_sliced(parse_manifest(raw))

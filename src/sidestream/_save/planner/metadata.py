@@ -16,7 +16,7 @@ from ..._format.marker import METADATA_NAME, Marker, manifest_name, marker_attri
 from ..._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
 from ..._format.validate import validate
 from ..._layout.values import encode_value
-from ..._runtime.threads import politely
+from ..._runtime.threads import politely, run_sliced
 from ..._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
 from ...errors import InvalidOption, UnsafeObject
 from ...options import Apart
@@ -84,7 +84,7 @@ def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[
     """The manifest, and its last line."""
     receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
     manifest = _manifest(metadata, receipts, about)
-    validate(manifest, partly=partly)
+    run_sliced(validate(manifest, partly=partly))
     return b"".join(politely(write_manifest(manifest, TORCH_VERSION))), metadata_line(manifest)
 
 
