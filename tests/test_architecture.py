@@ -168,12 +168,13 @@ def impure(sources: Mapping[str, str]) -> list[str]:
 
 
 def functions_of_steps(sources: Mapping[str, str]) -> set[str]:
-    """The dotted names of module-level functions that return steps."""
+    """The dotted names of module-level functions that return steps; a function that is ``sliced`` runs its own."""
     return {
         f"{name}.{node.name}"
         for name, source in sources.items()
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns).startswith("Steps[")
+        if not any(isinstance(one, ast.Name) and one.id == "sliced" for one in node.decorator_list)
     }
 
 
@@ -488,6 +489,8 @@ def test_catches_steps_that_nobody_runs(source: str) -> None:
     assert len(dropped_steps({"sidestream._format.frame": f"{house['sidestream._format.frame']}\n{source}"})) == 1
     for fine in ("run_sliced(check(1))", "async def f(threads):\n    await threads.run_sliced(check, 1)"):
         assert dropped_steps(house | {"sidestream._load.a": f"from .._format.frame import check\n{fine}"}) == []
+    sliced = f"@sliced\n{house['sidestream._format.frame']}\n{source}"
+    assert dropped_steps({"sidestream._format.frame": sliced}) == []
 
 
 @pytest.mark.parametrize(

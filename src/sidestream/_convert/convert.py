@@ -20,7 +20,7 @@ from .._layout.select import selected
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
-from .._runtime.threads import Deadline, io_threads, politely
+from .._runtime.threads import Deadline, gathered, io_threads
 from .._runtime.torch_probes import dtype_from_name, dtype_name
 from .._save.layouts import commit_files
 from .._save.operation import RankReceipt
@@ -210,7 +210,7 @@ def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
 
 
 def _total(selection: _Selection) -> int:
-    distinct = {one.identity: one.nbytes for one in politely(selection.tensors)}
+    distinct = dict(gathered((one.identity, one.nbytes) for one in selection.tensors))
     return sum(distinct.values())
 
 

@@ -166,7 +166,7 @@ def torch_file(
     for value in values:
         pickled = EMPTY_DICT if value.empty else pickle_part(value.node, storages)
         leaves[value.fqn] = (value.path, _Pickled(pickled))
-    pickled = b"\x80\x02" + _pickle_tree(assemble(politely([leaves[fqn] for fqn in order]))) + b"."
+    pickled = b"\x80\x02" + _pickle_tree(run_sliced(assemble(leaves[fqn] for fqn in order))) + b"."
     archive = TorchArchive(pickled, storages[len(first) :], [one.nbytes for one in first])
     ends = [offset for offset, _ in archive.pieces[1:]] + [archive.nbytes]
     pieces: list[tuple[int, int, Piece]] = [
@@ -285,7 +285,7 @@ class DcpTarget:
         for one in tensors:
             distinct.setdefault(one.identity, one)
         items = list(distinct.values())
-        frames = [frame_tensor(one.dtype, one.shape) for one in items]
+        frames = (frame_tensor(one.dtype, one.shape) for one in items)
         layouts = run_sliced(lay_out(frames, shard_bytes, window_bytes))
         self.shards: list[_DcpShard] = []
         self._places: dict[object, tuple[int, int]] = {}

@@ -17,7 +17,7 @@ from .._layout.checks import altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Deadline, burst, io_threads, let_go, politely, run_sliced
+from .._runtime.threads import Deadline, Steps, burst, gathered, io_threads, let_go, politely, sliced
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
 from .._storage import ReadRange, Store
 from ..errors import allocating
@@ -191,15 +191,17 @@ class Reader:
         self.nbytes += nbytes
         self._tell(total)
 
+    @sliced
     def _pieces(
         self,
         planned: Iterable[Batch],
         packed: Iterable[tuple[Wanted, Chunk]],
         targets: Mapping[str, Wanted],
         foreign: Mapping[str, Located],
-    ) -> list[Piece]:
+    ) -> Steps[list[Piece]]:
         pieces: list[Piece] = [Item(chunk, partial(self._finish_packed, one, chunk), one) for one, chunk in packed]
-        for batch in politely(planned):
+        for batch in planned:
+            yield
             for one in batch.ranges:
                 wanted = targets[one.fqn]
                 rows = _rows_of(one, wanted, foreign.get(one.fqn))
@@ -241,9 +243,11 @@ class Reader:
     async def _open_together(self, shared: SharedReads, targets: Mapping[str, Wanted]) -> Opened:
         opened: Opened = {}
 
-        def ends() -> list[Piece]:
+        @sliced
+        def ends() -> Steps[list[Piece]]:
             found: list[Piece] = []
-            for fqn, one in politely(targets.items()):
+            for fqn, one in targets.items():
+                yield
                 for chunk in one.entry.chunks:
                     if is_closed(chunk):
                         found.extend(Ends.of(chunk, partial(_open, opened, fqn, one.entry, chunk)))
@@ -256,7 +260,7 @@ class Reader:
 def _located_already(
     targets: Mapping[str, Wanted], opened: Opened
 ) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
-    return located_already({fqn: one.entry for fqn, one in politely(targets.items())}, opened)
+    return located_already(dict(gathered((fqn, one.entry) for fqn, one in targets.items())), opened)
 
 
 def _open(opened: Opened, fqn: str, entry: TensorEntry, chunk: Chunk, ends: Sequence[bytes]) -> None:
@@ -278,29 +282,33 @@ def _rows_of(one: Range, wanted: Wanted, located: Located | None) -> list[Range]
     return None if any(row.crc is not None for row in found) else found
 
 
-def _alone(rest: Iterable[Piece]) -> tuple[list[Batch], list[tuple[Wanted, Chunk]]]:
+@sliced
+def _alone(rest: Iterable[Piece]) -> Steps[tuple[list[Batch], list[tuple[Wanted, Chunk]]]]:
     """What is left for this rank to read by itself."""
     ranges: list[Range] = []
     packed: list[tuple[Wanted, Chunk]] = []
-    for piece in politely(rest):
+    for piece in rest:
+        yield
         if isinstance(piece, Item):
             packed.append((piece.wanted, piece.chunk))
         elif isinstance(piece, (Landing, Summed)):
             ranges.append(piece.range)
-    return run_sliced(batches(ranges)), packed
+    return (yield from batches(ranges)), packed
 
 
 def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
-    return {one.fqn: one for one in politely(wanted)}
+    return dict(gathered((one.fqn, one) for one in wanted))
 
 
+@sliced
 def _plan(
     targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None, verified: bool
-) -> tuple[list[Batch], int]:
+) -> Steps[tuple[list[Batch], int]]:
     ranges: list[Range] = []
-    for fqn, one in politely(targets.items()):
+    for fqn, one in targets.items():
+        yield
         ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn], verified))
-    planned = run_sliced(batches(ranges))
+    planned = yield from batches(ranges)
     return planned, sum(batch.nbytes for batch in planned)
 
 

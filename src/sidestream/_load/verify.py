@@ -22,7 +22,7 @@ from .._runtime.abandoned import noted
 from .._runtime.caller import call
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
-from .._runtime.threads import Deadline, burst, collected, io_threads, politely, run_sliced
+from .._runtime.threads import Deadline, Steps, burst, gathered, io_threads, politely, run_sliced, sliced
 from .._storage import Location, ReadRange, Where, locate_directory
 from ..errors import (
     Corrupt,
@@ -269,9 +269,11 @@ class Verification:
                     self._note(difference, name)
                 self.done_bytes += len(raw)
 
-    def _plan_own(self, pieces: list[Piece]) -> None:
+    @sliced
+    def _plan_own(self, pieces: list[Piece]) -> Steps[None]:
         seen: set[Chunk] = set()
-        for fqn, entry in politely(self.manifest.entries.items()):
+        for fqn, entry in self.manifest.entries.items():
+            yield
             with self._noting(fqn):
                 if isinstance(entry, TensorEntry) and not seen.issuperset(entry.chunks):
                     seen.update(entry.chunks)
@@ -296,9 +298,11 @@ class Verification:
         await self._in_parallel(closed.items(), work)
         return located
 
-    def _plan_foreign(self, found: Mapping[str, Located], pieces: list[Piece]) -> None:
+    @sliced
+    def _plan_foreign(self, found: Mapping[str, Located], pieces: list[Piece]) -> Steps[None]:
         """Plan the reads of a foreign checkpoint. Called in a worker thread."""
-        for fqn, entry in politely(self.manifest.entries.items()):
+        for fqn, entry in self.manifest.entries.items():
+            yield
             if not isinstance(entry, TensorEntry):
                 continue
             if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
@@ -326,12 +330,14 @@ class Verification:
         self.unreadable.add(fqn)
         self._opaque.extend((fqn, chunk) for chunk in entry.chunks)
 
-    def _whole_items(self) -> list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]:
+    @sliced
+    def _whole_items(self) -> Steps[list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]]:
         """Return the items of other writers that are read as a whole: values, including those that DCP's planner has
         pickled in a checkpoint of sidestream, and compressed items. Called in a worker thread."""
         found: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]] = []
         if not self.manifest.exact:
-            for fqn, entry in politely(self.manifest.entries.items()):
+            for fqn, entry in self.manifest.entries.items():
+                yield
                 if isinstance(entry, ValueEntry) and not entry.told:
                     found.append((fqn, entry, entry))
                 elif isinstance(entry, TensorEntry):
@@ -397,7 +403,7 @@ class Verification:
 
 
 def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk | ValueEntry]]) -> int:
-    return sum(piece.nbytes for piece in politely(pieces)) + sum(item.item_bytes for _, _, item in politely(whole))
+    return sum(gathered(piece.nbytes for piece in pieces)) + sum(gathered(item.item_bytes for _, _, item in whole))
 
 
 def _differences(
@@ -411,7 +417,7 @@ def _differences(
         if not manifest.exact:
             raise
         return [Corrupt(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
-    compared = run_sliced(collected(compare_metadata(manifest, metadata)))
+    compared = gathered(compare_metadata(manifest, metadata))
     found = [one for one in compared if one is not None]
     pointer = metadata.attributes.get(attribute)
     if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
@@ -419,11 +425,13 @@ def _differences(
     return found
 
 
-def _runs(pieces: list[Piece]) -> list[list[Piece]]:
+@sliced
+def _runs(pieces: list[Piece]) -> Steps[list[list[Piece]]]:
     """Pieces of one file that are read in one go, by offset."""
     runs: list[list[Piece]] = []
     nbytes = 0
-    for piece in politely(sorted(pieces, key=lambda piece: (piece.file, piece.offset))):
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
+        yield
         full = not runs or len(runs[-1]) == _RUN_PIECES or nbytes + piece.nbytes > PIECE_BYTES
         if full or runs[-1][0].file != piece.file:
             runs.append([])

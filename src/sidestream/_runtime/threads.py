@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateEr
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
@@ -38,7 +38,7 @@ __all__ = [
     "Threads",
     "TorchThreads",
     "burst",
-    "collected",
+    "gathered",
     "in_background",
     "interpreter_ends",
     "io_threads",
@@ -48,6 +48,7 @@ __all__ = [
     "release_in_background",
     "result_of",
     "run_sliced",
+    "sliced",
     "wait_for_change",
 ]
 
@@ -340,7 +341,7 @@ _work = _Work()
 
 
 def _within(name: str, deadline: Deadline | None, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call ``fn`` in a thread, with the deadline that ``politely`` checks. A failed allocation raises a typed error."""
+    """Call ``fn`` in a thread, with the deadline of its slices. A failed allocation raises a typed error."""
     before = _work.name, _work.deadline
     _work.name, _work.deadline = name, deadline
     try:
@@ -406,6 +407,21 @@ def run_sliced(steps: Steps[T]) -> T:
         return result
     finally:
         steps.close()
+
+
+def sliced(fn: Callable[P, Steps[T]]) -> Callable[P, T]:
+    """Make a function that is called in a worker thread from one that returns steps."""
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run_sliced(fn(*args, **kwargs))
+
+    return run
+
+
+def gathered(items: Iterable[T], every: int = 32) -> list[T]:
+    """Return a list of ``items`` in a worker thread, in slices of time."""
+    return run_sliced(collected(items, every))
 
 
 def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:

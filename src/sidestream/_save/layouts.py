@@ -18,7 +18,7 @@ from .._format.shard import BlockSums
 from .._format.shared import PartName, Root, part_name, write_part
 from .._layout.save_layout import SavePlan
 from .._layout.sharded.rank_layout import RankPlan
-from .._runtime.threads import io_threads, politely, run_sliced
+from .._runtime.threads import gathered, io_threads, run_sliced
 from .._runtime.torch_probes import TORCH_VERSION
 from .._storage.bodies import BytesBody
 from ..errors import SidestreamError
@@ -150,17 +150,16 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
     """Return the receipt of this rank, and its part of the manifest. Called in a worker thread."""
     plan = planned.plan
     names = {name: order.transaction.committed_name(name) for name in plan.files}
-    chunks = list(politely(plan.chunks(sums, names)))
+    chunks = gathered(plan.chunks(sums, names))
     values = [
         (row, fqn, names[plan.values_file], offset, nbytes, node)
         for row, fqn, offset, nbytes, node in plan.value_places
     ]
-    part = b"".join(
-        write_part(
-            [(row, chunk) for row, _, chunk in chunks],
-            [(row, file, offset, nbytes, node) for row, _, file, offset, nbytes, node in values],
-        )
+    lines = write_part(
+        [(row, chunk) for row, _, chunk in chunks],
+        [(row, file, offset, nbytes, node) for row, _, file, offset, nbytes, node in values],
     )
+    part = b"".join(gathered(lines))
     # Names on object storage carry the save's id: there the places are new each time.
     stable = all(name == published for name, published in names.items())
     new = not stable or planned.known_layout != plan.layout.digest

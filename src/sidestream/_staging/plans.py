@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
-from .._runtime.steps import Steps
 from .._runtime.torch_probes import lazy_bits
 
 __all__ = ["PlanCache", "fingerprint"]
@@ -18,7 +17,7 @@ T = TypeVar("T")
 _KEPT = 4
 
 
-def fingerprint(tensors: Iterable[torch.Tensor]) -> Steps[tuple[Hashable, ...]]:
+def fingerprint(tensors: Iterable[torch.Tensor]) -> Generator[None, None, tuple[Hashable, ...]]:
     """What a layout depends on: dtype, shape, strides, storage and place in it of every tensor.
 
     A tensor that was replaced, resized or moved has another one, so a plan is never applied to what it was not made
@@ -49,7 +48,7 @@ class PlanCache:
         self.made = 0
         """How many plans had to be made."""
 
-    def get(self, key: Hashable, make: Callable[[], Steps[T]]) -> Steps[T]:
+    def get(self, key: Hashable, make: Callable[[], Generator[None, None, T]]) -> Generator[None, None, T]:
         """The plan for ``key``, made in steps by ``make`` unless it is known."""
         with self._lock:
             if key in self._plans:

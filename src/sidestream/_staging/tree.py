@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._runtime.public import public
-from .._runtime.threads import Steps, politely, run_sliced
+from .._runtime.threads import Steps, gathered, politely, run_sliced
 from .._runtime.torch_probes import attributes_of, check_tensor, lazy_bits, storage_key, with_attributes
 from .arena import Lease
 from .capture import Captured
@@ -69,7 +69,7 @@ class StagePlan:
     def build(self, leases: Sequence[Lease]) -> StagedState:
         """The state dict over ``leases``, each of which has been filled according to its image."""
         slots: dict[tuple[int, int], torch.Tensor] = {}
-        tensors = [_tensor(view, leases, slots) for view in politely(self.views, _EVERY)]
+        tensors = gathered(_tensor(view, leases, slots) for view in self.views)
         return StagedState(_filled(self.root, tensors))
 
 

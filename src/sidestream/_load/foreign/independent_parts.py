@@ -20,7 +20,7 @@ from ..._format.rank_files import Replica, merge_ranks, ranks_among
 from ..._format.records import Manifest, ValueEntry
 from ..._format.values import is_stored
 from ..._runtime.tasks import in_parallel
-from ..._runtime.threads import Deadline, io_threads, politely, run_sliced
+from ..._runtime.threads import Deadline, Steps, gathered, io_threads, run_sliced, sliced
 from ..._storage import Store
 from ...errors import Corrupt, Incomplete
 from .manifests import read_file
@@ -91,13 +91,15 @@ async def read_apart(
     )
 
 
-def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica], dict[str, int]]:
+@sliced
+def _merged(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica], dict[str, int]]]:
     """Merge the parts. Also returns the items that remain to be compared byte by byte, and the files of all parts.
     Raises ``Corrupt`` if the checksums of the parts differ."""
-    manifest, replicas = run_sliced(merge_ranks(parts))
-    files = {file: nbytes for part in politely(parts) for file, nbytes in part.files.items()}
+    manifest, replicas = yield from merge_ranks(parts)
+    files = dict(gathered(named for part in parts for named in part.files.items()))
     left = []
-    for replica in politely(replicas):
+    for replica in replicas:
+        yield
         first, other = replica.first, replica.other
         if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
             if first.node != other.node:
@@ -138,9 +140,11 @@ async def read_part(
     return await io_threads().run(parse, deadline=deadline)
 
 
-def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
+@sliced
+def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> Steps[None]:
     """Raise ``Corrupt`` for a file that is missing or does not have the size that was saved. Called in a worker
     thread."""
-    for file, nbytes in politely(saved.items()):
+    for file, nbytes in saved.items():
+        yield
         if found.get(file) != nbytes:
             raise Corrupt(f"{file} has {found.get(file, 0)} bytes, but {nbytes} were saved", file=file)

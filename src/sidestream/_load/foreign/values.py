@@ -25,7 +25,7 @@ from ..._format.values import is_stored
 from ..._layout.objects import NOTHING_ALLOWED, Allowed
 from ..._layout.ranges import PIECE_BYTES
 from ..._layout.values import decode_value
-from ..._runtime.threads import Deadline, Threads, TorchThreads, io_threads, politely, run_sliced
+from ..._runtime.threads import Deadline, Steps, Threads, TorchThreads, io_threads, politely, run_sliced, sliced
 from ..._storage import ReadRange, Store
 from ...errors import Closed, Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
 from ...options import Trust
@@ -100,13 +100,15 @@ class ValueBudgets:
     decoding: threading.Lock = field(default_factory=threading.Lock)
 
 
-def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[str, Any], dict[str, ValueEntry]]:
+@sliced
+def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[dict[str, Any], dict[str, ValueEntry]]]:
     """Return the values that the manifest contains, and the entries of the others. Raises ``MissingExtra``."""
     values: dict[str, Any] = {}
     rest: dict[str, ValueEntry] = {}
-    for fqn, one in politely(entries.items()):
+    for fqn, one in entries.items():
+        yield
         if one.told or (own and not is_stored(one.node)):
-            values[fqn] = run_sliced(decode_value(one.node, fqn))
+            values[fqn] = yield from decode_value(one.node, fqn)
         else:
             rest[fqn] = one
     if any(one.transform for one in politely(rest.values())):
@@ -114,11 +116,13 @@ def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[str
     return values, rest
 
 
-def sorted_out(entries: Mapping[str, Entry]) -> tuple[dict[str, TensorEntry], dict[str, ValueEntry]]:
+@sliced
+def sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, TensorEntry], dict[str, ValueEntry]]]:
     """Return the tensors and the plain values. Called in a worker thread."""
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, ValueEntry] = {}
-    for fqn, entry in politely(entries.items()):
+    for fqn, entry in entries.items():
+        yield
         if isinstance(entry, TensorEntry):
             tensors[fqn] = entry
         elif isinstance(entry, ValueEntry):
@@ -195,14 +199,16 @@ async def locate_tensor(
     return _located(entry, opened) if few else await threads.run(_located, entry, opened, deadline=deadline)
 
 
+@sliced
 def located_already(
     entries: Mapping[str, TensorEntry], opened: Opened
-) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
+) -> Steps[tuple[dict[str, Located], dict[str, TensorEntry]]]:
     """Return the results of ``locate_tensor`` for the tensors whose zips need not be opened, and the other tensors.
     Called in a worker thread."""
     located: dict[str, Located] = {}
     closed: dict[str, TensorEntry] = {}
-    for fqn, entry in politely(entries.items()):
+    for fqn, entry in entries.items():
+        yield
         if all(chunk in opened or not is_closed(chunk) for chunk in entry.chunks):
             located[fqn] = _located(entry, opened)
         else:
