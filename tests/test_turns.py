@@ -27,7 +27,12 @@ from sidestream._format.checksum import block_crcs
 from sidestream._format.records import BLOCK_BYTES
 from sidestream._runtime import gil as _turns
 from sidestream._runtime import threads as _threads
-from sidestream._runtime.threads import Deadline, Threads, time_limit
+from sidestream._runtime.steps import Steps
+from sidestream._runtime.threads import (
+    Deadline,
+    Threads,
+    time_limit,
+)
 from sidestream.errors import DeadlineExceeded
 
 PATIENCE_S = 60.0
@@ -298,6 +303,23 @@ def test_a_thread_rests_after_each_slice(slice_s: float, rests: int, monkeypatch
     done.extend(_threads.politely(range(130), 32))
     assert done == list(range(130))
     assert len(rested) == rests
+
+
+@pytest.mark.parametrize(("slice_s", "rests"), [(0.0, [8, 16]), (1e9, [])])
+def test_a_thread_rests_between_steps(slice_s: float, rests: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    rested: list[int] = []
+    done: list[int] = []
+    monkeypatch.setattr(_threads, "slice_s", lambda: slice_s)
+    monkeypatch.setattr(_threads, "rest", lambda: rested.append(len(done)))
+
+    def work() -> Steps[str]:
+        for number in range(20):
+            done.append(number)
+            yield
+        return "the result"
+
+    assert _threads.run_sliced(work()) == "the result"
+    assert rested == rests
 
 
 async def test_turns_on_a_loop_with_another_clock() -> None:

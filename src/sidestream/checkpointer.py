@@ -244,7 +244,7 @@ class Checkpointer:
         if captured.sharded or self._together() is not None:
             return  # it takes a group to plan
         with suppress(InvalidOption, KeyCollision, UnsafeObject, UnsupportedTensor):  # as above
-            await io_threads().run(plan_save, stager.plans, stager.budget_bytes, captured)
+            await io_threads().run_sliced(plan_save, stager.plans, stager.budget_bytes, captured)
 
     async def save(
         self,

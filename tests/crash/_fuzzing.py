@@ -32,6 +32,7 @@ from sidestream._format.records import Chunk, DictKey, EmptyEntry, Manifest, Ten
 from sidestream._format.safetensors.read import PREFIX_BYTES, header_bytes, parse_header
 from sidestream._format.torch_zip.item import open_tensor_item, open_value_item
 from sidestream._format.validate import validate
+from sidestream._runtime.threads import run_sliced
 from sidestream.errors import SidestreamError
 
 HANG_S = 60
@@ -181,7 +182,7 @@ def _alter(content: Any, r: random.Random) -> None:
 
 
 def read_manifest(raw: bytes) -> None:
-    validate(parse_manifest(raw))
+    run_sliced(validate(run_sliced(parse_manifest(raw))))
 
 
 def metadata_input(r: random.Random) -> bytes:
@@ -191,14 +192,14 @@ def metadata_input(r: random.Random) -> bytes:
 
 
 def read_metadata(raw: bytes) -> None:
-    manifest = read_dcp_metadata(raw)
-    validate(replace(manifest, files={"__0_0.distcp": 1 << 20}))
+    manifest = run_sliced(read_dcp_metadata(raw))
+    run_sliced(validate(replace(manifest, files={"__0_0.distcp": 1 << 20})))
 
 
 def marker_input(r: random.Random) -> bytes:
     manifest = records(r)
     marker = Marker(_SAVE_ID, 100, 7, manifest.step, manifest.generation)
-    raw = describe(manifest.entries).metadata(marker)[-600:]
+    raw = run_sliced(describe(manifest.entries)).metadata(marker)[-600:]
     return other_bytes(raw, r) if r.random() < 0.9 else raw
 
 
@@ -226,7 +227,7 @@ def value_input(r: random.Random) -> bytes:
 
 
 def read_value(raw: bytes) -> None:
-    open_value_item(io.BytesIO(raw), len(raw))
+    run_sliced(open_value_item(io.BytesIO(raw), len(raw)))
 
 
 def safetensors_input(r: random.Random) -> bytes:
@@ -251,7 +252,7 @@ def safetensors_input(r: random.Random) -> bytes:
 def read_safetensors(raw: bytes) -> None:
     nbytes = header_bytes(bytearray(raw[:PREFIX_BYTES]), len(raw) - PREFIX_BYTES, "f.safetensors")
     header = bytearray(raw[PREFIX_BYTES : PREFIX_BYTES + nbytes])
-    parse_header(header, PREFIX_BYTES + nbytes, len(raw), "f.safetensors")
+    run_sliced(parse_header(header, PREFIX_BYTES + nbytes, len(raw), "f.safetensors"))
 
 
 TARGETS: dict[str, tuple[Callable[[random.Random], bytes], Callable[[bytes], object]]] = {

@@ -25,6 +25,7 @@ from hangs import processor_budget
 from sidestream._format.dcp.metadata import read_dcp_metadata
 from sidestream._format.records import DTYPES, Node, TensorEntry, ValueEntry
 from sidestream._format.torch_zip.item import TensorPayload, open_tensor_item, open_value_item
+from sidestream._runtime.threads import run_sliced
 from sidestream.errors import Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint
 
 
@@ -54,7 +55,7 @@ def tensor_of(data: bytes) -> TensorPayload:
 
 
 def value_of(data: bytes) -> Node:
-    return open_value_item(Source(data), len(data))
+    return run_sliced(open_value_item(Source(data), len(data)))
 
 
 def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -149,7 +150,7 @@ def test_a_checkpoint_of_stock_dcp(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(single process|TypedStorage|no_dist).*")
         dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    entries = read_dcp_metadata((tmp_path / ".metadata").read_bytes()).entries
+    entries = run_sliced(read_dcp_metadata((tmp_path / ".metadata").read_bytes())).entries
     for fqn, entry in entries.items():
         if isinstance(entry, TensorEntry):
             (chunk,) = entry.chunks
@@ -501,7 +502,10 @@ def test_truncation_at_every_byte() -> None:
             with pytest.raises(SidestreamError):
                 opened(item[:end])
             with pytest.raises(SidestreamError):  # the file ends before the item does
-                (open_tensor_item if opened is tensor_of else open_value_item)(io.BytesIO(item[:end]), len(item))
+                if opened is tensor_of:
+                    open_tensor_item(io.BytesIO(item[:end]), len(item))
+                else:
+                    run_sliced(open_value_item(io.BytesIO(item[:end]), len(item)))
 
 
 def test_mutations_end_in_a_value_or_a_typed_error() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidestream._format.pickles.unpickle import Call, Global, Limits, Pairs, Persistent, decode
+from sidestream._runtime.threads import run_sliced
 from sidestream.errors import Corrupt, SidestreamError, UnsafeObject
 
 ALLOWED = frozenset(f"builtins.{name}" for name in ("set", "frozenset", "complex", "bytes", "bytearray")) | {
@@ -70,7 +71,7 @@ values = st.recursive(
 @given(value=values)
 def test_agrees_with_pickle(protocol: int, value: object) -> None:
     data = pickle.dumps(value, protocol)
-    result = rebuilt(decode(data, ALLOWED))
+    result = rebuilt(run_sliced(decode(data, ALLOWED)))
     assert result == value
     assert type(result) is type(value)
 
@@ -79,16 +80,16 @@ def test_long_containers_and_shared_parts() -> None:
     shared = {"k": "v" * 300}
     value = [list(range(5000)), {str(i): (i, shared) for i in range(3000)}, "\ud800", b"x" * 300]
     for protocol in (2, 4, 5):
-        assert rebuilt(decode(pickle.dumps(value, protocol), ALLOWED)) == value
+        assert rebuilt(run_sliced(decode(pickle.dumps(value, protocol), ALLOWED))) == value
 
 
 def test_records() -> None:
-    assert decode(b"\x80\x02cbuiltins\nset\n.", ALLOWED) == Global("builtins.set")
-    assert decode(b"\x80\x02c__builtin__\nset\n.", ALLOWED) == Global("builtins.set")
-    persistent = decode(b"\x80\x02K\x01Q.", ALLOWED)
+    assert run_sliced(decode(b"\x80\x02cbuiltins\nset\n.", ALLOWED)) == Global("builtins.set")
+    assert run_sliced(decode(b"\x80\x02c__builtin__\nset\n.", ALLOWED)) == Global("builtins.set")
+    persistent = run_sliced(decode(b"\x80\x02K\x01Q.", ALLOWED))
     assert isinstance(persistent, Persistent)
     assert persistent.id == 1
-    call = decode(b"\x80\x02cbuiltins\nset\n)R}b.", ALLOWED)
+    call = run_sliced(decode(b"\x80\x02cbuiltins\nset\n)R}b.", ALLOWED))
     assert isinstance(call, Call)
     assert (call.function, call.args, call.items) == ("builtins.set", (), None)
     assert isinstance(call.state, Pairs)
@@ -117,7 +118,7 @@ def test_code_is_refused_by_name_and_not_run(protocol: int, tmp_path: Any) -> No
         except TypeError:  # a module as an argument cannot be pickled; the name comes first all the same
             data = b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\n\x85R."
         with pytest.raises(UnsafeObject) as refused:
-            decode(data, ALLOWED)
+            run_sliced(decode(data, ALLOWED))
         assert name in str(refused.value)
     assert not marker.exists()
 
@@ -125,7 +126,7 @@ def test_code_is_refused_by_name_and_not_run(protocol: int, tmp_path: Any) -> No
 def test_dotted_name_does_not_reach_through_an_allowed_module() -> None:
     data = b"\x80\x04\x8c\x08builtins\x8c\x0aset.__init\x93."
     with pytest.raises(UnsafeObject, match=r"builtins\.set\.__init"):
-        decode(data, ALLOWED)
+        run_sliced(decode(data, ALLOWED))
 
 
 @pytest.mark.parametrize(
@@ -188,29 +189,29 @@ def test_dotted_name_does_not_reach_through_an_allowed_module() -> None:
 )
 def test_malformed(data: bytes) -> None:
     with pytest.raises(Corrupt):
-        decode(data, ALLOWED)
+        run_sliced(decode(data, ALLOWED))
 
 
 def test_limits() -> None:
     data = pickle.dumps([1, 2, 3], 2)
     for limits in (Limits(total_bytes=len(data) - 1), Limits(opcodes=5), Limits(depth=0)):
         with pytest.raises(Corrupt):
-            decode(data, ALLOWED, limits)
-    decode(data, ALLOWED, Limits(total_bytes=len(data), opcodes=20, depth=1))
+            run_sliced(decode(data, ALLOWED, limits))
+    run_sliced(decode(data, ALLOWED, Limits(total_bytes=len(data), opcodes=20, depth=1)))
     for bits in (71, 1 << 13):
         with pytest.raises(Corrupt):
-            decode(pickle.dumps(1 << bits, 2), ALLOWED, Limits(integer_bytes=9 if bits == 71 else 1024))
-    assert decode(pickle.dumps((1 << 63) + 1, 2), ALLOWED, Limits(integer_bytes=9)) == (1 << 63) + 1
+            run_sliced(decode(pickle.dumps(1 << bits, 2), ALLOWED, Limits(integer_bytes=9 if bits == 71 else 1024)))
+    assert run_sliced(decode(pickle.dumps((1 << 63) + 1, 2), ALLOWED, Limits(integer_bytes=9))) == (1 << 63) + 1
 
 
 def test_memo_bombs_cost_nothing() -> None:
     bomb = b")q\x00" + b"h\x00\x86q\x00" * 90  # a tuple of 2**90 leaves; hashing it would never end
     with processor_budget(1):
-        assert isinstance(decode(b"\x80\x02" + bomb + b".", ALLOWED), tuple)
-        assert isinstance(decode(b"\x80\x02}" + bomb + b"Ns.", ALLOWED), Pairs)
-        assert isinstance(decode(b"\x80\x04\x8f(" + bomb + b"\x90.", ALLOWED), Call)
+        assert isinstance(run_sliced(decode(b"\x80\x02" + bomb + b".", ALLOWED)), tuple)
+        assert isinstance(run_sliced(decode(b"\x80\x02}" + bomb + b"Ns.", ALLOWED)), Pairs)
+        assert isinstance(run_sliced(decode(b"\x80\x04\x8f(" + bomb + b"\x90.", ALLOWED)), Call)
         with pytest.raises(Corrupt, match="memo index 4294967295, but the next one is 0"):
-            decode(b"\x80\x02Nr\xff\xff\xff\xff.", ALLOWED)
+            run_sliced(decode(b"\x80\x02Nr\xff\xff\xff\xff.", ALLOWED))
 
 
 def test_deep_and_circular_values_are_refused() -> None:
@@ -225,8 +226,8 @@ def test_deep_and_circular_values_are_refused() -> None:
         b")" + b"Q" * 200 + b".",
     ):
         with pytest.raises(Corrupt, match=r"deep|itself"):
-            decode(data, ALLOWED)
-        decode(data, ALLOWED, Limits(depth=None))
+            run_sliced(decode(data, ALLOWED))
+        run_sliced(decode(data, ALLOWED, Limits(depth=None)))
 
 
 def _sample() -> bytes:
@@ -239,10 +240,10 @@ def _sample() -> bytes:
 
 def test_truncation_at_every_byte() -> None:
     for protocol in (2, 4, 5):
-        data = pickle.dumps(rebuilt(decode(_sample(), ALLOWED)), protocol)
+        data = pickle.dumps(rebuilt(run_sliced(decode(_sample(), ALLOWED))), protocol)
         for end in range(len(data)):
             with pytest.raises(Corrupt):
-                decode(data[:end], ALLOWED)
+                run_sliced(decode(data[:end], ALLOWED))
 
 
 def test_mutations_end_in_a_value_or_a_typed_error() -> None:
@@ -253,7 +254,7 @@ def test_mutations_end_in_a_value_or_a_typed_error() -> None:
         for _ in range(generator.randint(1, 4)):
             mutated[generator.randrange(len(mutated))] = generator.randrange(256)
         with contextlib.suppress(SidestreamError):
-            decode(bytes(mutated), ALLOWED)
+            run_sliced(decode(bytes(mutated), ALLOWED))
 
 
 @settings(max_examples=300)
@@ -262,4 +263,4 @@ def test_mutations_end_in_a_value_or_a_typed_error() -> None:
                                  b"\x91", struct.pack("<cI", b"X", 2) + b"ab"])))  # fmt: skip
 def test_random_opcodes_end_in_a_value_or_a_typed_error(opcodes: list[bytes]) -> None:
     with contextlib.suppress(SidestreamError):
-        decode(b"\x80\x04" + b"".join(opcodes) + b".", ALLOWED)
+        run_sliced(decode(b"\x80\x04" + b"".join(opcodes) + b".", ALLOWED))

@@ -11,6 +11,7 @@ from sidestream._format import validate as limits
 from sidestream._format.cover import find_overlap
 from sidestream._format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Manifest, TensorEntry, ValueEntry
 from sidestream._format.validate import validate
+from sidestream._runtime.threads import run_sliced
 from sidestream.errors import Corrupt, NotCovered, UnsupportedCheckpoint
 
 FILE = "__0_0.distcp"
@@ -34,42 +35,42 @@ def boxes(shape: tuple[int, ...], *parts: tuple[tuple[int, ...], tuple[int, ...]
 
 
 def test_sound_manifests() -> None:
-    validate(manifest())
-    validate(boxes((), ((), ())))
-    validate(boxes((0,)))
-    validate(boxes((0, 3), ((0, 0), (0, 3))))
-    validate(boxes((4, 3), ((0, 0), (4, 3))))
-    validate(boxes((4,), ((4,), (0,)), ((0,), (4,))))  # a rank that has nothing of it
-    validate(boxes((4,), ((2,), (2,)), ((0,), (2,))))
-    validate(boxes((4, 6), *(((row, column), (2, 2)) for row in (0, 2) for column in (0, 2, 4))))
+    run_sliced(validate(manifest()))
+    run_sliced(validate(boxes((), ((), ()))))
+    run_sliced(validate(boxes((0,))))
+    run_sliced(validate(boxes((0, 3), ((0, 0), (0, 3)))))
+    run_sliced(validate(boxes((4, 3), ((0, 0), (4, 3)))))
+    run_sliced(validate(boxes((4,), ((4,), (0,)), ((0,), (4,)))))  # a rank that has nothing of it
+    run_sliced(validate(boxes((4,), ((2,), (2,)), ((0,), (2,)))))
+    run_sliced(validate(boxes((4, 6), *(((row, column), (2, 2)) for row in (0, 2) for column in (0, 2, 4)))))
     pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
-    validate(boxes((3, 3), *pinwheel))
+    run_sliced(validate(boxes((3, 3), *pinwheel)))
     value = ValueEntry(("a", 0, DictKey(None)), FILE, 5000, 100)
-    validate(manifest(value, EmptyEntry(("b",)), tensor((2,), chunk((0,), (2,)))))
+    run_sliced(validate(manifest(value, EmptyEntry(("b",)), tensor((2,), chunk((0,), (2,))))))
 
 
 def test_tied_tensors_share_a_range_if_they_are_the_same() -> None:
     first = tensor((2,), chunk((0,), (2,)))
-    validate(replace(manifest(first, tensor((2,), chunk((0,), (2,)))), save_id="0" * 32))
+    run_sliced(validate(replace(manifest(first, tensor((2,), chunk((0,), (2,)))), save_id="0" * 32)))
     with pytest.raises(Corrupt, match="overlap in"):  # 500 views of one item are a bomb, not tied weights
-        validate(replace(manifest(first, tensor((1,), chunk((0,), (1,)))), save_id="0" * 32))
+        run_sliced(validate(replace(manifest(first, tensor((1,), chunk((0,), (1,)))), save_id="0" * 32)))
     with pytest.raises(Corrupt, match="overlap in"):  # stock DCP shares nothing
-        validate(manifest(first, tensor((2,), chunk((0,), (2,)))))
+        run_sliced(validate(manifest(first, tensor((2,), chunk((0,), (2,))))))
 
 
 def test_shapes_that_no_memory_has() -> None:
     with pytest.raises(Corrupt, match="impossible shape"):
-        validate(manifest(tensor((0, 1 << 62, 1 << 40))))
+        run_sliced(validate(manifest(tensor((0, 1 << 62, 1 << 40)))))
 
 
 @pytest.mark.parametrize(("second_at", "second_length"), [(999, 1000), (0, 999), (1, 1000), (100, 10), (0, 1001)])
 def test_overlapping_items(second_at: int, second_length: int) -> None:
     first = tensor((2,), chunk((0,), (2,)))
     with pytest.raises(Corrupt, match="overlap in") as caught:
-        validate(manifest(first, tensor((2,), chunk((0,), (2,), second_at, second_length))))
+        run_sliced(validate(manifest(first, tensor((2,), chunk((0,), (2,), second_at, second_length)))))
     assert caught.value.file == FILE
     assert caught.value.fqn in ("e0", "e1")
-    validate(manifest(first, tensor((2,), chunk((0,), (2,), 1000, 1000))))
+    run_sliced(validate(manifest(first, tensor((2,), chunk((0,), (2,), 1000, 1000)))))
 
 
 @pytest.mark.parametrize(
@@ -80,40 +81,40 @@ def test_file_names(name: str) -> None:
     entry = ValueEntry(("v",), name, 0, 10)
     for files in ({name: 100}, {}):
         with pytest.raises(Corrupt, match="no plain file name") as caught:
-            validate(Manifest("", {"v": entry}, files))
+            run_sliced(validate(Manifest("", {"v": entry}, files)))
         assert caught.value.file == name
 
 
 def test_items_lie_within_files() -> None:
     for at, length in ((-1, 10), (0, -1), (95, 10), (0, 1 << 62), (1 << 62, 1)):
         with pytest.raises(Corrupt, match="lies at") as caught:
-            validate(manifest(ValueEntry(("v",), FILE, at, length), size=100))
+            run_sliced(validate(manifest(ValueEntry(("v",), FILE, at, length), size=100)))
         assert (caught.value.file, caught.value.fqn) == (FILE, "e0")
     with pytest.raises(Corrupt, match="missing"):
-        validate(Manifest("", {"v": ValueEntry(("v",), FILE, 0, 1)}, {}))
+        run_sliced(validate(Manifest("", {"v": ValueEntry(("v",), FILE, 0, 1)}, {})))
     with pytest.raises(Corrupt, match="impossible size"):
-        validate(manifest(size=-1))
+        run_sliced(validate(manifest(size=-1)))
 
 
 def test_payload_lies_within_item() -> None:
     whole = chunk((0,), (200,), 100, 900)
     for offset in (None, 100, 200):
-        validate(manifest(tensor((200,), replace(whole, payload_offset=offset))))
+        run_sliced(validate(manifest(tensor((200,), replace(whole, payload_offset=offset)))))
     for offset in (99, 201, 0, -5, 1 << 70):
         with pytest.raises(Corrupt, match="do not fit"):
-            validate(manifest(tensor((200,), replace(whole, payload_offset=offset))))
+            run_sliced(validate(manifest(tensor((200,), replace(whole, payload_offset=offset)))))
     with pytest.raises(Corrupt, match="do not fit"):
-        validate(manifest(tensor((226,), replace(whole, sizes=(226,)))))
+        run_sliced(validate(manifest(tensor((226,), replace(whole, sizes=(226,))))))
 
 
 def test_checksums_match_payload() -> None:
     size = BLOCK_BYTES // 4 + 1
     two = Chunk((0,), (size,), FILE, 0, 1 << 30, 64, bytes(8))
-    validate(manifest(tensor((size,), two)))
-    validate(manifest(tensor((0,), Chunk((0,), (0,), FILE, 0, 1 << 30, 64, b""))))
+    run_sliced(validate(manifest(tensor((size,), two))))
+    run_sliced(validate(manifest(tensor((0,), Chunk((0,), (0,), FILE, 0, 1 << 30, 64, b"")))))
     for crcs in (b"", bytes(4), bytes(12), bytes(7)):
         with pytest.raises(Corrupt, match="checksums"):
-            validate(manifest(tensor((size,), replace(two, crcs=crcs))))
+            run_sliced(validate(manifest(tensor((size,), replace(two, crcs=crcs)))))
 
 
 @pytest.mark.parametrize(
@@ -129,14 +130,14 @@ def test_checksums_match_payload() -> None:
 )
 def test_overlapping_chunks(shape: tuple[int, ...], parts: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
     with pytest.raises(Corrupt, match="overlap") as caught:
-        validate(boxes(shape, *parts))
+        run_sliced(validate(boxes(shape, *parts)))
     assert caught.value.fqn == "e0"
 
 
 def test_holes_are_listed_together() -> None:
     holed = tensor((4,), chunk((0,), (3,)))
     with pytest.raises(NotCovered) as caught:
-        validate(manifest(holed, tensor((2,), chunk((0,), (2,), 5000)), tensor((4, 4)), tensor(())))
+        run_sliced(validate(manifest(holed, tensor((2,), chunk((0,), (2,), 5000)), tensor((4, 4)), tensor(()))))
     assert [line.split(":")[0] for line in caught.value.offenders] == ["e0", "e2", "e3"]
     assert "16 of 16" in caught.value.offenders[1]
 
@@ -144,33 +145,33 @@ def test_holes_are_listed_together() -> None:
 def test_chunks_lie_within_the_shape() -> None:
     for offsets, sizes in (((0,), (5,)), ((4,), (1,)), ((-1,), (2,)), ((2,), (-1,)), ((0, 0), (4, 1)), ((0,), (4, 1))):
         with pytest.raises(Corrupt, match=r"reaches|rank"):
-            validate(manifest(tensor((4,), chunk(offsets, sizes))))
+            run_sliced(validate(manifest(tensor((4,), chunk(offsets, sizes)))))
     for shape in ((-1,), (1 << 61, 4), (1 << 70,), (1,) * 65):
         with pytest.raises(Corrupt, match="impossible shape"):
-            validate(manifest(tensor(shape)))
+            run_sliced(validate(manifest(tensor(shape))))
 
 
 def test_claims_are_bounded_by_the_files() -> None:
     many = tensor((1000,), *(chunk((index,), (1,), 0, 100) for index in range(1000)), dtype="complex128")
     with pytest.raises(Corrupt, match="claims more bytes"):
-        validate(manifest(many, size=100))
+        run_sliced(validate(manifest(many, size=100)))
 
 
 def test_dtypes_names_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedCheckpoint, match="qint8"):
-        validate(manifest(tensor((1,), dtype="qint8")))
+        run_sliced(validate(manifest(tensor((1,), dtype="qint8"))))
     for path in ((), ("a",) * 65, (-1,), (True,), ("a" * 5000,)):
         with pytest.raises(Corrupt, match="path"):
-            validate(manifest(EmptyEntry(path)))
+            run_sliced(validate(manifest(EmptyEntry(path))))
     with pytest.raises(Corrupt, match="unknown kind"):
-        validate(manifest(EmptyEntry(("a",), "list")))
+        run_sliced(validate(manifest(EmptyEntry(("a",), "list"))))
     with pytest.raises(Corrupt, match="characters"):
-        validate(Manifest("", {"x" * 5000: EmptyEntry(("x",))}, {}))
+        run_sliced(validate(Manifest("", {"x" * 5000: EmptyEntry(("x",))}, {})))
     for what in ("ENTRIES", "CHUNKS", "FILES"):
         with monkeypatch.context() as patch:
             patch.setattr(limits, f"MAX_{what}", 0)
             with pytest.raises(Corrupt, match=f"1 {what.lower()}"):
-                validate(boxes((4,), ((0,), (4,))))
+                run_sliced(validate(boxes((4,), ((0,), (4,)))))
 
 
 def test_cover_agrees_with_counting() -> None:
@@ -193,10 +194,10 @@ def test_cover_agrees_with_counting() -> None:
 def test_many_chunks_take_little_time() -> None:
     count = 20_000
     with processor_budget(5):
-        validate(boxes((count,), *(((row,), (1,)) for row in range(count))))
-        validate(boxes((8, count), *(((0, column), (8, 1)) for column in reversed(range(count)))))
+        run_sliced(validate(boxes((count,), *(((row,), (1,)) for row in range(count)))))
+        run_sliced(validate(boxes((8, count), *(((0, column), (8, 1)) for column in reversed(range(count))))))
         grid = [((row, column, 0), (1, 1, 4)) for row in range(140) for column in range(140)]
-        validate(boxes((140, 140, 4), *grid))
+        run_sliced(validate(boxes((140, 140, 4), *grid)))
 
 
 def test_what_cannot_be_told_apart_ends_soon() -> None:
@@ -205,13 +206,13 @@ def test_what_cannot_be_told_apart_ends_soon() -> None:
     crossing = [((0, row), (count, 1)) if row % 2 else ((row, 0), (1, count)) for row in range(count)]
     with processor_budget(10):
         with pytest.raises(NotCovered):
-            validate(boxes((count, count + 1), *stairs))
+            run_sliced(validate(boxes((count, count + 1), *stairs)))
         with pytest.raises((Corrupt, UnsupportedCheckpoint)):
-            validate(boxes((count, count), *crossing))
+            run_sliced(validate(boxes((count, count), *crossing)))
         rings = []
         for depth in range(count):  # a spiral of pinwheels: no straight cut separates any two
             low, high = depth, 4 * count - depth - 1
             rings += [((low, low), (1, high - low)), ((low, high), (high - low, 1))]
             rings += [((high, low + 1), (1, high - low)), ((low + 1, low), (high - low, 1))]
         with pytest.raises(UnsupportedCheckpoint, match="intricate"):
-            validate(boxes((4 * count, 4 * count), *rings))
+            run_sliced(validate(boxes((4 * count, 4 * count), *rings)))

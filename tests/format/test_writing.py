@@ -7,10 +7,13 @@ import json
 import math
 import pickle
 import random
+import threading
 import zipfile
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +40,7 @@ from sidestream._format.records import (
 from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
 from sidestream._format.values import pickle_node
 from sidestream._layout.values import decode_value, encode_value
-from sidestream._runtime.threads import Deadline, Stop
+from sidestream._runtime.threads import Deadline, Stop, run_sliced, wait_for_change
 from sidestream.errors import Closed, Corrupt, DeadlineExceeded, UnsupportedCheckpoint
 
 pytestmark = [
@@ -89,7 +92,7 @@ def test_values_are_what_torch_load_expects(value: object) -> None:
     item = frame_value(*pickle_node(node))
     assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
     assert_same(value, torch.load(io.BytesIO(item), weights_only=False))
-    assert_same(value, decode_value(node, "v"))
+    assert_same(value, run_sliced(decode_value(node, "v")))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_values_are_what_torch_load_expects(value: object) -> None:
 )
 def test_damaged_values(node: object) -> None:
     with pytest.raises(Corrupt, match=r"^v: "):
-        decode_value(node, "v")  # type: ignore[arg-type]
+        run_sliced(decode_value(node, "v"))  # type: ignore[arg-type]
 
 
 SIZES = st.lists(st.integers(0, 300_000) | st.integers(1 << 20, 5 << 20), min_size=1, max_size=12)
@@ -108,7 +111,7 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
     """Items in order, aligned, apart; windows without holes, cut where they may be; sealed by threads in any order the
     image is the same, and no old byte is left in it."""
     frames = [frame_tensor("uint8", (size,)) for size in sizes]
-    for shard in lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
+    for shard in run_sliced(lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES)):
         assert shard.nbytes % PAGE_BYTES == 0
         check_windows(shard, window_blocks * BLOCK_BYTES)
         end = 0
@@ -143,17 +146,26 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
 def test_a_window_is_shown_as_it_is_sealed(sizes: list[int], window_blocks: int) -> None:
     """Each byte once, in order, and in its final state; the checksums are the same."""
     frames = [frame_tensor("uint8", (size,)) for size in sizes]
-    for shard in lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES):
+    for shard in run_sliced(lay_out(frames, shard_bytes=4 << 20, window_bytes=window_blocks * BLOCK_BYTES)):
         images = [bytearray(random.Random(1).randbytes(shard.nbytes)) for _ in range(2)]
         sealers = [Sealer(shard), Sealer(shard)]
         shown = bytearray()
         for window in shard.windows:
             for image, sealer, seen in zip(images, sealers, (None, shown.extend), strict=True):
                 view = memoryview(image)[window.start : window.end]
-                for _ in sealer.seal(view, window, stop=Stop(), deadline=Deadline.after(60.0), seen=seen):
+                for _ in sealer.seal(view, window, wait=waiting(), seen=seen):
                     pass
         assert shown == images[0] == images[1]
         assert sealers[0].crcs == sealers[1].crcs
+
+
+def waiting(stop: Stop | None = None, timeout_s: float = 60.0) -> Callable[[threading.Condition], None]:
+    return partial(
+        wait_for_change,
+        stop=Stop() if stop is None else stop,
+        deadline=Deadline.after(timeout_s),
+        name="checksums of the windows before",
+    )
 
 
 def check_windows(shard: ShardLayout, window_bytes: int) -> None:
@@ -176,7 +188,7 @@ def check_windows(shard: ShardLayout, window_bytes: int) -> None:
 def seal_in_threads(sealer: Sealer, image: bytearray, windows: list[Window]) -> None:
     def seal(window: Window) -> None:
         view = memoryview(image)[window.start : window.end]
-        for _ in sealer.seal(view, window, stop=Stop(), deadline=Deadline.after(60.0)):
+        for _ in sealer.seal(view, window, wait=waiting()):
             pass
 
     with ThreadPoolExecutor(len(windows)) as pool:
@@ -184,15 +196,33 @@ def seal_in_threads(sealer: Sealer, image: bytearray, windows: list[Window]) -> 
 
 
 def test_a_trailer_does_not_wait_for_ever() -> None:
-    (shard,) = lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20)
+    (shard,) = run_sliced(lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20))
     last = shard.windows[-1]
     view = memoryview(bytearray(last.end - last.start))
     with pytest.raises(DeadlineExceeded, match="checksums of the windows before"):
-        list(Sealer(shard).seal(view, last, stop=Stop(), deadline=Deadline.after(0.01)))
+        list(Sealer(shard).seal(view, last, wait=waiting(timeout_s=0.01)))
     stop = Stop()
     stop.set()
     with pytest.raises(Closed):
-        list(Sealer(shard).seal(view, last, stop=stop, deadline=Deadline.after(60.0)))
+        list(Sealer(shard).seal(view, last, wait=waiting(stop)))
+
+
+def test_a_trailer_that_waits_is_stopped() -> None:
+    (shard,) = run_sliced(lay_out([frame_tensor("uint8", (3 << 20,))], shard_bytes=1 << 30, window_bytes=1 << 20))
+    last = shard.windows[-1]
+    view = memoryview(bytearray(last.end - last.start))
+    stop, waits = Stop(), threading.Event()
+
+    def wait(changed: threading.Condition) -> None:
+        waits.set()
+        waiting(stop)(changed)
+
+    with ThreadPoolExecutor(1) as pool:
+        sealed = pool.submit(list, Sealer(shard).seal(view, last, wait=wait))
+        assert waits.wait(60)
+        stop.set()
+        with pytest.raises(Closed):
+            sealed.result(60)
 
 
 @given(st.binary(max_size=2000), st.binary(max_size=2000))
@@ -227,12 +257,12 @@ def example() -> Manifest:
 
 def test_manifest_round_trip_and_damage() -> None:
     raw = b"".join(write_manifest(example(), "2.13.0"))
-    assert parse_manifest(raw) == example()
+    assert run_sliced(parse_manifest(raw)) == example()
     for at in range(len(raw)):
         with pytest.raises(Corrupt):
-            parse_manifest(raw[:at])
+            run_sliced(parse_manifest(raw[:at]))
     with pytest.raises(UnsupportedCheckpoint, match="upgrade"):
-        parse_manifest(raw.replace(b'"sidestream":1', b'"sidestream":3'))
+        run_sliced(parse_manifest(raw.replace(b'"sidestream":1', b'"sidestream":3')))
 
 
 @given(st.integers(0, 600), st.integers(0, 255))
@@ -240,13 +270,13 @@ def test_an_altered_manifest_parses_or_is_corrupt(at: int, byte: int) -> None:
     raw = bytearray(b"".join(write_manifest(example(), "2.13.0")))
     raw[at % len(raw)] = byte
     with suppress(Corrupt, UnsupportedCheckpoint):
-        parse_manifest(bytes(raw))
+        run_sliced(parse_manifest(bytes(raw)))
 
 
 def test_metadata_is_what_dcp_unpickles_and_the_marker_stands_in_its_tail() -> None:
     manifest = example()
     marker = Marker(manifest.save_id, 123, 456, 3, 2)
-    raw = describe(manifest.entries).metadata(marker)
+    raw = run_sliced(describe(manifest.entries)).metadata(marker)
     metadata = pickle.loads(raw)
     assert set(metadata.state_dict_metadata) == {"a.0", "a.tied", "7.x"}
     tensor = metadata.state_dict_metadata["a.0"]
@@ -264,7 +294,7 @@ def test_metadata_is_what_dcp_unpickles_and_the_marker_stands_in_its_tail() -> N
 @given(st.integers(1, 250), st.integers(0, 255))
 def test_a_damaged_marker_is_never_another_one(back: int, byte: int) -> None:
     marker = Marker("ab" * 16, 123, 456, 3, 2)
-    raw = bytearray(describe({}).metadata(marker))
+    raw = bytearray(run_sliced(describe({})).metadata(marker))
     raw[-min(back, len(raw))] = byte
     try:
         found = find_marker(bytes(raw[-TAIL_BYTES:]))

@@ -21,7 +21,12 @@ from states import assert_same
 import sidestream
 from sidestream._layout.save_layout import plan_save
 from sidestream._layout.values import copy_value
-from sidestream._runtime.threads import Deadline, Stop, time_limit
+from sidestream._runtime.threads import (
+    Deadline,
+    Stop,
+    run_sliced,
+    time_limit,
+)
 from sidestream._staging import AsyncStager, Piece, Staging, capture
 from sidestream._worker.client import saver_process
 from sidestream._worker.copying import Copier
@@ -275,7 +280,7 @@ class Moving:
 
 def launched(stager: AsyncStager, state: dict[str, object], filler: Moving) -> Staging[object]:
     def lay_out(captured: object) -> object:
-        return plan_save(stager.plans, stager.budget_bytes, captured)  # type: ignore[arg-type]
+        return run_sliced(plan_save(stager.plans, stager.budget_bytes, captured))  # type: ignore[arg-type]
 
     deadline = Deadline.after(60)
     return stager.launch(capture(state, copy_value), lay_out, deadline, filler=filler)  # type: ignore[arg-type,type-var]

@@ -43,7 +43,14 @@ from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.values import decode_value
 from sidestream._run.steps import list_generations, list_steps, named_steps, next_generation
-from sidestream._runtime.threads import Deadline, io_threads, politely, time_limit
+from sidestream._runtime.steps import Steps
+from sidestream._runtime.threads import (
+    Deadline,
+    io_threads,
+    politely,
+    run_sliced,
+    time_limit,
+)
 from sidestream._storage import Where, locate_run
 from sidestream.errors import Corrupt, DeadlineExceeded, Incomplete, OutOfMemory, UnsupportedCheckpoint
 
@@ -60,17 +67,19 @@ def test_keys_that_share_a_hash_are_refused_before_a_container_has_them(kind: st
     keys = (colliding()[kind] * 17)[:MANY]
     assert len({hash(key) for key in keys}) <= 4
     with processor_budget(SECONDS):
-        for build in (check_hashes, set_of, lambda keys: fill({}, [(key, None) for key in keys])):
+        for steps in (check_hashes(keys), set_of(keys), fill({}, [(key, None) for key in keys])):
             with pytest.raises(Corrupt, match="same hash"):
-                build(keys)
+                run_sliced(steps)
 
 
 def test_numbers_that_nobody_chose_are_taken() -> None:
     powers = [2.0**exponent for exponent in range(-1000, 1000)]  # some 34 share a hash
     keys = [*range(-MANY, MANY), *powers, *(complex(number, 1) for number in range(MANY)), *map(str, range(MANY))]
     keys += list(itertools.product(range(20), repeat=3))
-    assert set_of(keys) == set(keys)
-    assert list(fill({}, [(key, str(key)) for key in keys]).items()) == list({key: str(key) for key in keys}.items())
+    assert run_sliced(set_of(keys)) == set(keys)
+    assert list(run_sliced(fill({}, [(key, str(key)) for key in keys])).items()) == list(
+        {key: str(key) for key in keys}.items()
+    )
 
 
 def test_an_object_that_was_allowed_gets_no_colliding_items() -> None:
@@ -78,7 +87,7 @@ def test_an_object_that_was_allowed_gets_no_colliding_items() -> None:
         "object": {"type": "x", "new": False, "args": [], "items": [[{"int": hex(n * MODULUS)}, 1] for n in range(999)]}
     }
     with pytest.raises(Corrupt, match="same hash"):
-        decode_value(node, "v", {"x": dict})
+        run_sliced(decode_value(node, "v", {"x": dict}))
 
 
 async def test_colliding_keys_of_an_allowed_type_are_refused(tmp_path: Path) -> None:
@@ -94,11 +103,11 @@ async def test_colliding_keys_of_an_allowed_type_are_refused(tmp_path: Path) -> 
 def test_paths_of_colliding_keys_are_refused() -> None:
     leaves = [(("p", DictKey(number * MODULUS)), number) for number in range(MANY)]
     with processor_budget(SECONDS), pytest.raises(Corrupt, match="same hash"):
-        assemble(leaves)
+        run_sliced(assemble(leaves))
     large = [(("p", DictKey(number + (1 << 100)), "x"), number) for number in range(MANY)]
-    assert len(assemble(large)["p"]) == MANY
+    assert len(run_sliced(assemble(large))["p"]) == MANY
     one = [(("p", DictKey(1 << 100), str(number)), number) for number in range(MANY)]
-    assert len(assemble(one)["p"][1 << 100]) == MANY
+    assert len(run_sliced(assemble(one))["p"][1 << 100]) == MANY
 
 
 async def test_colliding_offsets_in_metadata_cost_nothing(tmp_path: Path) -> None:
@@ -117,11 +126,11 @@ def test_colliding_places_of_ranks_cost_nothing() -> None:
     part = b"".join(json.dumps([0, one, [1] * 15, "f", 0, 1, 0, ""]).encode() + b"\n" for one in bits)
     with processor_budget(SECONDS):
         again = replace(entry, chunks=tuple(replace(chunk) for chunk in chunks))
-        _, replicas = merge_ranks([Manifest("", {"t": one}, {}) for one in (entry, again)])
+        _, replicas = run_sliced(merge_ranks([Manifest("", {"t": one}, {}) for one in (entry, again)]))
         assert len(replicas) == MANY
-        assert len(parse_part(part).chunks) == MANY
+        assert len(run_sliced(parse_part(part)).chunks) == MANY
     with pytest.raises(Corrupt):
-        parse_part(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n")
+        run_sliced(parse_part(json.dumps([1 << 80, [0], [1], "f", 0, 1, 0, ""]).encode() + b"\n"))
 
 
 async def test_metadata_of_a_user_has_no_keys_but_strings(tmp_path: Path) -> None:
@@ -336,23 +345,23 @@ async def test_20_000_ranks(tmp_path: Path) -> None:
             assert await checkpoints.steps() == []
     names = [one.name for one in run.iterdir()]
     with short_turns():
-        assert len(await io_threads().run(rank_files, names)) == MANY
+        assert len(await io_threads().run_sliced(rank_files, names)) == MANY
 
 
 def test_20_000_ranks_of_as_many_saves() -> None:
     markers = {rank: PartMarker(f"save {rank}", rank, MANY, "0" * 16, 1, 0) for rank in range(MANY)}
     with processor_budget(SECONDS), pytest.raises(Incomplete) as raised:
-        whole(markers)
+        run_sliced(whole(markers))
     assert len(raised.value.others) == MANY - 1
     assert len(str(raised.value)) < 10_000
 
 
 def test_the_missing_ranks_of_ten_million() -> None:
     with processor_budget(5), pytest.raises(Incomplete) as raised:
-        whole({0: PartMarker("save", 0, 10_000_000, "0" * 16, 1, 0)})
+        run_sliced(whole({0: PartMarker("save", 0, 10_000_000, "0" * 16, 1, 0)}))
     assert raised.value.missing == tuple(range(1, (1 << 16) + 1))
     assert "and 9999979 more" in str(raised.value)
-    assert missing_ranks({1, 2}, 5) == [0, 3, 4]
+    assert run_sliced(missing_ranks({1, 2}, 5)) == [0, 3, 4]
 
 
 async def test_work_in_a_thread_ends_at_its_deadline() -> None:
@@ -368,6 +377,21 @@ async def test_work_in_a_thread_ends_at_its_deadline() -> None:
 
     with pytest.raises(DeadlineExceeded, match="endless"), time_limit(Deadline.after(0.2)):
         await io_threads().run(endless)
+    assert ended.wait(60)
+
+
+async def test_steps_end_at_the_deadline_of_their_thread() -> None:
+    ended = threading.Event()
+
+    def endless() -> Steps[None]:
+        try:
+            while True:
+                yield
+        finally:
+            ended.set()
+
+    with pytest.raises(DeadlineExceeded, match="endless"):
+        await io_threads().run_sliced(endless, deadline=Deadline.after(0.2))
     assert ended.wait(60)
 
 

@@ -20,7 +20,13 @@ from .._layout.select import selected
 from .._load.foreign.manifests import TORCH_SUFFIXES
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
-from .._runtime.threads import Deadline, current_deadline, io_threads, politely, time_limit
+from .._runtime.threads import (
+    Deadline,
+    current_deadline,
+    gathered,
+    io_threads,
+    time_limit,
+)
 from .._runtime.torch_probes import dtype_from_name, dtype_name
 from .._save.layouts import commit_files
 from .._save.operation import RankReceipt
@@ -225,7 +231,7 @@ def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
 
 
 def _total(selection: _Selection) -> int:
-    distinct = {one.identity: one.nbytes for one in politely(selection.tensors)}
+    distinct = dict(gathered((one.identity, one.nbytes) for one in selection.tensors))
     return sum(distinct.values())
 
 

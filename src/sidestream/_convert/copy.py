@@ -25,7 +25,16 @@ from .._load.verify import Verification
 from .._runtime.caller import call
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
-from .._runtime.threads import Deadline, Stop, io_threads, politely, time_limit
+from .._runtime.threads import (
+    Deadline,
+    Steps,
+    Stop,
+    burst,
+    io_threads,
+    politely,
+    sliced,
+    time_limit,
+)
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
 from .._storage import Location, ReadRange, Transaction, Where, locate_directory
@@ -192,7 +201,7 @@ class _CopiedFile:
         start, _ = self.windows[index]
         for piece in self._pieces[index]:
             stop.check()
-            piece.check(view[piece.offset - start : piece.offset - start + piece.nbytes])
+            piece.check(view[piece.offset - start : piece.offset - start + piece.nbytes], burst)
         self.crcs[index] = crc32(view)
 
 
@@ -216,11 +225,13 @@ def _ends(nbytes: int, pieces: Sequence[Piece], window_bytes: int) -> list[int]:
     return ends
 
 
-def _apart(pieces: Iterable[Piece]) -> tuple[dict[str, list[Piece]], set[str]]:
+@sliced
+def _apart(pieces: Iterable[Piece]) -> Steps[tuple[dict[str, list[Piece]], set[str]]]:
     """By file and in order; those that lie across others are left out, and named. Only a forged file has some."""
     found: dict[str, list[Piece]] = {}
     left_out: set[str] = set()
-    for piece in politely(sorted(pieces, key=lambda piece: (piece.file, piece.offset))):
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
+        yield
         before = found.setdefault(piece.file, [])
         if before and piece.offset < before[-1].offset + before[-1].nbytes:
             left_out.add(piece.fqn)

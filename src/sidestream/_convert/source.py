@@ -39,7 +39,7 @@ from .._load.open.manifest import open_manifest
 from .._load.reader import Reader, Scratch, Wanted, whole
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import io_threads, politely
+from .._runtime.threads import Steps, burst, gathered, io_threads, sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import EVERYDAY, Location, ReadRange, Store, Transaction, Where, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpoint, allocating
@@ -128,19 +128,21 @@ async def _of_manifest(location: Location, manifest: Manifest) -> Source:
     return await threads.run(_described, location, manifest, values, located, refused)
 
 
+@sliced
 def _described(
     location: Location,
     manifest: Manifest,
     values: Mapping[str, Any],
     located: Mapping[str, Located],
     refused: Mapping[str, SidestreamError],
-) -> Source:
+) -> Steps[Source]:
     """Describe the checkpoint. Called in a worker thread. ``refused``: the errors for the tensors that this version
     does not read."""
     entries: dict[str, SourceTensor | SourceValue | SourceOpaque] = {}
     unverified: set[str] = set()
     checked: set[object] = set()
-    for fqn, entry in politely(manifest.entries.items()):
+    for fqn, entry in manifest.entries.items():
+        yield
         if isinstance(entry, EmptyEntry):
             entries[fqn] = SourceValue(entry.path, None, empty=True)
         elif isinstance(entry, ValueEntry):
@@ -158,11 +160,13 @@ def _described(
     return Source(location.store, location.name, location.url, entries, manifest.own, frozenset(unverified))
 
 
-def _check_views(manifest: Manifest, url: str) -> None:
+@sliced
+def _check_views(manifest: Manifest, url: str) -> Steps[None]:
     """Raise ``UnsupportedCheckpoint`` if views of the same storage would take far more bytes than the file has. Every
     target format stores each view separately."""
     distinct: dict[object, int] = {}
-    for entry in politely(manifest.entries.values()):
+    for entry in manifest.entries.values():
+        yield
         if isinstance(entry, TensorEntry) and any(chunk.told is not None for chunk in entry.chunks):
             distinct[entry.dtype, entry.chunks] = math.prod(entry.shape) * itemsize(entry.dtype)
     nbytes, there = sum(distinct.values()), sum(manifest.files.values())
@@ -241,7 +245,7 @@ class Pipeline:
             for piece in queue:
                 memory = self._scratch.take(piece.nbytes)
                 view = memoryview(memory)[: piece.nbytes]
-                read = ReadRange(piece.offset, view, partial(piece.check, view))
+                read = ReadRange(piece.offset, view, partial(piece.check, view, burst))
                 await self.source.store.read(f"{self.source.directory}/{piece.file}", [read])
                 self._scratch.give_back(memory)
 
@@ -270,14 +274,16 @@ class Pipeline:
         if straight:
             await self._reader().read(straight, own=True)
 
+    @sliced
     def _targets(
         self, slices: Sequence[Slice], view: memoryview
-    ) -> tuple[list[Wanted], list[tuple[Slice, torch.Tensor]]]:
+    ) -> Steps[tuple[list[Wanted], list[tuple[Slice, torch.Tensor]]]]:
         """Return the targets that can be read piece by piece, and the slices of tensors that are read whole. Called in
         a worker thread."""
         straight: list[Wanted] = []
         others: list[tuple[Slice, torch.Tensor]] = []
-        for one in politely(slices):
+        for one in slices:
+            yield
             if not one.nbytes:
                 continue
             fqn, source = self.origin[one.tensor.fqn]
@@ -321,5 +327,5 @@ class Pipeline:
 
 def _slices_of(file: TargetFile, index: int) -> tuple[list[Slice], int]:
     """Return the slices that lie in a window of a file, and their size in bytes."""
-    slices = list(politely(file.slices(index)))
+    slices = gathered(file.slices(index))
     return slices, sum(one.nbytes for one in slices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from .._format.checksum import crc32
@@ -17,7 +18,14 @@ from .._format.shard import BlockSums, Sealer, ShardLayout, Window, lay_out
 from .._format.torch_zip.file import TorchArchive
 from .._format.values import pickle_node, pickle_part
 from .._layout.assemble import assemble
-from .._runtime.threads import Stop, current_deadline, politely
+from .._runtime.threads import (
+    Stop,
+    burst,
+    current_deadline,
+    politely,
+    run_sliced,
+    wait_for_change,
+)
 from ..errors import InvalidOption, KeyCollision
 from .windows import WindowedFile
 
@@ -165,7 +173,7 @@ def torch_file(
     for value in values:
         pickled = EMPTY_DICT if value.empty else pickle_part(value.node, storages)
         leaves[value.fqn] = (value.path, _Pickled(pickled))
-    pickled = b"\x80\x02" + _pickle_tree(assemble(politely([leaves[fqn] for fqn in order]))) + b"."
+    pickled = b"\x80\x02" + _pickle_tree(run_sliced(assemble(leaves[fqn] for fqn in order))) + b"."
     archive = TorchArchive(pickled, storages[len(first) :], [one.nbytes for one in first])
     ends = [offset for offset, _ in archive.pieces[1:]] + [archive.nbytes]
     pieces: list[tuple[int, int, Piece]] = [
@@ -256,7 +264,7 @@ class _DcpShard:
         self.name, self.nbytes = name, layout.nbytes
         self.windows = [(window.start, window.end) for window in layout.windows]
         self.layout = layout
-        self.sealer = Sealer(layout)
+        self.sealer = Sealer(layout, burst=burst)
         self._tensors = tensors
 
     def slices(self, index: int) -> Iterator[Slice]:
@@ -268,7 +276,8 @@ class _DcpShard:
                 yield Slice(self._tensors[number], start - item.payload_offset, end - start, start - window.start)
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
-        for _ in politely(self.sealer.seal(view, self.layout.windows[index], stop=stop, deadline=current_deadline())):
+        wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
+        for _ in politely(self.sealer.seal(view, self.layout.windows[index], wait=wait)):
             stop.check()
 
 
@@ -283,7 +292,8 @@ class DcpTarget:
         for one in tensors:
             distinct.setdefault(one.identity, one)
         items = list(distinct.values())
-        layouts = list(lay_out((frame_tensor(one.dtype, one.shape) for one in items), shard_bytes, window_bytes))
+        frames = (frame_tensor(one.dtype, one.shape) for one in items)
+        layouts = run_sliced(lay_out(frames, shard_bytes, window_bytes))
         self.shards: list[_DcpShard] = []
         self._places: dict[object, tuple[int, int]] = {}
         for layout in layouts:

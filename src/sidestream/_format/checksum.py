@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import TypeAlias
 
-from .._runtime.gil import burst
 from .records import BLOCK_BYTES
 
 try:
@@ -20,6 +21,9 @@ except ImportError:
 
 __all__ = ["CRC_ENGINE", "block_count", "block_crcs", "combine", "crc32", "join_blocks", "pack_crcs", "unpack_crcs"]
 
+Burst: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""Makes the context of many short calls that each release the GIL."""
+
 _BURST_BLOCKS = 4
 _POLYNOMIAL = 0xEDB88320  # bit-reversed: the highest bit is x**0
 
@@ -29,8 +33,8 @@ def block_count(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES)
 
 
-def block_crcs(view: memoryview) -> list[int]:
-    """The CRC of each block of a run of payload that begins with a block. In a thread."""
+def block_crcs(view: memoryview, burst: Burst = nullcontext) -> list[int]:
+    """The CRC of each block of a run of payload that begins with a block."""
     starts = range(0, len(view), BLOCK_BYTES)
     # isal needs some 40 us for a block, a fraction of what it costs to get the GIL back from a busy loop.
     with burst() if CRC_ENGINE == "isal" and len(starts) >= _BURST_BLOCKS else nullcontext():

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
-from .._runtime.threads import politely
+from .._runtime.steps import Steps, chunked, collected
 from ..errors import Corrupt, Incomplete
 from .marker import find_attribute, last_attribute
 
@@ -31,6 +31,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 _SHOWN = 20
 _MOST_RANKS = 10_000_000
 _MOST_MISSING = 1 << 16
+_MANY = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,10 @@ def find_part_marker(tail: bytes, rank: int) -> PartMarker | None:
     return marker
 
 
-def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
+def whole(found: Mapping[int, PartMarker | None]) -> Steps[list[PartMarker]]:
     """The parts of a checkpoint, by rank. ``found`` has what there is of each rank, at least one of them ours.
 
-    Raises ``Incomplete`` unless all parts of one save are present, and no others. Called in a worker thread."""
+    Raises ``Incomplete`` unless all parts of one save are present, and no others."""
     counts = Counter((one.save_id, one.world_size) for one in found.values() if one is not None)
     (save_id, world), _ = max(counts.items(), key=lambda item: (item[1], item[0]))
     mine = {
@@ -90,15 +91,17 @@ def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
         for rank, one in found.items()
         if one is not None and (one.save_id, one.world_size) == (save_id, world)
     }
-    others = {rank: _told(one, save_id) for rank, one in politely(sorted(found.items())) if rank not in mine}
+    rest = sorted(found.keys() - mine.keys())
+    others = dict((yield from collected((rank, _told(found[rank], save_id)) for rank in rest)))
     there = sum(rank < world for rank in found)
     if there == world and not others:
         return [mine[rank] for rank in range(world)]
     said = []
-    missing = missing_ranks(found, world)
+    missing = yield from missing_ranks(found, world)
     if missing:
         said.append(f"the parts of {_ranks(missing, world - there)} are missing")
-    for other, ranks in _by_text(others).items():
+    by_text = yield from _by_text(others)
+    for other, ranks in by_text.items():
         said.append(f"{_ranks(ranks, len(ranks))}: {other}")
     raise Incomplete(
         f"the save {save_id!r} of {world} ranks, each by itself, is not whole: {'; '.join(said)}",
@@ -108,16 +111,23 @@ def whole(found: Mapping[int, PartMarker | None]) -> list[PartMarker]:
     )
 
 
-def missing_ranks(found: Container[int], world: int) -> list[int]:
+def missing_ranks(found: Container[int], world: int) -> Steps[list[int]]:
     """Return the ranks that have no part, the first 65,536 of them, because a file of a few bytes can claim that there
-    are millions. Called in a worker thread."""
-    return list(islice((rank for rank in politely(range(world)) if rank not in found), _MOST_MISSING))
+    are millions."""
+    missing: list[int] = []
+    for ranks in chunked(range(world), _MANY):
+        missing += [rank for rank in ranks if rank not in found]
+        if len(missing) >= _MOST_MISSING:
+            break
+        yield
+    return missing[:_MOST_MISSING]
 
 
-def _by_text(others: Mapping[int, str]) -> dict[str, list[int]]:
+def _by_text(others: Mapping[int, str]) -> Steps[dict[str, list[int]]]:
     found: dict[str, list[int]] = {}
-    for rank, text in politely(others.items()):
+    for rank, text in others.items():
         found.setdefault(text, []).append(rank)
+        yield
     return dict(islice(found.items(), _SHOWN))
 
 

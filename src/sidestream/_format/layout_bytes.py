@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from .._runtime.threads import politely
+from .._runtime.steps import Steps, collected
 from .checksum import block_count
 from .digest import DIGEST_BYTES
 from .frame import Frame
@@ -24,20 +24,22 @@ _WINDOW = struct.Struct("<QQII")
 _CRC_BYTES = 4
 
 
-def pack_layout(layout: ShardLayout) -> bytes:
-    """For a worker thread: some microseconds for each item."""
+def pack_layout(layout: ShardLayout) -> Steps[bytes]:
+    """Some microseconds for each item."""
     numbers: dict[int, int] = {}
     frames: list[Frame] = []
     items = bytearray()
-    for item in politely(layout.items):
+    for item in layout.items:
+        yield
         number = numbers.get(id(item.frame))
         if number is None:
             number = numbers[id(item.frame)] = len(frames)
             frames.append(item.frame)
         items += _ITEM.pack(number, item.item_offset)
     head = _HEAD.pack(layout.nbytes, len(frames), len(layout.items), len(layout.windows))
+    packed = yield from collected(_packed(frames))
     windows = (_WINDOW.pack(*window) for window in layout.windows)
-    return b"".join(chain((head,), politely(_packed(frames)), (items,), windows))
+    return b"".join(chain((head,), packed, (items,), windows))
 
 
 def _packed(frames: Iterable[Frame]) -> Iterator[bytes]:
@@ -66,18 +68,19 @@ def pack_sums(sums: BlockSums) -> tuple[bytes, bytes]:
     return b"".join(sums.crcs), b"".join(sums.digests)
 
 
-def unpack_sums(layout: ShardLayout, crcs: bytes, digests: bytes, into: BlockSums) -> None:
-    """For a worker thread. Raises ``ValueError`` for what is not of this layout."""
-    _distribute(layout, crcs, _CRC_BYTES, into.crcs)
+def unpack_sums(layout: ShardLayout, crcs: bytes, digests: bytes, into: BlockSums) -> Steps[None]:
+    """Raises ``ValueError`` for what is not of this layout."""
+    yield from _distribute(layout, crcs, _CRC_BYTES, into.crcs)
     if into.digests:
-        _distribute(layout, digests, DIGEST_BYTES, into.digests)
+        yield from _distribute(layout, digests, DIGEST_BYTES, into.digests)
 
 
-def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[bytes]) -> None:
+def _distribute(layout: ShardLayout, packed: bytes, each_bytes: int, into: list[bytes]) -> Steps[None]:
     at = 0
-    for index, item in enumerate(politely(layout.items)):
+    for index, item in enumerate(layout.items):
         end = at + block_count(item.frame.payload_bytes) * each_bytes
         into[index] = packed[at:end]
         at = end
+        yield
     if at != len(packed):
         raise ValueError(f"{len(packed)} bytes of checksums came, {at} belong to this shard")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast, get_args
 
-from .._runtime.threads import politely
+from .._runtime.steps import Steps, collected
 from ..errors import Corrupt, UnsupportedCheckpoint
 from ..options import Digest
 from .records import (
@@ -85,9 +85,11 @@ def write_root(root: Root, torch_version: str, body: bytes) -> Iterator[bytes]:
     yield metadata_line(root.manifest)
 
 
-def root_body(shared: Shared) -> bytes:
-    """In a worker thread."""
-    return b"".join([*pattern_lines(shared), *row_lines(shared)])
+def root_body(shared: Shared) -> Steps[bytes]:
+    """The lines of the patterns, then those of the rows."""
+    patterns = yield from collected(pattern_lines(shared), 1)
+    rows = yield from collected(row_lines(shared))
+    return b"".join(patterns + rows)
 
 
 def _head(manifest: Manifest, version: int, torch_version: str, entries: int) -> dict[str, object]:
@@ -152,10 +154,10 @@ def _chunk(chunk: Chunk) -> list[object]:
     return [chunk.offsets, chunk.sizes, *place, crcs, *digests]
 
 
-def parse_manifest(raw: bytes | bytearray) -> Manifest | Root:
+def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
     """Raises ``Corrupt`` where the text is not what ``write_manifest`` writes, ``UnsupportedCheckpoint`` for a later
-    version. The content is not validated here (``validate.py``). In a worker thread. A ``Root`` has its entries in
-    the parts of the ranks (``shared.py``)."""
+    version. The content is not validated here (``validate.py``). A ``Root`` has its entries in the parts of the ranks
+    (``shared.py``)."""
     lines = cast(list[bytes], raw.split(b"\n"))
     if lines.pop() != b"":
         raise Corrupt("the manifest is cut off")
@@ -172,8 +174,9 @@ def parse_manifest(raw: bytes | bytearray) -> Manifest | Root:
                 f"the manifest has digests of the unknown kind {digest!a:.40}: upgrade sidestream"
             )
         if head["sidestream"] == _SHARED_VERSION:
-            return _parse_root(head, lines[1:], digest, metadata)
-        entries = dict(_parse_entry(json.loads(line.decode())) for line in politely(lines[1:]))
+            return (yield from _parse_root(head, lines[1:], digest, metadata))
+        parsed = yield from collected((_parse_entry(json.loads(line.decode())) for line in lines[1:]), 8)
+        entries = dict(parsed)
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
             raise Corrupt(f"the manifest announces {head['entries']} entries and has {len(entries)}")
         files, step = _files(head), _step(head)
@@ -196,15 +199,14 @@ def _step(head: dict[str, Any]) -> int | None:
     return None if head["step"] is None else _is(int, head["step"])
 
 
-def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, metadata: Node) -> Root:
+def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, metadata: Node) -> Steps[Root]:
     patterns, entries = _is(int, head["patterns"]), _is(int, head["entries"])
     if len(lines) != patterns + entries:
         raise Corrupt(f"the manifest announces {patterns + entries} lines and has {len(lines)}")
     parts = tuple(PartName(_is(int, nbytes), _is(int, crc)) for nbytes, crc in head["parts"])
-    shared = Shared(
-        tuple(_parse_row(json.loads(line.decode()), patterns, len(parts)) for line in politely(lines[patterns:])),
-        parse_patterns(lines[:patterns], len(parts)),
-    )
+    rows = (_parse_row(json.loads(line.decode()), patterns, len(parts)) for line in lines[patterns:])
+    parsed = yield from collected(rows)
+    shared = Shared(tuple(parsed), (yield from parse_patterns(lines[:patterns], len(parts))))
     for row in shared.rows:
         boxes = shared.patterns[row.pattern] if row.kind == "tensor" else ()
         if any(len(one.offsets) != len(row.shape) for one in boxes[:1]):

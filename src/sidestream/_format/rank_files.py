@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from .._runtime.threads import politely
+from .._runtime.steps import Steps, collected
 from ..errors import Corrupt
 from .pickles.keys import name_of
 from .records import Chunk, Entry, Manifest, TensorEntry, ValueEntry
@@ -32,21 +32,22 @@ def is_rank_file(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def ranks_among(names: Iterable[str]) -> list[int]:
-    """Return the ranks that have such a file, in order. Called in a worker thread."""
-    return sorted(int(match[1]) for name in politely(names) if (match := _NAME.fullmatch(name)))
+def ranks_among(names: Iterable[str]) -> Steps[list[int]]:
+    """Return the ranks that have such a file, in order."""
+    matches = yield from collected(map(_NAME.fullmatch, names), 64)
+    return sorted(int(match[1]) for match in matches if match)
 
 
-def rank_files(names: Iterable[str]) -> list[str]:
+def rank_files(names: Iterable[str]) -> Steps[list[str]]:
     """The files of the ranks, in order; none if there are none. Raises ``Corrupt`` where one of them is missing."""
-    ranks = ranks_among(names)
+    ranks = yield from ranks_among(names)
     for expected, rank in enumerate(ranks):
         if rank != expected:
             raise Corrupt(f"__{expected}.metadata is missing, although __{rank}.metadata is there")
     return [f"__{rank}.metadata" for rank in ranks]
 
 
-def merge_ranks(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
+def merge_ranks(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica]]]:
     """The checkpoint that the ranks wrote together, and what is to be compared before it can be trusted.
 
     Raises ``Corrupt``, naming FQN and rank, where they disagree about what a name stands for.
@@ -55,7 +56,8 @@ def merge_ranks(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
     boxes: dict[str, dict[str, Chunk]] = {}
     replicas: list[Replica] = []
     for rank, part in enumerate(parts):
-        for fqn, entry in politely(part.entries.items()):
+        for fqn, entry in part.entries.items():
+            yield
             first = entries.setdefault(fqn, entry)
             if _meaning(first) != _meaning(entry):
                 raise Corrupt(
@@ -64,27 +66,30 @@ def merge_ranks(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica]]:
                     fqn=fqn,
                 )
             if isinstance(entry, TensorEntry):
-                replicas.extend(_gather(fqn, entry, boxes.setdefault(fqn, {})))
+                replicas += yield from _gather(fqn, entry, boxes.setdefault(fqn, {}))
             elif isinstance(entry, ValueEntry) and isinstance(first, ValueEntry) and first is not entry:
                 replicas.append(Replica(fqn, first, entry))
-    return Manifest(save_id="", entries=_with_chunks(entries, boxes), files={}), replicas
+    entries = yield from _with_chunks(entries, boxes)
+    return Manifest(save_id="", entries=entries, files={}), replicas
 
 
-def _gather(fqn: str, entry: TensorEntry, boxes: dict[str, Chunk]) -> list[Replica]:
+def _gather(fqn: str, entry: TensorEntry, boxes: dict[str, Chunk]) -> Steps[list[Replica]]:
     """Add the chunks of a rank to those of the ranks before; those that were there are replicas."""
     found = []
-    for chunk in politely(entry.chunks, 128):
+    for chunk in entry.chunks:
+        yield
         first = boxes.setdefault(name_of(chunk.offsets, chunk.sizes), chunk)
         if first is not chunk:
             found.append(Replica(fqn, (entry, first), (entry, chunk)))
     return found
 
 
-def _with_chunks(entries: dict[str, Entry], boxes: Mapping[str, Mapping[str, Chunk]]) -> dict[str, Entry]:
-    return {
-        fqn: replace(entry, chunks=tuple(boxes[fqn].values())) if isinstance(entry, TensorEntry) else entry
-        for fqn, entry in politely(entries.items())
-    }
+def _with_chunks(entries: dict[str, Entry], boxes: Mapping[str, Mapping[str, Chunk]]) -> Steps[dict[str, Entry]]:
+    joined = (
+        (fqn, replace(entry, chunks=tuple(boxes[fqn].values())) if isinstance(entry, TensorEntry) else entry)
+        for fqn, entry in entries.items()
+    )
+    return dict((yield from collected(joined)))
 
 
 def _meaning(entry: Entry) -> object:

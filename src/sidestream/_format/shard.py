@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._runtime.threads import Deadline, Stop
-from .checksum import block_count, block_crcs, crc32, join_blocks, pack_crcs
+from .._runtime.steps import Steps
+from .checksum import Burst, block_count, block_crcs, crc32, join_blocks, pack_crcs
 from .digest import DigestOf
 from .frame import Frame
 from .records import BLOCK_BYTES
@@ -67,21 +68,22 @@ class ShardLayout:
     windows: tuple[Window, ...]
 
 
-def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> Iterator[ShardLayout]:
+def lay_out(frames: Iterable[Frame], shard_bytes: int, window_bytes: int) -> Steps[list[ShardLayout]]:
     """Place the items in order, a new shard whenever one would grow beyond ``shard_bytes``.
 
     Payloads of 64 KiB and more begin on a page, for direct I/O and mmap; smaller ones are packed at 64 bytes. The gaps
     lie before the items, where neither DCP nor a zip reader looks. Windows have ``window_bytes`` (a multiple of
     ``BLOCK_BYTES``) at most, and a header more where a payload is cut.
     """
+    shards: list[ShardLayout] = []
     shard = _Shard(window_bytes)
     for frame in frames:
+        yield
         if shard.items and shard.position + frame.item_bytes > shard_bytes:
-            yield shard.close()
+            shards.append(shard.close())
             shard = _Shard(window_bytes)
         shard.add(frame)
-    if shard.items:
-        yield shard.close()
+    return [*shards, shard.close()] if shard.items else shards
 
 
 class _Shard:
@@ -133,9 +135,10 @@ class Sealer:
     Memory is used again and again, so every byte that no payload covers is written too: gaps become zeros.
     """
 
-    def __init__(self, layout: ShardLayout, digest: DigestOf | None = None) -> None:
+    def __init__(self, layout: ShardLayout, digest: DigestOf | None = None, burst: Burst = nullcontext) -> None:
         self._items = layout.items
         self._digest = digest
+        self._burst = burst
         self._leaves: dict[int, dict[int, bytes]] = {}  # digests of the blocks of those items
         self._changed = threading.Condition()
         self._cut: dict[int, list[int | None]] = {}  # block CRCs of items that lie in several windows
@@ -152,13 +155,13 @@ class Sealer:
         view: memoryview,
         window: Window,
         *,
-        stop: Stop,
-        deadline: Deadline,
+        wait: Callable[[threading.Condition], object],
         seen: Callable[[memoryview], object] | None = None,
     ) -> Iterator[None]:
         """Finish ``window``, whose payload bytes are in ``view``. Iterating does the work, item by item.
 
-        The window that holds the trailer of an item waits for the windows before it that hold its payload. ``seen`` is
+        The window that holds the trailer of an item waits for the windows before it that hold its payload: ``wait``
+        waits until the condition, whose lock is held, is notified, or raises an error. ``seen`` is
         given all of ``view``, run by run, in its final state and while it is still in the processor's cache.
         """
         written = window.start
@@ -168,10 +171,10 @@ class Sealer:
             if item.item_offset >= window.start:
                 _write(view, window, written, bytes(item.item_offset - written))
                 _write(view, window, item.item_offset, item.frame.header)
-            blocks = _checksums(view, window, item, passing)
+            blocks = _checksums(view, window, item, passing, self._burst)
             self._note_digests(index, view, window, item)
             if item.item_offset < window.start or item.trailer_offset >= window.end:
-                blocks = self._collect(index, item, window, blocks, stop, deadline)
+                blocks = self._collect(index, item, window, blocks, wait)
             if item.end <= window.end:
                 trailer = item.frame.trailer(join_blocks(blocks, item.frame.payload_bytes))
                 _write(view, window, item.trailer_offset, trailer)
@@ -197,25 +200,24 @@ class Sealer:
                 self.digests[index] = b"".join(known[block] for block in range(len(known)))
 
     def _collect(
-        self, index: int, item: Placed, window: Window, blocks: list[int], stop: Stop, deadline: Deadline
+        self,
+        index: int,
+        item: Placed,
+        window: Window,
+        blocks: list[int],
+        wait: Callable[[threading.Condition], object],
     ) -> list[int]:
         """Note the blocks of one window; all of the item's, if its trailer stands in this window."""
         begin = _first_block(window, item)
-        with stop.waking(self._wake), self._changed:
+        with self._changed:
             known = self._cut.setdefault(index, [None] * block_count(item.frame.payload_bytes))
             known[begin : begin + len(blocks)] = blocks
             self._changed.notify_all()
             if item.end > window.end:
                 return blocks
             while None in known:
-                stop.check()
-                if not self._changed.wait(deadline.remaining_s()):
-                    raise deadline.exceeded("checksums of the windows before")
+                wait(self._changed)
             return [block for block in known if block is not None]
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
 
 class _Passing:
@@ -232,11 +234,11 @@ class _Passing:
             self._shown = end
 
 
-def _checksums(view: memoryview, window: Window, item: Placed, passing: _Passing | None) -> list[int]:
+def _checksums(view: memoryview, window: Window, item: Placed, passing: _Passing | None, burst: Burst) -> list[int]:
     """The CRCs of the item's blocks in this window."""
     if passing is None:
         start, end = _payload(window, item)
-        return block_crcs(view[start:end])
+        return block_crcs(view[start:end], burst)
     return [_checksum(view, start, end, passing) for start, end in _blocks(window, item)]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from .._runtime.threads import politely
+from .._runtime.steps import Steps, collected
 from ..errors import Corrupt
 from .pickles.keys import name_of
 from .records import Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
@@ -34,7 +34,6 @@ __all__ = [
     "write_part",
 ]
 
-_EVERY = 128
 _MOST_ROWS = 1 << 32
 
 
@@ -102,7 +101,7 @@ def write_part(
     chunks: Sequence[tuple[int, Chunk]], values: Sequence[tuple[int, str, int, int, Node]]
 ) -> Iterator[bytes]:
     """Line by line: which row, and then what a manifest's entry has."""
-    for row, chunk in politely(chunks, _EVERY):
+    for row, chunk in chunks:
         crcs = base64.b64encode(chunk.crcs or b"").decode()
         digests = [] if chunk.digests is None else [base64.b64encode(chunk.digests).decode()]
         place = (chunk.file, chunk.item_offset, chunk.item_bytes, chunk.payload_offset)
@@ -115,7 +114,7 @@ def _line(content: object) -> bytes:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def parse_part(raw: bytes | bytearray) -> Part:
+def parse_part(raw: bytes | bytearray) -> Steps[Part]:
     """Raises ``Corrupt``."""
     chunks: dict[tuple[int, str], Chunk] = {}
     values: dict[int, tuple[str, int, int, Node]] = {}
@@ -123,7 +122,8 @@ def parse_part(raw: bytes | bytearray) -> Part:
     if lines.pop() != b"":
         raise Corrupt("a part of the manifest is cut off")
     try:
-        for line in politely(lines, _EVERY):
+        for line in lines:
+            yield
             row, offsets, *rest = json.loads(line.decode())
             if offsets is None:
                 file, offset, nbytes, node = rest
@@ -168,12 +168,12 @@ def _text(value: Any) -> str:
 
 
 def pattern_lines(shared: Shared) -> Iterator[bytes]:
-    for pattern in politely(shared.patterns, 1):
+    for pattern in shared.patterns:
         yield _line(pattern)
 
 
 def row_lines(shared: Shared) -> Iterator[bytes]:
-    for row in politely(shared.rows, _EVERY):
+    for row in shared.rows:
         path = [{"key": key.value} if isinstance(key, DictKey) else key for key in row.path]
         content: object = "dict"
         if row.kind == "tensor":
@@ -183,9 +183,10 @@ def row_lines(shared: Shared) -> Iterator[bytes]:
         yield _line([row.kind, content, row.fqn, path])
 
 
-def parse_patterns(lines: Sequence[bytes], ranks: int) -> tuple[tuple[Placed, ...], ...]:
+def parse_patterns(lines: Sequence[bytes], ranks: int) -> Steps[tuple[tuple[Placed, ...], ...]]:
     """Raises ``Corrupt`` and what ``json`` raises."""
-    return tuple(tuple(_placed(one, ranks) for one in json.loads(line.decode())) for line in politely(lines, 1))
+    patterns = (tuple(_placed(one, ranks) for one in json.loads(line.decode())) for line in lines)
+    return tuple((yield from collected(patterns, 1)))
 
 
 def _placed(one: Any, ranks: int) -> Placed:
@@ -196,14 +197,15 @@ def _placed(one: Any, ranks: int) -> Placed:
     return Placed(rank, tuple(offsets), tuple(sizes))
 
 
-def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None = None) -> Manifest:
+def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None = None) -> Steps[Manifest]:
     """The manifest, whole, from its root and the parts of all ranks.
 
-    With ``wanted`` rows, those alone have chunks, and of them only the boxes of the ranks that ``parts`` has. In a
-    worker thread. Raises ``Corrupt`` where a part lacks what the root says that it has.
+    With ``wanted`` rows, those alone have chunks, and of them only the boxes of the ranks that ``parts`` has. Raises
+    ``Corrupt`` where a part lacks what the root says that it has.
     """
     entries: dict[str, Entry] = {}
-    for number, row in enumerate(politely(root.shared.rows, _EVERY)):
+    for number, row in enumerate(root.shared.rows):
+        yield
         if row.fqn in entries:
             raise Corrupt(f"the manifest has {row.fqn!r} twice", fqn=row.fqn)
         if row.kind == "tensor":

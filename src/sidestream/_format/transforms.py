@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from .._runtime.threads import politely
+from .._runtime.steps import Steps
 from ..errors import Corrupt, MissingExtra, UnsupportedCheckpoint
 
 __all__ = ["MOST_EXPANSION", "UnpackBudget", "check_transforms", "may_expand", "require", "unpack"]
@@ -59,12 +59,12 @@ class UnpackBudget:
         self._lock = threading.Lock()
         self._left = _VALUES_ANYHOW_BYTES
 
-    def unpack(self, raw: bytes | bytearray, most_bytes: int) -> bytearray:
+    def unpack(self, raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
         """Call ``unpack`` within the limits of the budget."""
         with self._lock:
             self._left += _RATIO * len(raw)
             most_bytes = min(most_bytes, self._left)
-        content = unpack(raw, most_bytes)
+        content = yield from unpack(raw, most_bytes)
         with self._lock:
             self._left -= len(content)
         return content
@@ -75,7 +75,7 @@ def require() -> None:
     _zstandard() or _pyzstd()
 
 
-def unpack(raw: bytes | bytearray, most_bytes: int) -> bytearray:
+def unpack(raw: bytes | bytearray, most_bytes: int) -> Steps[bytearray]:
     """The content of zstd frames. What is allocated grows with what really comes out of them.
 
     Raises ``Corrupt`` for what is no zstd or expands to more than ``most_bytes``, ``MissingExtra``.
@@ -84,7 +84,8 @@ def unpack(raw: bytes | bytearray, most_bytes: int) -> bytearray:
     frames = _with_zstandard if _zstandard() else _with_pyzstd
     content = bytearray()
     try:
-        for piece in politely(frames(raw, window_bytes)):
+        for piece in frames(raw, window_bytes):
+            yield
             content += piece
             if len(content) > most_bytes:
                 raise Corrupt(f"malformed zstd: it expands to more than the {most_bytes} bytes that it stands for")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from .._runtime.threads import politely
+from .._runtime.steps import Steps, chunked
 from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
 from .cover import TooIntricateError, find_overlap, volume
 from .digest import DIGEST_BYTES
@@ -48,12 +48,13 @@ MAX_RANK = 64
 _MAX_NAME_BYTES = 255
 _MAX_SIZE = (1 << 63) - 1
 _HOLES_LISTED = 100
+_MANY = 256
 
 _Range = tuple[int, int, str, object]
 
 
-def validate(manifest: Manifest, *, partly: bool = False) -> None:
-    """In a worker thread: return if the manifest is sound. ``manifest.files`` has to hold the real sizes, fields the
+def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
+    """Return if the manifest is sound. ``manifest.files`` has to hold the real sizes, fields the
     types they declare.
 
     Then each data file is named by one plain component; each item lies within its file and either apart from all others
@@ -67,12 +68,13 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
     missing. ``UnsupportedCheckpoint`` for a dtype that is not known and for chunks in an impracticable layout. For an
     ``OpaqueEntry`` only the places of its items are checked.
     """
-    _check_counts(manifest)
+    yield from _check_counts(manifest)
     for name, size in manifest.files.items():
         _check_file(name, size)
     ranges: dict[str, list[_Range]] = {}
     holes: list[str] = []
-    for fqn, entry in politely(manifest.entries.items()):
+    for fqn, entry in manifest.entries.items():
+        yield
         _check_names(fqn, entry)
         for file, start, length, content in _items(entry, manifest.own):
             if partly and not file:
@@ -85,17 +87,18 @@ def validate(manifest: Manifest, *, partly: bool = False) -> None:
             if missing and not partly:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
     for file, items in ranges.items():
-        _check_apart(file, items)
-    _check_expansion(manifest)
+        yield from _check_apart(file, items)
+    yield from _check_expansion(manifest)
     if holes:
         listed = "; ".join(holes[:_HOLES_LISTED])
         raise NotCovered(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
 
 
-def check_patterns(root: Root, rows: Iterable[int]) -> None:
-    """In a worker thread: the boxes of each of these rows cover its shape, and lie apart. Raises as ``validate``."""
+def check_patterns(root: Root, rows: Iterable[int]) -> Steps[None]:
+    """Check that the boxes of each of these rows cover its shape, and lie apart. Raises as ``validate``."""
     known: set[tuple[int, str]] = set()
-    for number in politely(rows):
+    for number in rows:
+        yield
         row = root.shared.rows[number]
         layout = (row.pattern, name_of(row.shape))
         if layout in known:
@@ -114,23 +117,26 @@ def check_patterns(root: Root, rows: Iterable[int]) -> None:
             raise NotCovered(f"a tensor of the checkpoint has holes: {hole}", [hole])
 
 
-def _check_counts(manifest: Manifest) -> None:
-    entries = politely(manifest.entries.values())
-    chunks = sum(len(entry.chunks) for entry in entries if isinstance(entry, TensorEntry | OpaqueEntry))
+def _check_counts(manifest: Manifest) -> Steps[None]:
+    chunks = 0
+    for entries in chunked(manifest.entries.values(), _MANY):
+        chunks += sum(len(entry.chunks) for entry in entries if isinstance(entry, TensorEntry | OpaqueEntry))
+        yield
     counts = (len(manifest.entries), MAX_ENTRIES, "entries"), (chunks, MAX_CHUNKS, "chunks")
     for count, most, what in (*counts, (len(manifest.files), MAX_FILES, "files")):
         if count > most:
             raise Corrupt(f"the checkpoint claims {count} {what}, more than the {most} that are read")
 
 
-def _check_expansion(manifest: Manifest) -> None:
+def _check_expansion(manifest: Manifest) -> Steps[None]:
     packed = expanded = 0
-    for entry in politely(manifest.entries.values()):
+    for entry in manifest.entries.values():
         if isinstance(entry, TensorEntry):
             for chunk in entry.chunks:
                 if chunk.transform:
                     packed += chunk.item_bytes
                     expanded += math.prod(chunk.sizes) * itemsize(entry.dtype)
+        yield
     if expanded > may_expand(packed):
         raise UnsupportedCheckpoint(
             f"its compressed tensors have {packed} bytes and would expand to {expanded}, a ratio that this version "
@@ -186,11 +192,12 @@ def check_item(files: Mapping[str, int], fqn: str, file: str, start: int, length
         raise Corrupt(f"{fqn!r} lies at {where}, which has {files[file]}", file=file, fqn=fqn)
 
 
-def _check_apart(file: str, items: list[_Range]) -> None:
+def _check_apart(file: str, items: list[_Range]) -> Steps[None]:
     """Raise where two items share bytes without being the very same range."""
     items.sort(key=lambda item: item[:2])
     reached: _Range = (0, 0, "", None)
-    for item in politely(items):
+    for item in items:
+        yield
         start, end, fqn, content = item
         if start == end or ((start, end) == reached[:2] and content is not None and content == reached[3]):
             continue

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._format.records import DictKey, Key
+from .._runtime.steps import Steps
 from ..errors import Corrupt
 from .hashed import MOST_ALIKE
 
@@ -19,11 +20,12 @@ class _ListParts(dict[int, Any]):
     """A list whose elements may come in any order."""
 
 
-def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> dict[Any, Any]:
+def assemble(leaves: Iterable[tuple[tuple[Key, ...], Any]]) -> Steps[dict[Any, Any]]:
     """The state dict with these leaves. Raises ``Corrupt`` where paths contradict each other or a list has holes."""
     root: dict[Any, Any] = {}
     alike: dict[tuple[int, bytes], int] = {}
     for path, value in leaves:
+        yield
         holder: dict[Any, Any] = root
         for depth, key in enumerate(path[:-1]):
             kind = _ListParts if type(path[depth + 1]) is int else dict

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import NamedTuple
 
-from .._format.checksum import block_crcs, combine, crc32, join_blocks, unpack_crcs
+from .._format.checksum import Burst, block_crcs, combine, crc32, join_blocks, unpack_crcs
 from .._format.dcp.metadata import DcpDescription
 from .._format.digest import DIGEST_BYTES, installed_digest
 from .._format.frame import frame_tensor, frame_value
@@ -24,7 +25,6 @@ from .._format.records import (
     ValueEntry,
 )
 from .._format.values import pickle_node
-from .._runtime.threads import politely
 from ..errors import Corrupt
 from .ranges import PIECE_BYTES
 
@@ -55,19 +55,19 @@ class Piece(NamedTuple):
     expected: bytes | Chunk | Whole
     number: int = 0
 
-    def check(self, view: memoryview) -> None:
+    def check(self, view: memoryview, burst: Burst = nullcontext) -> None:
         """Raises ``Corrupt`` where the bytes are not what they have to be."""
         expected = self.expected
         if isinstance(expected, Chunk):
-            self._check_blocks(expected, view)
+            self._check_blocks(expected, view, burst)
         elif isinstance(expected, Whole):
             expected.check(self.number, view)
         elif view != expected:
             raise altered(self.fqn, self.file, self.offset, "they are not what the manifest says")
 
-    def _check_blocks(self, chunk: Chunk, view: memoryview) -> None:
+    def _check_blocks(self, chunk: Chunk, view: memoryview, burst: Burst) -> None:
         crcs, digests = chunk.crcs or b"", chunk.digests
-        for number, found in enumerate(block_crcs(view), self.number):
+        for number, found in enumerate(block_crcs(view, burst), self.number):
             if found != int.from_bytes(crcs[4 * number : 4 * number + 4], "little"):
                 raise altered(self.fqn, self.file, self.offset + (number - self.number) * BLOCK_BYTES)
         check_digests(self.fqn, self.file, self.offset, view, digests and digests[DIGEST_BYTES * self.number :])
@@ -166,21 +166,21 @@ def altered(fqn: str, file: str, offset: int, why: str = "the checksum differs")
 # --- two descriptions of one checkpoint -----------------------------------------------------------------------------
 
 
-def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
-    """Yield an error for each place where the ``metadata`` that stock DCP reads contradicts the ``manifest``. Called in
-    a worker thread.
+def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt | None]:
+    """Yield an error for each place where the ``metadata`` that stock DCP reads contradicts the ``manifest``, and None
+    for each place where both agree.
 
     The form of the pickle and unknown attributes are ignored, because another version may have written it.
     """
-    described = {fqn: entry for fqn, entry in politely(manifest.entries.items()) if not isinstance(entry, EmptyEntry)}
+    described = {fqn: entry for fqn, entry in manifest.entries.items() if not isinstance(entry, EmptyEntry)}
     for fqn in described.keys() - metadata.entries.keys():
         yield _differs(fqn, "does not have it, but the manifest does")
     for fqn in metadata.entries.keys() - described.keys():
         yield _differs(fqn, "has it, but the manifest does not")
-    for fqn, entry in politely(described.items()):
+    for fqn, entry in described.items():
         other = metadata.entries.get(fqn)
-        if other is not None and _told(entry) != _told(other):
-            yield _differs(fqn, "describes it differently than the manifest")
+        same = other is None or _told(entry) == _told(other)
+        yield None if same else _differs(fqn, "describes it differently than the manifest")
     yield from _compare_the_whole(manifest, metadata)
     if manifest.exact:
         yield from _compare_details(manifest, metadata)
@@ -194,20 +194,20 @@ def _compare_the_whole(manifest: Manifest, metadata: DcpDescription) -> Iterator
         yield Corrupt(f".metadata has an unexpected version, {metadata.attributes['version']!a:.40}", file=".metadata")
 
 
-def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt]:
+def _compare_details(manifest: Manifest, metadata: DcpDescription) -> Iterator[Corrupt | None]:
     """Compare details that sidestream writes in one way, and other planners in any way."""
     for fqn in sorted(metadata.pathless):
         yield _differs(fqn, "has no path for it in planner_data")
     for fqn in sorted(metadata.spare):
         yield _differs(fqn, "has a location or a path for it but does not describe it")
-    for fqn, properties in politely(metadata.properties.items()):
-        if properties != _PROPERTIES:
-            yield _differs(fqn, f"has other properties for it than {_PROPERTIES}")
-    for fqn, entry in politely(manifest.entries.items()):
-        if isinstance(entry, TensorEntry):
-            hints = [metadata.hints.get((fqn, chunk.offsets)) for chunk in entry.chunks]
-            if any(hint is not None and hint != number for number, hint in enumerate(hints)):
-                yield _differs(fqn, "numbers its chunks differently than the manifest")
+    for fqn, properties in metadata.properties.items():
+        same = properties == _PROPERTIES
+        yield None if same else _differs(fqn, f"has other properties for it than {_PROPERTIES}")
+    for fqn, entry in manifest.entries.items():
+        chunks = entry.chunks if isinstance(entry, TensorEntry) else ()
+        hints = [metadata.hints.get((fqn, chunk.offsets)) for chunk in chunks]
+        other = any(hint is not None and hint != number for number, hint in enumerate(hints))
+        yield _differs(fqn, "numbers its chunks differently than the manifest") if other else None
 
 
 _VERSION = "1.0.0"

@@ -8,10 +8,10 @@ hashes are counted before the container is built.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
-from .._runtime.threads import politely
+from .._runtime.steps import Steps
 from ..errors import Corrupt
 
 __all__ = ["MOST_ALIKE", "check_hashes", "fill", "set_of"]
@@ -22,13 +22,13 @@ MOST_ALIKE = 256
 _M = TypeVar("_M", bound=MutableMapping[Any, Any])
 
 
-def check_hashes(keys: Sequence[Hashable]) -> None:
-    """Raise ``Corrupt`` if more than ``MOST_ALIKE`` of ``keys`` have the same hash. Call in a worker thread if there
-    are many."""
+def check_hashes(keys: Sequence[Hashable]) -> Steps[None]:
+    """Raise ``Corrupt`` if more than ``MOST_ALIKE`` of ``keys`` have the same hash."""
     if len(keys) <= MOST_ALIKE:
         return
     counts: dict[bytes, int] = {}
-    for key in politely(keys):
+    for key in keys:
+        yield
         if type(key) is str:
             continue
         alike = hash(key).to_bytes(8, "little", signed=True)  # bytes, whose hash depends on a secret of the process
@@ -39,29 +39,28 @@ def check_hashes(keys: Sequence[Hashable]) -> None:
             )
 
 
-def fill(container: _M, pairs: Sequence[tuple[Hashable, object]]) -> _M:
+def fill(container: _M, pairs: Sequence[tuple[Hashable, object]]) -> Steps[_M]:
     """Set all ``pairs`` in order. Raises ``Corrupt`` as ``check_hashes`` does, ``TypeError`` for a key without a hash.
 
     Keys with different hashes can still be chosen so that each insertion probes many slots. So a long container is
-    built one key at a time, and a passed deadline ends the loop.
+    built one key in a step, and a passed deadline can end it.
     """
-    check_hashes([key for key, _ in pairs])
-    for key, value in _in_steps(pairs):
+    yield from check_hashes([key for key, _ in pairs])
+    long = len(pairs) > MOST_ALIKE
+    for key, value in pairs:
         container[key] = value
+        if long:
+            yield
     return container
 
 
-def set_of(elements: Sequence[Hashable]) -> set[Hashable]:
+def set_of(elements: Sequence[Hashable]) -> Steps[set[Hashable]]:
     """Build a set. Raises what ``fill`` raises."""
-    check_hashes(elements)
+    yield from check_hashes(elements)
     found: set[Hashable] = set()
-    for element in _in_steps(elements):
+    long = len(elements) > MOST_ALIKE
+    for element in elements:
         found.add(element)
+        if long:
+            yield
     return found
-
-
-_T = TypeVar("_T")
-
-
-def _in_steps(items: Sequence[_T]) -> Iterable[_T]:
-    return politely(items) if len(items) > MOST_ALIKE else items

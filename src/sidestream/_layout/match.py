@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._format.records import DictKey, EmptyEntry, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
-from .._runtime.threads import politely
+from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
 from ..errors import (
     DtypeMismatch,
@@ -33,6 +33,7 @@ __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 PlainPath = tuple[str | int, ...]
 
 _ABSENT = "not in the checkpoint"
+_MANY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class _Findings:
         else:
             self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
 
-    def raise_if_any(self, url: str, saved: Collection[str]) -> None:
+    def raise_if_any(self, url: str, saved: Collection[str]) -> Steps[None]:
         """Raise an error if there are findings. ``saved`` are the names in the checkpoint."""
         if not self.offenders:
             return
@@ -124,7 +125,7 @@ class _Findings:
             [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
         )
         text = "\n  ".join(shown)
-        hint = prefix_hint(self.absent, saved)
+        hint = yield from prefix_hint(self.absent, saved)
         raise kind(
             f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}"
             + (f"\n{hint}" if hint else ""),
@@ -145,21 +146,22 @@ def match(
     strict: frozenset[str],
     *,
     others: bool = False,
-) -> LoadPlan:
-    """Flatten the template and find its leaves in the checkpoint. Runs in a worker thread. ``others``: other ranks load
-    with this one, so what is unexpected here is noted and not an error.
+) -> Steps[LoadPlan]:
+    """Flatten the template and find its leaves in the checkpoint. ``others``: other ranks load with this one, so what
+    is unexpected here is noted and not an error.
 
     Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
     as far as ``strict`` does not let them pass.
     """
-    leaves = list(politely(leaves_of(state, answers)))
+    leaves = yield from collected(leaves_of(state, answers))
     findings = _Findings(strict, unexpected=[] if others else None)
     roots = {leaf.value.number: leaf for leaf in leaves if isinstance(leaf.value, StatefulRoot)}
     owned: dict[int, list[Leaf]] = {number: [] for number in roots}
     tensors: dict[str, torch.Tensor] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
-    filled = _filled_by_others(leaves, manifest) if others else frozenset()
-    for leaf in politely(leaves):
+    filled = (yield from _filled_by_others(leaves, manifest)) if others else frozenset()
+    for leaf in leaves:
+        yield
         if isinstance(leaf.value, StatefulRoot) or leaf.fqn in filled:
             continue
         if leaf.owner is not None:
@@ -170,23 +172,22 @@ def match(
                 tensors[leaf.fqn] = leaf.value
         elif leaf.owner is None:
             _match_value(leaf, entry, manifest.exact, values, findings)
-    below = _claimed(manifest, roots, owned)
-    statefuls = [
+    below = yield from _claimed(manifest, roots, owned)
+    statefuls = yield from in_turn(
         _match_stateful(root, owned[number], below[number], manifest, findings) for number, root in roots.items()
-    ]
+    )
     asked = {leaf.fqn for leaf in leaves} | {fqn for entries in below.values() for fqn in entries}
-    rest = _not_asked_for(manifest, asked, {str(key) for key, _ in answers.items(state)}, findings)
-    local = {name: one for fqn, tensor in politely(tensors.items()) for name, one in locals_of(fqn, tensor)}
-    leaders = _tied(local, manifest, findings)
+    rest = yield from _not_asked_for(manifest, asked, {str(key) for key, _ in answers.items(state)}, findings)
+    named = yield from collected(one for fqn, tensor in tensors.items() for one in locals_of(fqn, tensor))
+    local = dict(named)
+    leaders = yield from _tied(local, manifest, findings)
     _check_fresh(statefuls, tensors)
-    findings.raise_if_any(url, manifest.entries.keys())
-    new = [
-        fqn
-        for stateful in statefuls
-        if stateful is not None
-        for fqn, entry in politely(stateful.entries.items())
-        if isinstance(entry, TensorEntry) and fqn not in tensors
-    ]
+    yield from findings.raise_if_any(url, manifest.entries.keys())
+    new: list[str] = []
+    for entries in (stateful.entries for stateful in statefuls if stateful is not None):
+        for some in chunked(entries.items(), _MANY):
+            new += [fqn for fqn, entry in some if isinstance(entry, TensorEntry) and fqn not in tensors]
+            yield
     return LoadPlan(
         tensors=tensors,
         local=local,
@@ -203,7 +204,7 @@ def match(
     )
 
 
-def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> frozenset[str]:
+def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> Steps[frozenset[str]]:
     """Empty dicts of this rank that have something in them in the checkpoint: other ranks ask for that."""
     empty = {
         plain_path(leaf.path): leaf.fqn
@@ -212,10 +213,12 @@ def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> frozenset[s
     }
     if not empty:
         return frozenset()
-    paths = [plain_path(entry.path) for entry in politely(manifest.entries.values())]
-    return frozenset(
-        empty[path[:depth]] for path in politely(paths) for depth in range(1, len(path)) if path[:depth] in empty
-    )
+    found: set[str] = set()
+    for entry in manifest.entries.values():
+        path = plain_path(entry.path)
+        found.update(empty[path[:depth]] for depth in range(1, len(path)) if path[:depth] in empty)
+        yield
+    return frozenset(found)
 
 
 def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -234,10 +237,11 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
                 )
 
 
-def _not_asked_for(manifest: Manifest, asked: set[str], top: set[str], findings: _Findings) -> tuple[str, ...]:
+def _not_asked_for(manifest: Manifest, asked: set[str], top: set[str], findings: _Findings) -> Steps[tuple[str, ...]]:
     """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for."""
     rest = []
-    for fqn, entry in politely(manifest.entries.items()):
+    for fqn, entry in manifest.entries.items():
+        yield
         if fqn in asked:
             continue
         if str(plain_path(entry.path)[0]) in top:
@@ -280,14 +284,15 @@ def _dtype_fits(fqn: str, here: str, saved: str, findings: _Findings) -> bool:
     return False
 
 
-def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: _Findings) -> dict[str, str]:
+def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: _Findings) -> Steps[dict[str, str]]:
     """The leader of each tensor. Tied ones must have been saved with the same bytes (of other writers that is only
     known when they are read); row-major ones that overlap otherwise would be read over each other."""
     first: dict[object, str] = {}
     leaders: dict[str, str] = {}
     extents: list[tuple[int, int, str]] = []
     exact = manifest.exact and not manifest.ranks
-    for fqn, (_, tensor, box) in politely(tensors.items()):
+    for fqn, (_, tensor, box) in tensors.items():
+        yield
         view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box) if tensor.numel() else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
         if leader != fqn and exact and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
@@ -308,14 +313,17 @@ def _content(entry: Entry) -> object:
 
 def _match_stateful(
     root: Leaf, leaves: list[Leaf], below: dict[str, Entry], manifest: Manifest, findings: _Findings
-) -> StatefulLoad | None:
+) -> Steps[StatefulLoad | None]:
     """What an object is handed of what is ``below`` it; the values that it misses are its own affair. None if that is
     nothing, and may be."""
     empty = [leaf for leaf in leaves if leaf.kind == "empty"]
     if not manifest.exact:  # stock DCP has no entries for empty dicts; the object wants to see them all the same
         ours = {plain_path(leaf.path) for leaf in empty}  # a file can choose the hashes of saved paths
-        paths = (plain_path(entry.path) for entry in politely(below.values()))
-        saved = {path[:depth] for path in paths for depth in range(len(path) + 1) if path[:depth] in ours}
+        saved: set[PlainPath] = set()
+        for entry in below.values():
+            path = plain_path(entry.path)
+            saved.update(path[:depth] for depth in range(len(path) + 1) if path[:depth] in ours)
+            yield
         below.update((leaf.fqn, EmptyEntry(leaf.path)) for leaf in empty if plain_path(leaf.path) not in saved)
     instance = root.value.instance
     if not below:
@@ -326,17 +334,18 @@ def _match_stateful(
     entries = below
     if isinstance(instance, torch.nn.Module) and type(instance).load_state_dict is torch.nn.Module.load_state_dict:
         entries = {}
-        for fqn, entry in politely(below.items()):
+        for fqn, entry in below.items():
+            yield
             if fqn in known:
                 entries[fqn] = entry
             else:
                 findings.add_unexpected(fqn, "module")
-    findings.opaque.extend(
-        fqn for fqn, entry in politely(entries.items()) if isinstance(entry, OpaqueEntry) and fqn not in tensors
-    )
+    for some in chunked(entries.items(), _MANY):
+        findings.opaque += [fqn for fqn, entry in some if isinstance(entry, OpaqueEntry) and fqn not in tensors]
+        yield
     kept = [leaf for leaf in leaves if leaf.fqn not in below] if "partial" in findings.strict else []
     findings.missing.extend(leaf.fqn for leaf in kept if not isinstance(leaf.value, torch.Tensor))
-    versions, integer_keys = root.value.versions, _integer_keys(leaves)
+    versions, integer_keys = root.value.versions, (yield from _integer_keys(leaves))
     return StatefulLoad(instance, root.fqn, versions, root.path, entries, tuple(kept), integer_keys)
 
 
@@ -363,7 +372,7 @@ def _match_value(
 
 def _claimed(
     manifest: Manifest, roots: Mapping[int, Leaf], owned: Mapping[int, list[Leaf]]
-) -> dict[int, dict[str, Entry]]:
+) -> Steps[dict[int, dict[str, Entry]]]:
     """For each ``Stateful`` all entries saved below its path, and those of its own leaves; where a writer left the
     names without paths, these are found where the leaves are."""
     below: dict[int, dict[str, Entry]] = {number: {} for number in roots}
@@ -372,7 +381,8 @@ def _claimed(
     prefixes: dict[PlainPath, int] = {plain_path(root.path): number for number, root in roots.items()}
     lengths = sorted({len(prefix) for prefix in prefixes})
     own_leaves = {leaf.fqn: leaf for leaves in owned.values() for leaf in leaves}
-    for fqn, entry in politely(manifest.entries.items()):
+    for fqn, entry in manifest.entries.items():
+        yield
         path = plain_path(entry.path)
         number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), None)
         if number is not None:
@@ -382,11 +392,10 @@ def _claimed(
     return below
 
 
-def _integer_keys(leaves: list[Leaf]) -> frozenset[PlainPath]:
+def _integer_keys(leaves: list[Leaf]) -> Steps[frozenset[PlainPath]]:
     is_integer: Callable[[Key], bool] = lambda key: isinstance(key, DictKey) and type(key.value) is int  # noqa: E731
-    return frozenset(
-        plain_path(leaf.path[:depth])
-        for leaf in politely(leaves)
-        for depth, key in enumerate(leaf.path)
-        if is_integer(key)
-    )
+    found: set[PlainPath] = set()
+    for leaf in leaves:
+        found.update(plain_path(leaf.path[:depth]) for depth, key in enumerate(leaf.path) if is_integer(key))
+        yield
+    return frozenset(found)

@@ -8,6 +8,7 @@ from typing import Any
 from .._format.manifest import metadata_line
 from .._format.marker import MAX_METADATA_BYTES
 from .._format.records import Manifest, Node
+from .._runtime.steps import at_once
 from ..errors import Corrupt, InvalidOption
 from .values import decode_value, encode_value
 
@@ -83,7 +84,7 @@ def decode_metadata(node: Node) -> dict[str, Any]:
     if node is None:
         return {}
     _check_keys(node)
-    metadata = decode_value(node, "metadata")
+    metadata = at_once(decode_value(node, "metadata"))  # it has at most 256 KiB
     if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):
         raise Corrupt("the metadata in the manifest is not a mapping with string keys")
     return metadata

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from itertools import chain
 from typing import Any
 
+from .._runtime.steps import Steps
 from ..errors import InvalidOption, UnsafeObject, UnsupportedCheckpoint
 from .hashed import check_hashes
 
@@ -33,18 +35,19 @@ def allowed_types(allow: Iterable[type]) -> Allowed:
     return {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
 
 
-def rebuild(content: Any, decode: Callable[[Any], Any], allow: Allowed) -> Any:
-    """The object of an ``object`` node.
+def rebuild(content: Any, decode: Callable[[Iterable[Any]], Steps[list[Any]]], allow: Allowed) -> Steps[Any]:
+    """The object of an ``object`` node. ``decode`` decodes nodes.
 
     Raises ``UnsafeObject`` if its type is not allowed, ``UnsupportedCheckpoint`` if the type does not take what was
     saved, its own exception being the cause.
     """
     kind = lookup(content["type"], allow)
-    args = [decode(arg) for arg in content["args"]]
-    elements = [decode(element) for element in content.get("elements", ())]
-    items = [(decode(key), decode(value)) for key, value in content.get("items", ())]
-    check_hashes([key for key, _ in items])
-    state = decode(content["state"]) if "state" in content else None
+    args = yield from decode(content["args"])
+    elements = yield from decode(content.get("elements", ()))
+    flat = yield from decode(chain.from_iterable((key, value) for key, value in content.get("items", ())))
+    items = list(zip(flat[::2], flat[1::2], strict=True))
+    yield from check_hashes(flat[::2])
+    (state,) = yield from decode([content.get("state")])
     try:
         instance = kind.__new__(kind, *args) if content["new"] else kind(*args)
         for element in elements:

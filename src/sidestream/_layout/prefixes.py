@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from .._runtime.threads import politely
+from .._runtime.steps import Steps
 
 __all__ = ["prefix_hint"]
 
@@ -15,15 +15,15 @@ _Inserted = tuple[int, tuple[str, ...]]
 """The position of a prefix in a name, and the prefix."""
 
 
-def prefix_hint(absent: Sequence[str], saved: Collection[str]) -> str:
+def prefix_hint(absent: Sequence[str], saved: Collection[str]) -> Steps[str]:
     """Return advice if all ``absent`` names of a target are names of the checkpoint with one prefix added or removed;
-    empty otherwise. Called in a worker thread.
+    empty otherwise.
 
     A prefix is at the same depth of every name: ``module.`` of ``model.module.weight``.
     """
     if not absent:
         return ""
-    found = _prefix(absent, saved)
+    found = yield from _prefix(absent, saved)
     if found is not None:
         at, prefix = found
         dotted = ".".join(prefix) + "."
@@ -32,7 +32,7 @@ def prefix_hint(absent: Sequence[str], saved: Collection[str]) -> str:
             "which wrappers such as DataParallel and torch.compile add: save the unwrapped module, or load into "
             f"{{{dotted!r} + name: tensor for name, tensor in module.state_dict().items()}}"
         )
-    found = _prefix_to_leave_out(absent, saved)
+    found = yield from _prefix_to_leave_out(absent, saved)
     if found is not None:
         at, prefix = found
         dotted = ".".join(prefix) + "."
@@ -45,18 +45,27 @@ def prefix_hint(absent: Sequence[str], saved: Collection[str]) -> str:
     return ""
 
 
-def _prefix(absent: Sequence[str], saved: Collection[str]) -> _Inserted | None:
-    for inserted in _insertions(absent[0], saved):
-        if all(_with(name, *inserted) in saved for name in politely(absent)):
+def _prefix(absent: Sequence[str], saved: Collection[str]) -> Steps[_Inserted | None]:
+    for inserted in (yield from _insertions(absent[0], saved)):
+        if (yield from _all(_with(name, *inserted) in saved for name in absent)):
             return inserted
     return None
 
 
-def _insertions(name: str, saved: Collection[str]) -> Iterator[_Inserted]:
-    """Yield insertions that turn ``name`` into a name that was saved, a few of the possible ones."""
+def _all(answers: Iterable[bool]) -> Steps[bool]:
+    for answer in answers:
+        if not answer:
+            return False
+        yield
+    return True
+
+
+def _insertions(name: str, saved: Collection[str]) -> Steps[list[_Inserted]]:
+    """Return insertions that turn ``name`` into a name that was saved, a few of the possible ones."""
     parts = name.split(".")
-    tried = 0
-    for other in politely(saved):
+    found: list[_Inserted] = []
+    for other in saved:
+        yield
         if not other.endswith(parts[-1]):
             continue
         longer = other.split(".")
@@ -65,18 +74,18 @@ def _insertions(name: str, saved: Collection[str]) -> Iterator[_Inserted]:
             continue
         at = next((number for number, part in enumerate(parts) if part != longer[number]), len(parts))
         if parts[at:] == longer[at + more :]:
-            yield at, tuple(longer[at : at + more])
-            tried += 1
-            if tried == _MOST_TRIED:
-                return
+            found.append((at, tuple(longer[at : at + more])))
+            if len(found) == _MOST_TRIED:
+                break
+    return found
 
 
-def _prefix_to_leave_out(absent: Sequence[str], saved: Collection[str]) -> _Inserted | None:
+def _prefix_to_leave_out(absent: Sequence[str], saved: Collection[str]) -> Steps[_Inserted | None]:
     parts = absent[0].split(".")
     for length in range(1, min(_MOST_PARTS, len(parts) - 1) + 1):
         for at in range(len(parts) - length):
             prefix = tuple(parts[at : at + length])
-            if all(_without(name, at, prefix) in saved for name in politely(absent)):
+            if (yield from _all(_without(name, at, prefix) in saved for name in absent)):
                 return at, prefix
     return None
 

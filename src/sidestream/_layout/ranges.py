@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from .._format.digest import DIGEST_BYTES
 from .._format.records import BLOCK_BYTES, Chunk, ForeignPayload, TensorEntry, itemsize
-from .._runtime.threads import politely
+from .._runtime.steps import Steps
 
 __all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "overlap", "overlaps", "plan_ranges"]
 
@@ -213,17 +213,19 @@ def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
-def batches(ranges: Iterable[Range]) -> list[Batch]:
-    """Group ranges by file and offset: many small ones are read in one go, a large one by itself. In a thread."""
+def batches(ranges: Iterable[Range]) -> Steps[list[Batch]]:
+    """Group ranges by file and offset: many small ones are read in one go, a large one by itself."""
     by_file: dict[str, list[Range]] = {}
-    for one in politely(ranges):
+    for one in ranges:
         by_file.setdefault(one.file, []).append(one)
+        yield
     result = []
     for file, found in by_file.items():
         found.sort(key=lambda one: one.offset)
         current: list[Range] = []
         nbytes = 0
-        for one in politely(found):
+        for one in found:
+            yield
             if current and (nbytes + one.nbytes > PIECE_BYTES or len(current) == _BATCH_RANGES):
                 result.append(Batch(file, tuple(current)))
                 current, nbytes = [], 0

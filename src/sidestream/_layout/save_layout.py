@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .._format.frame import Frame, frame_tensor, frame_value
 from .._format.records import BLOCK_BYTES, DTYPES, Chunk, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
 from .._format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from .._format.values import pickle_node
-from .._runtime.threads import politely
+from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from .._staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint
 from .._staging.host import raw_start
@@ -36,7 +36,7 @@ _BUDGET_WINDOWS = 4  # in a small budget: some are staged while others are writt
 
 _RANK = 0
 _VALUES_FILE = f"__{_RANK}_0.distcp"
-_EVERY = 128  # items between two moments without the GIL: some 0.5 ms
+_EVERY = 128  # items of less than a microsecond in a step
 
 
 def shard_name(index: int) -> str:
@@ -66,10 +66,10 @@ class _Window(NamedTuple):
     starts: tuple[int | None, ...]
     skips: tuple[int, ...]
 
-    def over(self, tensors: Sequence[torch.Tensor]) -> ImageLayout:
+    def over(self, tensors: Sequence[torch.Tensor]) -> Steps[ImageLayout]:
         columns = zip(map(tensors.__getitem__, self.sources), *self[2:], strict=True)
         # As Copy(...) would make them, in a third of the time.
-        return ImageLayout(self.nbytes, tuple(map(_copy_of, politely(columns, _EVERY))))
+        return ImageLayout(self.nbytes, tuple((yield from collected(map(_copy_of, columns), _EVERY))))
 
 
 _copy_of = partial(tuple.__new__, Copy)
@@ -86,17 +86,18 @@ class _Layout:
     tensors: _Tensors
     newest: tuple[tuple[Any, ...], _Said] | None = None
 
-    def said(self, outline: tuple[Any, ...], leaves: Callable[[], Sequence[Leaf]]) -> _Said:
+    def said(self, outline: tuple[Any, ...], leaves: Callable[[], Steps[Sequence[Leaf]]]) -> Steps[_Said]:
         """Of a state dict with these tensors. Raises ``UnsafeObject`` and ``KeyCollision``."""
         newest = self.newest  # another save may put its own there meanwhile
         if newest is None or newest[0] != outline:
             fqns: list[str] = []
             paths: list[tuple[Key, ...]] = []
             kinds: list[LeafKind] = []
-            for leaf in politely(leaves(), _EVERY):
-                fqns.append(leaf.fqn)
-                paths.append(leaf.path)
-                kinds.append(leaf.kind)
+            for some in chunked((yield from leaves()), _EVERY):
+                fqns += [leaf.fqn for leaf in some]
+                paths += [leaf.path for leaf in some]
+                kinds += [leaf.kind for leaf in some]
+                yield
             said = _Said(self.shards, self.tensors, tuple(fqns), tuple(paths), tuple(kinds))
             newest = self.newest = (outline, said)
         return newest[1]
@@ -118,13 +119,14 @@ class _Said:
         kinds = zip(self.fqns, self.paths, self.kinds, strict=True)
         return ((fqn, path) for fqn, path, kind in kinds if kind == "value")
 
-    def template(self, names: Mapping[str, str]) -> Template:
+    def template(self, names: Mapping[str, str]) -> Steps[Template]:
         """For shards that are called as in ``names``."""
         key = tuple(names.values())
         found = self.templates.get(key)
         if found is None:
             self.templates.clear()  # where names have the id of the save in them, they do not come again
-            found = self.templates[key] = Template(self._blank(names), set(self.tensors.dtypes), self.tensors.items)
+            found = yield from Template.of(self._blank(names), set(self.tensors.dtypes), self.tensors.items)
+            self.templates[key] = found
         return found
 
     def _blank(self, names: Mapping[str, str]) -> Iterator[tuple[str, Entry]]:
@@ -191,38 +193,49 @@ class SavePlan:
     def shard_file(self, index: int) -> str:
         return shard_name(index)
 
-    def describe(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Described:
+    def describe(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Steps[Described]:
         """The entries, given the checksums of each shard's blocks, and what each of the ``files`` is called in the
-        published checkpoint. In a worker thread."""
+        published checkpoint."""
         shards = {name: names[name] for name in map(shard_name, range(len(self.shards)))}
         file = names.get(_VALUES_FILE, "")
-        values = {fqn: replace(entry, file=file) for fqn, entry in politely(self.value_entries.items(), _EVERY)}
-        return self.said.template(shards).fill(values, sums)
+        values = yield from collected((fqn, replace(entry, file=file)) for fqn, entry in self.value_entries.items())
+        template = yield from self.said.template(shards)
+        return (yield from template.fill(dict(values), sums))
 
 
-def plan_save(plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_bytes: int = SHARD_BYTES) -> SavePlan:
+def plan_save(
+    plans: PlanCache, budget_bytes: int, captured: Captured, *, shard_bytes: int = SHARD_BYTES
+) -> Steps[SavePlan]:
     """Name and encode what was captured, and place its tensors as before if ``plans`` knows a state dict like this one.
 
     It is staged and written in windows, of which several fit into ``budget_bytes``.
 
-    For a worker thread: it takes some 10 us per tensor, 3 us if the plan is known. Tensors that are the same view of
+    Takes some 10 us per tensor, 3 us if the plan is known. Tensors that are the same view of
     the same storage (tied weights) share one item. Raises ``UnsafeObject``, ``UnsupportedTensor`` or ``KeyCollision``,
     naming the FQN.
     """
-    outline = outline_of(captured.root)
+    outline = yield from outline_of(captured.root)
     tensors = outline.tensors
     window_bytes = window_bytes_for(sum(map(attrgetter("nbytes"), tensors)), budget_bytes)
-    key = ("save", shard_bytes, window_bytes, fingerprint(politely(tensors, _EVERY)))
-    leaves = cache(lambda: list(politely(leaves_of(captured.root), _EVERY)))
-    layout = plans.get(key, lambda: _lay_out(leaves(), captured.held, shard_bytes, window_bytes))
-    said = layout.said(outline.key, leaves)
+    key = ("save", shard_bytes, window_bytes, (yield from fingerprint(tensors)))
+    leaves = partial(_leaves, captured.root, [])
+    layout = yield from plans.get(key, lambda: _lay_out(leaves, captured.held, shard_bytes, window_bytes))
+    said = yield from layout.said(outline.key, leaves)
     content = bytearray()
     entries: dict[str, ValueEntry] = {}
     if outline.values:
-        for (fqn, path), value in politely(zip(said.named_values(), outline.values, strict=True), _EVERY):
+        for (fqn, path), value in zip(said.named_values(), outline.values, strict=True):
             entries[fqn] = _place_value(fqn, path, value, content)
-    images = tuple(window.over(tensors) for window in layout.windows)
-    return SavePlan(said, images, bytes(content), entries)
+            yield
+    images = yield from in_turn(window.over(tensors) for window in layout.windows)
+    return SavePlan(said, tuple(images), bytes(content), entries)
+
+
+def _leaves(root: dict[Any, Any], found: list[Leaf]) -> Steps[Sequence[Leaf]]:
+    """Return ``found``, filled by the first call."""
+    if not found:
+        found += yield from collected(leaves_of(root))
+    return found
 
 
 def window_bytes_for(total: int, budget_bytes: int) -> int:
@@ -232,7 +245,10 @@ def window_bytes_for(total: int, budget_bytes: int) -> int:
     return max(wanted // BLOCK_BYTES, 1) * BLOCK_BYTES
 
 
-def _lay_out(leaves: Sequence[Leaf], copied: set[int], shard_bytes: int, window_bytes: int) -> _Layout:
+def _lay_out(
+    find: Callable[[], Steps[Sequence[Leaf]]], copied: set[int], shard_bytes: int, window_bytes: int
+) -> Steps[_Layout]:
+    leaves = yield from find()
     tensors = [leaf.value for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
     dtypes: list[str] = []
     shapes: list[tuple[int, ...]] = []
@@ -240,7 +256,8 @@ def _lay_out(leaves: Sequence[Leaf], copied: set[int], shard_bytes: int, window_
     items: list[int] = []  # the tensor whose bytes each item holds, over all shards
     frames: list[Frame] = []
     known: dict[tuple[object, ...], int] = {}
-    for leaf in politely(leaves, _EVERY):
+    for leaf in leaves:
+        yield
         tensor = leaf.value
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -257,22 +274,27 @@ def _lay_out(leaves: Sequence[Leaf], copied: set[int], shard_bytes: int, window_
         dtypes.append(dtype)
         shapes.append(shape)
         numbers.append(number)
-    shards = tuple(lay_out(politely(frames, _EVERY), shard_bytes, window_bytes))
+    shards = tuple((yield from lay_out(frames, shard_bytes, window_bytes)))
     placed = _Tensors(tuple(dtypes), tuple(shapes), tuple(numbers))
-    return _Layout(shards, tuple(_windows(shards, items, tensors)), placed)
+    windows = yield from _windows(shards, items, tensors)
+    return _Layout(shards, tuple(windows), placed)
 
 
-def _windows(shards: Sequence[ShardLayout], items: Sequence[int], tensors: Sequence[torch.Tensor]) -> Iterator[_Window]:
+def _windows(
+    shards: Sequence[ShardLayout], items: Sequence[int], tensors: Sequence[torch.Tensor]
+) -> Steps[list[_Window]]:
+    windows: list[_Window] = []
     before = 0  # items in the shards before
     for shard in shards:
         for window in shard.windows:
-            pieces = list(_pieces(shard, window))
+            pieces = yield from collected(_pieces(shard, window))
             numbers, offsets, sizes, skips = zip(*pieces, strict=True) if pieces else ((),) * 4
             sources = tuple(items[before + number] for number in numbers)
             columns = zip(map(tensors.__getitem__, sources), offsets, sizes, repeat(None), skips)
-            starts = tuple(_start(Copy(*column)) for column in politely(columns, _EVERY))
-            yield _Window(window.end - window.start, sources, offsets, sizes, starts, skips)
+            starts = yield from collected(_start(Copy(*column)) for column in columns)
+            windows.append(_Window(window.end - window.start, sources, offsets, sizes, tuple(starts), skips))
         before += len(shard.items)
+    return windows
 
 
 def _start(copy: Copy) -> int | None:
@@ -303,7 +325,7 @@ def window_copies(
 
 def _pieces(shard: ShardLayout, window: Window) -> Iterator[tuple[int, int, int, int]]:
     """Of each item with payload in ``window``: its number, where the bytes go, how many, and how many came before."""
-    for index in politely(range(window.first, window.last), _EVERY):
+    for index in range(window.first, window.last):
         frame, item_offset = shard.items[index]
         payload = item_offset + len(frame.header)
         start, end = max(payload, window.start), min(payload + frame.payload_bytes, window.end)

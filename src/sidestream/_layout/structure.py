@@ -3,19 +3,17 @@ takes to walk and name its leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
 
-from .._runtime.threads import politely
+from .._runtime.steps import Steps, collected
 from .flatten import is_value, leaves_of
 
 __all__ = ["Outline", "outline_of"]
 
-_EVERY = 64
 _KEYS = frozenset({str})
 _NUMBERS = frozenset({str, int, bool, type(None)})  # floats that are equal may have different names: 0.0 and -0.0
 _TENSORS = frozenset({torch.Tensor})
@@ -37,27 +35,26 @@ class _Unusual(Exception):
     """Something that is better looked at by ``leaves_of``."""
 
 
-def outline_of(root: dict[Any, Any]) -> Outline:
-    """Of what ``capture`` made. In a worker thread. Raises what ``leaves_of`` raises, if it has to be asked."""
+def outline_of(root: dict[Any, Any]) -> Steps[Outline]:
+    """Of what ``capture`` made. Raises what ``leaves_of`` raises, if it has to be asked."""
     key: list[Any] = []
     tensors: list[torch.Tensor] = []
     values: list[Any] = []
     try:
-        _look(root, key, tensors, values, politely(repeat(None), _EVERY))
+        yield from _look(root, key, tensors, values)
     except _Unusual:
-        leaves = list(politely(leaves_of(root), _EVERY))
+        leaves = yield from collected(leaves_of(root))
+        names = yield from collected((leaf.fqn, leaf.path, leaf.kind) for leaf in leaves)
         return Outline(
-            tuple([(leaf.fqn, leaf.path, leaf.kind) for leaf in politely(leaves, _EVERY)]),
+            tuple(names),
             [leaf.value for leaf in leaves if leaf.kind == "tensor"],
             [leaf.value for leaf in leaves if leaf.kind == "value"],
         )
     return Outline(tuple(key), tensors, values)
 
 
-def _look(
-    node: dict[Any, Any], key: list[Any], tensors: list[torch.Tensor], values: list[Any], breath: Iterator[None]
-) -> None:
-    next(breath)
+def _look(node: dict[Any, Any], key: list[Any], tensors: list[torch.Tensor], values: list[Any]) -> Steps[None]:
+    yield
     kinds = set(map(type, node))
     key += (len(node), *node)
     if not kinds <= _KEYS:
@@ -68,12 +65,10 @@ def _look(
         key.append(_TENSORS)
         tensors += node.values()
     else:
-        _look_at(node.values(), key, tensors, values, breath)
+        yield from _look_at(node.values(), key, tensors, values)
 
 
-def _look_at(
-    items: Iterable[Any], key: list[Any], tensors: list[torch.Tensor], values: list[Any], breath: Iterator[None]
-) -> None:
+def _look_at(items: Iterable[Any], key: list[Any], tensors: list[torch.Tensor], values: list[Any]) -> Steps[None]:
     for item in items:
         kind = type(item)
         if kind is torch.Tensor:
@@ -82,11 +77,11 @@ def _look_at(
         elif kind is dict:
             key.append(_DICT if item else _EMPTY)
             if item:
-                _look(item, key, tensors, values, breath)
+                yield from _look(item, key, tensors, values)
         elif kind is list and not is_value(item):
             key += (_LIST, len(item))
-            next(breath)
-            _look_at(item, key, tensors, values, breath)
+            yield
+            yield from _look_at(item, key, tensors, values)
         elif kind is list or kind in _LEAVES:
             key.append(_VALUE)
             values.append(item)

@@ -9,12 +9,16 @@ import math
 import re
 import sys
 from collections import OrderedDict
+from collections.abc import Iterable
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from .._format.records import DTYPES, Node
 from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
+from .._runtime.steps import Steps
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, plain_bytes
 from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from .hashed import fill, set_of
@@ -26,6 +30,8 @@ __all__ = ["copy_value", "decode_value", "encode_value"]
 _INLINE_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _JSON_INT = 1 << 63
+_NODES_IN_A_STEP = 64
+_SCALARS = frozenset({bool, int, float, str, type(None)})
 _NUMPY_KINDS = "biufc"
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 
@@ -134,11 +140,11 @@ def _base64(raw: bytes | bytearray) -> str:
     return base64.b64encode(raw).decode()
 
 
-def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Any:
+def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Steps[Any]:
     """The value again, equal and of the same type, newly made. Raises ``Corrupt`` for a node that is not one;
     ``UnsafeObject`` and ``UnsupportedCheckpoint`` for objects (see ``rebuild``)."""
     try:
-        return _decode(node, allow)
+        return (yield from _decode(node, allow))
     except (UnsafeObject, UnsupportedCheckpoint) as error:
         error.args = (f"{fqn}: {error.args[0]}",)
         raise
@@ -150,27 +156,28 @@ def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Any:
         ) from None
 
 
-def _decode(node: Node, allow: Allowed) -> Any:
+def _decode(node: Node, allow: Allowed) -> Steps[Any]:
     kind, content = node_kind(node)
     if kind == "scalar":
         return content
     match kind:
         case "list" | "tuple":
-            items = [_decode(item, allow) for item in content]
+            items = yield from _decode_all(content, allow)
             return items if kind == "list" else tuple(items)
         case "set" | "frozenset":
-            elements = set_of([_decode(item, allow) for item in content])
+            elements = yield from set_of((yield from _decode_all(content, allow)))
             return elements if kind == "set" else frozenset(elements)
         case "dict" | "ordered_dict":
-            pairs = [(_decode(key, allow), _decode(value, allow)) for key, value in content]
-            return fill({} if kind == "dict" else OrderedDict(), pairs)
+            flat = yield from _decode_all(chain.from_iterable((key, value) for key, value in content), allow)
+            pairs = list(zip(flat[::2], flat[1::2], strict=True))
+            return (yield from fill({} if kind == "dict" else OrderedDict(), pairs))
         case "int":
             return int(content, 16)
         case "float":
             return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content]
         case "complex":
-            real, imaginary = content
-            return complex(_decode(real, allow), _decode(imaginary, allow))
+            real, imaginary = yield from _decode_all(content, allow)
+            return complex(real, imaginary)
         case "bytes":
             return node_bytes(content)
         case "bytearray":
@@ -193,13 +200,22 @@ def _decode(node: Node, allow: Allowed) -> Any:
         case "numpy":
             return _decode_numpy(content["dtype"], [], content["data"])[()]
         case "object":
-            return rebuild(content, lambda inner: _decode(inner, allow), allow)
+            return (yield from rebuild(content, partial(_decode_all, allow=allow), allow))
         case "type":
             return lookup(content, allow)
         case "member":
             enum, member = content
             return rebuild_member(enum, member, allow)
     raise Corrupt(f"a value of the unknown kind {kind!r}")
+
+
+def _decode_all(nodes: Iterable[Node], allow: Allowed) -> Steps[list[Any]]:
+    found: list[Any] = []
+    for number, node in enumerate(nodes, 1):
+        found.append(node if type(node) in _SCALARS else (yield from _decode(node, allow)))
+        if not number % _NODES_IN_A_STEP:
+            yield
+    return found
 
 
 def _decode_tensor(content: Any) -> torch.Tensor:

@@ -20,7 +20,17 @@ from .._layout.objects import allowed_types
 from .._runtime.abandoned import noted, watch
 from .._runtime.public import public
 from .._runtime.tasks import finish, running_loop
-from .._runtime.threads import Deadline, io_threads, let_go, politely, time_limit
+from .._runtime.threads import (
+    Deadline,
+    Steps,
+    gathered,
+    io_threads,
+    let_go,
+    politely,
+    run_sliced,
+    sliced,
+    time_limit,
+)
 from .._runtime.torch_probes import dtype_from_name, plain_bytes
 from .._storage import Location, Where, locate_directory
 from ..errors import Corrupt, Mismatch, SidestreamError, allocating, printable
@@ -151,7 +161,7 @@ async def _load_by(
     if operation is None:
         location, manifest = await open_manifest(location)
         answers = await _ask(state)
-        plan = await io_threads().run(match, state, answers, manifest, location.url, options.strict)
+        plan = await io_threads().run_sliced(match, state, answers, manifest, location.url, options.strict)
         await _refuse_opaque(location, manifest, plan)
     else:
         work = _match_together(location, state, await _ask(state), options, operation)
@@ -176,7 +186,7 @@ async def _match_together(
     threads, url = io_threads(), location.url
 
     def compare(manifest: Manifest) -> LoadPlan:
-        return match(state, answers, manifest, url, options.strict, others=True)
+        return run_sliced(match(state, answers, manifest, url, options.strict, others=True))
 
     location, root = await open_root(location)
     found = await outline(root)
@@ -244,13 +254,17 @@ class NewTensors:
     wanted: list[Wanted]
 
 
-def new_tensors(entries: Mapping[str, Entry], fqns: Iterable[str], device: torch.device | None = None) -> NewTensors:
+@sliced
+def new_tensors(
+    entries: Mapping[str, Entry], fqns: Iterable[str], device: torch.device | None = None
+) -> Steps[NewTensors]:
     """Allocate memory for tensors that have none yet. Tied tensors (one item in the file) share memory, and so do
     several views of one storage, which is read once, as a whole. Called in a worker thread. Raises ``OutOfMemory``."""
     new = NewTensors({}, [])
     shared: dict[object, torch.Tensor] = {}
     storages: dict[tuple[str, int], list[str]] = {}
-    for fqn in politely(fqns):
+    for fqn in fqns:
+        yield
         entry = entries[fqn]
         assert isinstance(entry, TensorEntry)
         if len(entry.chunks) == 1 and entry.chunks[0].told is not None and 0 not in entry.shape:
@@ -261,16 +275,20 @@ def new_tensors(entries: Mapping[str, Entry], fqns: Iterable[str], device: torch
             shared[identity] = _new(fqn, entry, device)
             new.wanted.append(Wanted(fqn, entry, whole(entry), shared[identity]))
         new.tensors[fqn] = shared[identity]
-    for views in politely(storages.values(), 1):
+    for views in storages.values():
+        yield
         _add_views(new, entries, views, device)
     return new
 
 
-def _add_views(new: NewTensors, entries: Mapping[str, Entry], fqns: list[str], device: torch.device | None) -> None:
+@sliced
+def _add_views(
+    new: NewTensors, entries: Mapping[str, Entry], fqns: list[str], device: torch.device | None
+) -> Steps[None]:
     """Add the tensors of one storage. If they are all the same view, only its elements are kept."""
     views = [entry for fqn in fqns if isinstance(entry := entries[fqn], TensorEntry)]
     first = views[0]
-    if all(one.dtype == first.dtype and one.chunks == first.chunks for one in politely(views)):
+    if all(gathered(one.dtype == first.dtype and one.chunks == first.chunks for one in views)):
         tensor = _new(fqns[0], first, device)
         new.tensors.update(dict.fromkeys(fqns, tensor))
         new.wanted.append(Wanted(fqns[0], first, whole(first), tensor))
@@ -282,7 +300,8 @@ def _add_views(new: NewTensors, entries: Mapping[str, Entry], fqns: list[str], d
     storage = TensorEntry(first.path, "uint8", (nbytes,), (replace(chunk, offsets=(0,), sizes=(nbytes,), told=told),))
     memory = _new(fqns[0], storage, device)
     new.wanted.append(Wanted(fqns[0], storage, whole(storage), memory))
-    for fqn, view in politely(zip(fqns, views, strict=True)):
+    for fqn, view in zip(fqns, views, strict=True):
+        yield
         dtype = dtype_from_name(view.dtype)
         elements = memory[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
         payload = view.chunks[0].told
@@ -388,15 +407,16 @@ class _Load:
         places = {leader: plan.local[leader].tensor for leader in plan.leaders.values()}
         if self.options.atomic:
             with allocating("memory to load into before the target is changed"):
-                places = {fqn: torch.empty(one.shape, dtype=one.dtype) for fqn, one in politely(places.items())}
+                empty = gathered((fqn, torch.empty(one.shape, dtype=one.dtype)) for fqn, one in places.items())
+                places = dict(empty)
         distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed(places.items())}
-        wanted = [self._want(fqn, tensor) for fqn, tensor in politely(reversed(distinct.values()))]
+        wanted = gathered(self._want(fqn, tensor) for fqn, tensor in reversed(distinct.values()))
         wanted += new.wanted
         ties_known = self.manifest.exact and not self.manifest.ranks
         again = () if ties_known else tuple(self._aside(fqn) for fqn, to in plan.leaders.items() if fqn != to)
         handover = prepare(plan, values, {**fresh, **plan.tensors}, own=self.manifest.exact)
         loaded = tuple(fqn for fqn in politely(entries) if fqn in plan.tensors or fqn in fresh or fqn in values)
-        pointers = {name: one.tensor.data_ptr() for name, one in politely(plan.local.items())}
+        pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in plan.local.items()))
         return _Prepared(places, [*wanted, *again], again, handover, loaded, pointers)
 
     def _aside(self, fqn: str) -> Wanted:
@@ -409,9 +429,11 @@ class _Load:
         assert isinstance(entry, TensorEntry)
         return Wanted(name, entry, whole(entry) if local is None or local.box is None else local.box, tensor)
 
-    def _copy_all(self, places: Mapping[str, torch.Tensor]) -> None:
+    @sliced
+    def _copy_all(self, places: Mapping[str, torch.Tensor]) -> Steps[None]:
         with self.reader.streams.current():
-            for fqn, source in politely(places.items()):
+            for fqn, source in places.items():
+                yield
                 target = self.plan.local[fqn].tensor
                 with torch.inference_mode(target.is_inference()), torch.no_grad():
                     target.copy_(source)
@@ -429,7 +451,7 @@ class _Load:
                 )
 
     def _value_entries(self) -> dict[str, ValueEntry]:
-        found = {leaf.fqn: entry for leaf, entry in politely(self.plan.values)}
+        found = dict(gathered((leaf.fqn, entry) for leaf, entry in self.plan.values))
         for stateful in self.plan.statefuls:
             entries = politely(stateful.entries.items())
             found.update((fqn, entry) for fqn, entry in entries if isinstance(entry, ValueEntry))
@@ -437,11 +459,13 @@ class _Load:
 
 
 def _devices(tensors: Mapping[str, Local]) -> set[torch.device]:
-    return {one.tensor.device for one in politely(tensors.values())}
+    return set(gathered(one.tensor.device for one in tensors.values()))
 
 
-def _count_versions(tensors: Mapping[str, Local]) -> None:
+@sliced
+def _count_versions(tensors: Mapping[str, Local]) -> Steps[None]:
     """Autograd sees that these were written to."""
-    for _, tensor, _ in politely(tensors.values()):
+    for _, tensor, _ in tensors.values():
+        yield
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

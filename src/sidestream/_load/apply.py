@@ -18,7 +18,7 @@ from .._layout.flatten import Leaf
 from .._layout.match import LoadPlan, StatefulLoad, plain_path
 from .._runtime.caller import call
 from .._runtime.state_dict_calls import key_order, watched
-from .._runtime.threads import politely
+from .._runtime.threads import Steps, run_sliced, sliced
 from ..errors import StatefulRefused, indented
 
 __all__ = ["Handover", "hand_over", "prepare"]
@@ -40,11 +40,15 @@ class Handover:
     statefuls: tuple[tuple[StatefulLoad, dict[Any, Any]], ...]
 
 
-def prepare(plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, own: bool) -> Handover:
+@sliced
+def prepare(
+    plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, own: bool
+) -> Steps[Handover]:
     """In a thread, before anything is read into ``tensors``. Raises ``Corrupt`` for paths that do not fit together."""
     plain: list[tuple[Leaf, Any]] = []
     assigned: list[tuple[Leaf, Any]] = []
-    for leaf, _ in politely(plan.values):
+    for leaf, _ in plan.values:
+        yield
         (plain if type(leaf.holder) in _PLAIN else assigned).append((leaf, values[leaf.fqn]))
     statefuls = [(stateful, _state_dict(stateful, values, tensors, own)) for stateful in plan.statefuls]
     assigned.sort(key=lambda one: _order(one[0].path))
@@ -77,16 +81,16 @@ def _state_dict(
     stateful: StatefulLoad, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], own: bool
 ) -> dict[Any, Any]:
     def leaves() -> Iterator[tuple[tuple[Key, ...], Any]]:
-        for fqn, entry in politely(stateful.entries.items()):
+        for fqn, entry in stateful.entries.items():
             path = entry.path if own else _with_integer_keys(entry.path, stateful)
             yield path, {} if isinstance(entry, EmptyEntry) else tensors[fqn] if fqn in tensors else values[fqn]
-        for leaf in politely(stateful.kept):
+        for leaf in stateful.kept:
             yield leaf.path, leaf.value
 
     depth = len(stateful.path)
     # A Stateful whose own state dict is empty stands as one empty entry at its own path.
     below = ((path[depth:], value) for path, value in leaves())
-    state_dict = assemble((path, value) for path, value in below if path)
+    state_dict = run_sliced(assemble((path, value) for path, value in below if path))
     if stateful.versions is not None:  # without it a module takes its state dict for one of its first version
         state_dict = OrderedDict(state_dict)
         state_dict._metadata = stateful.versions  # type: ignore[attr-defined]

@@ -19,7 +19,14 @@ from .._layout.ranges import Box
 from .._layout.select import selected
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
-from .._runtime.threads import Deadline, io_threads, politely, time_limit
+from .._runtime.threads import (
+    Deadline,
+    Steps,
+    io_threads,
+    run_sliced,
+    sliced,
+    time_limit,
+)
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import Location, Where, locate_directory
 from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
@@ -308,10 +315,12 @@ def _memory(memory: object) -> torch.device | None:
     raise InvalidOption(f'memory={memory!r} has to be "host", "mapped" or a torch.device')
 
 
-def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) -> list[Wanted]:
+@sliced
+def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) -> Steps[list[Wanted]]:
     """Return one read for each piece of mapped memory, to verify it."""
     wanted: dict[int, Wanted] = {}
-    for fqn, tensor in politely(mapped.items()):
+    for fqn, tensor in mapped.items():
+        yield
         if id(tensor) not in wanted:
             entry = entries[fqn]
             assert isinstance(entry, TensorEntry)
@@ -320,7 +329,7 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
 
 
 def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    return assemble((entry.path, leaves.get(fqn, {})) for fqn, entry in politely(entries.items()))
+    return run_sliced(assemble((entry.path, leaves.get(fqn, {})) for fqn, entry in entries.items()))
 
 
 def _rows(fqn: str, shape: tuple[int, ...], rows: slice) -> Box:

@@ -15,7 +15,7 @@ from .._format.validate import check_patterns, validate
 from .._group import Operation, Stopped
 from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
-from .._runtime.threads import io_threads, politely
+from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
 from .._storage import Location
 from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
 from .open.manifest import read_parts
@@ -29,11 +29,7 @@ async def outline(root: Manifest | Root) -> Manifest:
     """The checkpoint with everything that a template is compared with, and without the places of anything."""
     if isinstance(root, Manifest):
         return root
-    return await io_threads().run(_outline, root)
-
-
-def _outline(root: Root) -> Manifest:
-    return join(root, {}, ())
+    return await io_threads().run_sliced(join, root, {}, ())
 
 
 async def read_needed(location: Location, root: Manifest | Root, plan: LoadPlan) -> Manifest:
@@ -45,14 +41,16 @@ async def read_needed(location: Location, root: Manifest | Root, plan: LoadPlan)
     return await io_threads().run(_join, root, parts, rows)
 
 
-def _needed(root: Root, plan: LoadPlan) -> tuple[set[int], set[int]]:
-    numbers = {row.fqn: number for number, row in enumerate(politely(root.shared.rows))}
+@sliced
+def _needed(root: Root, plan: LoadPlan) -> Steps[tuple[set[int], set[int]]]:
+    numbers = dict(gathered((row.fqn, number) for number, row in enumerate(root.shared.rows)))
     rows: set[int] = set()
     ranks: set[int] = set()
     known: dict[tuple[int, Box | None], frozenset[int]] = {}
     wanted: list[tuple[str, Box | None]] = [(one.fqn, one.box) for one in plan.local.values()]
     wanted += [(fqn, None) for fqn in plan.new]
-    for fqn, box in politely(wanted):
+    for fqn, box in wanted:
+        yield
         number = numbers[fqn]
         rows.add(number)
         pattern = root.shared.rows[number].pattern
@@ -75,9 +73,9 @@ def _values(plan: LoadPlan) -> Iterable[str]:
 
 
 def _join(root: Root, parts: Mapping[int, Part], rows: set[int]) -> Manifest:
-    manifest = join(root, parts, rows)
-    check_patterns(root, rows)
-    validate(manifest, partly=True)
+    manifest = run_sliced(join(root, parts, rows))
+    run_sliced(check_patterns(root, rows))
+    run_sliced(validate(manifest, partly=True))
     return manifest
 
 
@@ -102,12 +100,14 @@ async def agree_on(operation: Operation, manifest: Manifest, plan: LoadPlan, url
     await operation.aexchange("match", mine, decide)
 
 
-def _masks(manifest: Manifest, plan: LoadPlan) -> tuple[int, int]:
+@sliced
+def _masks(manifest: Manifest, plan: LoadPlan) -> Steps[tuple[int, int]]:
     """As sets of bits, by the position of the entry."""
     found = set(plan.unexpected)
     outside = set(plan.not_asked_for)
     bits = bytearray(len(manifest.entries) // 8 + 1), bytearray(len(manifest.entries) // 8 + 1)
-    for position, fqn in enumerate(politely(manifest.entries)):
+    for position, fqn in enumerate(manifest.entries):
+        yield
         if fqn in found:
             bits[0][position // 8] |= 1 << position % 8
         elif fqn not in outside:

@@ -17,7 +17,7 @@ from .._layout.checks import altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import io_threads, let_go, politely
+from .._runtime.threads import Steps, burst, gathered, io_threads, let_go, politely, sliced
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
 from .._storage import ReadRange, Store
 from ..errors import allocating
@@ -167,6 +167,12 @@ class Reader:
                     self.touched.add(one.fqn)
                     _place(piece, buffer, one.entry, one.target, self.streams)
 
+    # --- what other ranks of this machine need too ---
+
+    def _delivered(self, total: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._tell(total)
+
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
         located, closed = await io_threads().run(_located_already, targets)
@@ -181,20 +187,22 @@ class Reader:
 
 
 def _located_already(targets: Mapping[str, Wanted]) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
-    return located_already({fqn: one.entry for fqn, one in politely(targets.items())})
+    return located_already(dict(gathered((fqn, one.entry) for fqn, one in targets.items())))
 
 
 def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
-    return {one.fqn: one for one in politely(wanted)}
+    return dict(gathered((one.fqn, one) for one in wanted))
 
 
+@sliced
 def _plan(
     targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None, verified: bool
-) -> tuple[list[Batch], int]:
+) -> Steps[tuple[list[Batch], int]]:
     ranges: list[Range] = []
-    for fqn, one in politely(targets.items()):
+    for fqn, one in targets.items():
+        yield
         ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn], verified))
-    planned = batches(ranges)
+    planned = yield from batches(ranges)
     return planned, sum(batch.nbytes for batch in planned)
 
 
@@ -262,7 +270,7 @@ def _verified(one: Range, buffer: memoryview) -> bool:
         return True
     if one.crcs is None:
         return False
-    for block, (found, expected) in enumerate(zip(block_crcs(buffer), unpack_crcs(one.crcs), strict=True)):
+    for block, (found, expected) in enumerate(zip(block_crcs(buffer, burst), unpack_crcs(one.crcs), strict=True)):
         if found != expected:
             raise altered(one.fqn, one.file, one.offset + block * BLOCK_BYTES)
     check_digests(one.fqn, one.file, one.offset, buffer, one.digests)

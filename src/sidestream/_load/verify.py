@@ -22,7 +22,18 @@ from .._runtime.abandoned import noted
 from .._runtime.caller import call
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
-from .._runtime.threads import Deadline, current_deadline, io_threads, politely, time_limit
+from .._runtime.threads import (
+    Deadline,
+    Steps,
+    burst,
+    current_deadline,
+    gathered,
+    io_threads,
+    politely,
+    run_sliced,
+    sliced,
+    time_limit,
+)
 from .._storage import Location, ReadRange, Where, locate_directory
 from ..errors import (
     Corrupt,
@@ -243,7 +254,7 @@ class Verification:
         if not self.manifest.exact or self.manifest.ranks:
             return None
         marker = find_marker(tail)
-        return None if marker is None else describe(self.manifest.entries).metadata(marker)
+        return None if marker is None else run_sliced(describe(self.manifest.entries)).metadata(marker)
 
     async def _compare_parts(self) -> None:
         """Of ranks that saved apart: what stock DCP reads of each."""
@@ -266,9 +277,11 @@ class Verification:
                     self._note(difference, name)
                 self.done_bytes += len(raw)
 
-    def _plan_own(self, pieces: list[Piece]) -> None:
+    @sliced
+    def _plan_own(self, pieces: list[Piece]) -> Steps[None]:
         seen: set[Chunk] = set()
-        for fqn, entry in politely(self.manifest.entries.items()):
+        for fqn, entry in self.manifest.entries.items():
+            yield
             with self._noting(fqn):
                 if isinstance(entry, TensorEntry) and not seen.issuperset(entry.chunks):
                     seen.update(entry.chunks)
@@ -293,9 +306,11 @@ class Verification:
         await self._in_parallel(closed.items(), work)
         return located
 
-    def _plan_foreign(self, found: Mapping[str, Located], pieces: list[Piece]) -> None:
+    @sliced
+    def _plan_foreign(self, found: Mapping[str, Located], pieces: list[Piece]) -> Steps[None]:
         """Plan the reads of a foreign checkpoint. Called in a worker thread."""
-        for fqn, entry in politely(self.manifest.entries.items()):
+        for fqn, entry in self.manifest.entries.items():
+            yield
             if not isinstance(entry, TensorEntry):
                 continue
             if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
@@ -323,12 +338,14 @@ class Verification:
         self.unreadable.add(fqn)
         self._opaque.extend((fqn, chunk) for chunk in entry.chunks)
 
-    def _whole_items(self) -> list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]:
+    @sliced
+    def _whole_items(self) -> Steps[list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]]]:
         """Return the items of other writers that are read as a whole: values, including those that DCP's planner has
         pickled in a checkpoint of sidestream, and compressed items. Called in a worker thread."""
         found: list[tuple[str, TensorEntry | ValueEntry, Chunk | ValueEntry]] = []
         if not self.manifest.exact:
-            for fqn, entry in politely(self.manifest.entries.items()):
+            for fqn, entry in self.manifest.entries.items():
+                yield
                 if isinstance(entry, ValueEntry) and not entry.told:
                     found.append((fqn, entry, entry))
                 elif isinstance(entry, TensorEntry):
@@ -363,7 +380,7 @@ class Verification:
     def _check(self, piece: Piece, view: memoryview) -> None:
         """In a thread of the store, as the bytes arrive."""
         with self._noting(piece.fqn):
-            piece.check(view)
+            piece.check(view, burst)
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -394,7 +411,7 @@ class Verification:
 
 
 def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk | ValueEntry]]) -> int:
-    return sum(piece.nbytes for piece in politely(pieces)) + sum(item.item_bytes for _, _, item in politely(whole))
+    return sum(gathered(piece.nbytes for piece in pieces)) + sum(gathered(item.item_bytes for _, _, item in whole))
 
 
 def _differences(
@@ -403,23 +420,26 @@ def _differences(
     """Return the places where ``.metadata`` contradicts the manifest; ``attribute`` is the name of the one that points
     to the manifest."""
     try:
-        metadata = read_dcp_description(raw)
+        metadata = run_sliced(read_dcp_description(raw))
     except UnsupportedCheckpoint as error:
         if not manifest.exact:
             raise
         return [Corrupt(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
-    found = list(politely(compare_metadata(manifest, metadata)))
+    compared = gathered(compare_metadata(manifest, metadata))
+    found = [one for one in compared if one is not None]
     pointer = metadata.attributes.get(attribute)
     if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
         found.append(Corrupt(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file))
     return found
 
 
-def _runs(pieces: list[Piece]) -> list[list[Piece]]:
+@sliced
+def _runs(pieces: list[Piece]) -> Steps[list[list[Piece]]]:
     """Pieces of one file that are read in one go, by offset."""
     runs: list[list[Piece]] = []
     nbytes = 0
-    for piece in politely(sorted(pieces, key=lambda piece: (piece.file, piece.offset))):
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
+        yield
         full = not runs or len(runs[-1]) == _RUN_PIECES or nbytes + piece.nbytes > PIECE_BYTES
         if full or runs[-1][0].file != piece.file:
             runs.append([])

@@ -21,7 +21,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
@@ -29,14 +29,18 @@ import anyio
 
 from ..errors import Closed, DeadlineExceeded, ForkedProcess, out_of_memory
 from .abandoned import hop, put_back, take_abandoned
-from .gil import awaited, no_more_turns, rest, slice_s
+from .gil import awaited, burst, no_more_turns, rest, slice_s
+from .steps import Steps, collected
 
 __all__ = [
     "Deadline",
+    "Steps",
     "Stop",
     "Threads",
     "TorchThreads",
+    "burst",
     "current_deadline",
+    "gathered",
     "in_background",
     "interpreter_ends",
     "io_threads",
@@ -45,7 +49,10 @@ __all__ = [
     "politely",
     "release_in_background",
     "result_of",
+    "run_sliced",
+    "sliced",
     "time_limit",
+    "wait_for_change",
 ]
 
 with suppress(ImportError):
@@ -58,6 +65,8 @@ Ts = TypeVarTuple("Ts")
 
 _GRACE_S = 5.0
 """How long past the deadline a thread that was told to stop is waited for before it is left to its system call."""
+
+_STEPS_BETWEEN_LOOKS = 8  # at the clock
 
 _LEAVING_S = 3.0
 """How long the interpreter waits at its end for work that calls torch. A process ends within 5 s, also one whose stager
@@ -248,6 +257,17 @@ class Threads(Executor):
         future = self.submit(lambda: _within(name, fn, *args))
         return await self.wait(future, name, stop=stop, idle=idle)
 
+    async def run_sliced(
+        self,
+        fn: Callable[[*Ts], Steps[T]],
+        *args: *Ts,
+        stop: Stop | None = None,
+    ) -> T:
+        """``run``, for a function that returns steps: the thread runs them in slices and returns their result."""
+        name = fn.__name__.strip("_")
+        future = self.submit(lambda: _within(name, lambda: run_sliced(fn(*args))))
+        return await self.wait(future, name, stop=stop)
+
     async def wait(
         self,
         future: Future[T],
@@ -320,6 +340,20 @@ def result_of(future: Future[T], stop: Stop, name: str) -> T:
         del future  # an error refers to this frame, and the result to staged memory
 
 
+def wait_for_change(changed: threading.Condition, stop: Stop, name: str) -> None:
+    """Wait in a thread that holds the lock of ``changed`` until it is notified. Raises what ``result_of`` raises."""
+
+    def wake() -> None:
+        with changed:
+            changed.notify_all()
+
+    deadline = current_deadline()
+    with stop.waking(wake):
+        stop.check()
+        if not changed.wait(deadline.remaining_s()):
+            raise deadline.exceeded(name)
+
+
 def _wait_for_either(one: Future[Any], other: Future[Any], patience_s: float) -> None:
     wait_for([one, other], patience_s, FIRST_COMPLETED)
 
@@ -370,24 +404,65 @@ class TorchThreads(Threads):
         return partial(_resolve, left)
 
 
-def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
-    """Iterate in a worker thread, and really let go of the GIL after each slice of time (``slice_s()``).
+class _Pause:
+    """Ends the slices of time in which a worker thread keeps the GIL. Within ``Threads.run``, ``DeadlineExceeded`` is
+    raised when the deadline of that call has passed: an event loop can stop waiting for a thread, but nothing stops the
+    thread itself.
 
-    Within ``Threads.run`` the iteration ends with ``DeadlineExceeded`` when the deadline of that call has passed: an
-    event loop can stop waiting for a thread, but nothing stops the thread itself.
-
-    Pure Python keeps it for a switch interval (5 ms) otherwise, again and again, and the loop waits as long each time;
-    ``sleep(0)`` gives it up for too short a time for anybody else to get it. The clock is looked at after each
-    ``every`` items, as a nap costs about as much as some hundred of them.
+    Pure Python keeps the GIL for a switch interval (5 ms) otherwise, again and again, and the loop waits as long each
+    time; ``sleep(0)`` releases it for too short a time for another thread to acquire it.
     """
-    rested = time.perf_counter()
-    for number, item in enumerate(items, 1):
-        yield item
-        if number % every == 0 and time.perf_counter() - rested > slice_s():
+
+    def __init__(self) -> None:
+        self._rested = time.perf_counter()
+
+    def if_due(self) -> None:
+        """Release the GIL if the slice (``slice_s()``) is over."""
+        if time.perf_counter() - self._rested > slice_s():
             if (deadline := _deadline.get()) is not None:
                 deadline.check(f"{_work.name}()")
             rest()
-            rested = time.perf_counter()
+            self._rested = time.perf_counter()
+
+
+def run_sliced(steps: Steps[T]) -> T:
+    """Run ``steps`` to the end in a worker thread, in slices of time, and return their result."""
+    pause = _Pause()
+    try:
+        while True:
+            for _ in range(_STEPS_BETWEEN_LOOKS):
+                next(steps)
+            pause.if_due()
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    finally:
+        steps.close()
+
+
+def sliced(fn: Callable[P, Steps[T]]) -> Callable[P, T]:
+    """Make a function that is called in a worker thread from one that returns steps."""
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run_sliced(fn(*args, **kwargs))
+
+    return run
+
+
+def gathered(items: Iterable[T], every: int = 32) -> list[T]:
+    """Return a list of ``items`` in a worker thread, in slices of time."""
+    return run_sliced(collected(items, every))
+
+
+def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
+    """Iterate in a worker thread, in slices of time. The clock is read after each ``every`` items, because a pause
+    costs about as much as some hundred of them."""
+    pause = _Pause()
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % every == 0:
+            pause.if_due()
 
 
 def let_go(*containers: dict[Any, Any] | list[Any]) -> None:

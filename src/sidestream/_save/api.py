@@ -10,13 +10,13 @@ from typing import Any
 from .._format.records import Node
 from .._group import GroupChoice, Member, Operation, deadline_of, group_of
 from .._layout.metadata import encode_metadata
-from .._layout.save_layout import plan_save
+from .._layout.save_layout import SavePlan, plan_save
 from .._layout.values import copy_value
 from .._runtime.caller import by_caller
 from .._runtime.public import public
 from .._runtime.tasks import finish, running_loop
-from .._runtime.threads import Deadline
-from .._staging import AsyncStager, capture
+from .._runtime.threads import Deadline, run_sliced
+from .._staging import AsyncStager, Captured, PlanCache, capture
 from .._storage import Location, Where, locate_directory
 from .._worker.client import Saver, choose_saver
 from ..errors import InvalidOption
@@ -239,7 +239,7 @@ def start_save(
 
         return start_planned(order, state, planner, stager)
     if operation is None:
-        stage = LaidOutStage(order, state, captured, stager, plan_save, sinks)
+        stage = LaidOutStage(order, state, captured, stager, _plan_save, sinks)
         writer = LiveWriter(order, stage)
         layout, snapshots = NativeLayout(order), stage.snapshots
         return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Solo(order), snapshots=snapshots)
@@ -247,3 +247,7 @@ def start_save(
     writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, planning.lay_out))
     group = Group(order, operation, planning)
     return SaveOperation(order=order, writer=writer, layout=AgreedLayout(order, planning), coordinator=group)
+
+
+def _plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+    return run_sliced(plan_save(plans, budget_bytes, captured))

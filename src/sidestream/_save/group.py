@@ -13,7 +13,13 @@ from typing import Any, Protocol
 
 from .._group import Operation, Stopped, has_ended
 from .._load.open.steps import read_marker
-from .._runtime.threads import Deadline, io_threads, politely, time_limit
+from .._runtime.threads import (
+    Deadline,
+    Steps,
+    io_threads,
+    sliced,
+    time_limit,
+)
 from .._storage import Outcome
 from ..errors import NotDurable, OutcomeUnknown, RankFailures, SidestreamError
 from .group_planning import Planning, Terms
@@ -268,11 +274,13 @@ def _pack(receipt: RankReceipt, layout: SharedLayout, seconds: Mapping[str, floa
     return struct.pack("<Q", len(head)) + head + layout.pack(receipt)
 
 
-def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> list[tuple[RankReceipt, Mapping[str, float]]]:
+@sliced
+def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> Steps[list[tuple[RankReceipt, Mapping[str, float]]]]:
     """Return the receipts of all ranks, and the times of their phases. Called in a worker thread."""
     received = []
     start = struct.calcsize("<Q")
-    for rank, raw in enumerate(politely(packed, 8)):
+    for rank, raw in enumerate(packed):
+        yield
         (end,) = struct.unpack_from("<Q", raw)
         told = json.loads(raw[start : start + end])
         content = layout.unpack(rank, raw[start + end :])

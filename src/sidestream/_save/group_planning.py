@@ -21,6 +21,7 @@ from .._group import Operation, this_process
 from .._layout.sharded.assign import Assignment, Told, assign
 from .._layout.sharded.rank_layout import EncodedValues, RankPlan, encode_values, lay_out_rank
 from .._layout.sharded.rank_table import LocalTable, Row, local_table, parse_rows
+from .._runtime.threads import run_sliced
 from .._staging import Captured, PlanCache
 from ..errors import InvalidOption
 
@@ -108,8 +109,8 @@ class Planning:
     def lay_out(self, plans: PlanCache, budget_bytes: int, captured: Captured) -> RankPlan:
         """In the stager's thread. Raises ``Stopped`` when another rank cannot go on."""
         operation = self.operation
-        table = local_table(plans, captured)
-        values = encode_values(table)
+        table = run_sliced(local_table(plans, captured))
+        values = run_sliced(encode_values(table))
         agreements = _agreements(operation)
         heard: _Heard = _Heard(agreements)
         part = {**self.terms.pack(), "held": table.held.digest, "table": table.held.table, "values": values.digest}
@@ -126,7 +127,9 @@ class Planning:
                 agreements.put(agreement)
         if agreement is None:
             agreement = agreements.get(answer["agreement"])
-        plan = lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
+        plan = run_sliced(
+            lay_out_rank(plans, budget_bytes, operation.rank, table, values, agreement.id, agreement.assignment)
+        )
         self.planned = Planned(plan, agreement, answer["layout"], heard.fragments, answer["first"])
         operation.step = "write"
         return plan
@@ -163,13 +166,14 @@ class Planning:
         tables: dict[str, Sequence[Row]] = {}
         for table, (rows, _, _) in zip(heard.tables, details, strict=True):
             if table not in tables:
-                tables[table] = parse_rows(rows)
+                tables[table] = run_sliced(parse_rows(rows))
         _compare_values([tables[table] for table in heard.tables], [values for _, _, values in details])
         if heard.known:
             return b""
         ranks = [Told(table, boxes) for table, (_, boxes, _) in zip(heard.tables, details, strict=True)]
-        shared, assignments = assign(ranks, tables)
-        heard.made = Agreement(heard.name, assignments[0], shared, root_body(shared), described(shared))
+        shared, assignments = run_sliced(assign(ranks, tables))
+        body, head = run_sliced(root_body(shared)), run_sliced(described(shared))
+        heard.made = Agreement(heard.name, assignments[0], shared, body, head)
         return [assignment.pack() for assignment in assignments]
 
 

@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from .._format.checksum import crc32
@@ -19,7 +18,7 @@ from .._format.shard import BlockSums
 from .._format.shared import PartName, Root, part_name, write_part
 from .._layout.save_layout import SavePlan
 from .._layout.sharded.rank_layout import RankPlan
-from .._runtime.threads import io_threads, politely
+from .._runtime.threads import gathered, io_threads, run_sliced
 from .._runtime.torch_probes import TORCH_VERSION
 from .._storage.bodies import BytesBody
 from ..errors import SidestreamError
@@ -33,7 +32,7 @@ __all__ = ["AgreedLayout", "NativeLayout", "commit_files"]
 def commit_files(manifest: Manifest, saved_at: int = 0, described: Described | None = None) -> dict[str, list[bytes]]:
     """Return the manifest and the marker for ``manifest``. If there is ``described``, it has the entries. Called in a
     worker thread."""
-    described = describe(manifest.entries) if described is None else described
+    described = run_sliced(describe(manifest.entries)) if described is None else described
     raw = described.manifest(manifest, TORCH_VERSION)
     return {
         manifest_name(manifest.save_id): [raw],
@@ -57,7 +56,7 @@ class NativeLayout:
     async def receipt(self, plan: SavePlan, written: Sequence[BlockSums]) -> RankReceipt:
         names = {name: self._order.transaction.committed_name(name) for name in plan.files}
         files = {names[name]: nbytes for name, nbytes in plan.files.items()}
-        return RankReceipt(files, partial(plan.describe, written, names))
+        return RankReceipt(files, lambda: run_sliced(plan.describe(written, names)))
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
         return commit_files(_about(self._order, receipts), self._order.saved_at, receipts[0].content())
@@ -151,17 +150,16 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
     """Return the receipt of this rank, and its part of the manifest. Called in a worker thread."""
     plan = planned.plan
     names = {name: order.transaction.committed_name(name) for name in plan.files}
-    chunks = list(politely(plan.chunks(sums, names)))
+    chunks = gathered(plan.chunks(sums, names))
     values = [
         (row, fqn, names[plan.values_file], offset, nbytes, node)
         for row, fqn, offset, nbytes, node in plan.value_places
     ]
-    part = b"".join(
-        write_part(
-            [(row, chunk) for row, _, chunk in chunks],
-            [(row, file, offset, nbytes, node) for row, _, file, offset, nbytes, node in values],
-        )
+    lines = write_part(
+        [(row, chunk) for row, _, chunk in chunks],
+        [(row, file, offset, nbytes, node) for row, _, file, offset, nbytes, node in values],
     )
+    part = b"".join(gathered(lines))
     # Names on object storage carry the save's id: there the places are new each time.
     stable = all(name == published for name, published in names.items())
     new = not stable or planned.known_layout != plan.layout.digest
@@ -170,7 +168,7 @@ def _make_part(planned: Planned, sums: Sequence[BlockSums], order: SaveOrder) ->
         plan.layout.digest,
         new,
         stable,
-        places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks) if new else b"",
+        run_sliced(places_of_chunks((fqn, chunk) for _, fqn, chunk in chunks)) if new else b"",
         places_of_values((fqn, file, offset, nbytes) for _, fqn, file, offset, nbytes, _ in values),
     )
     return RankReceipt({names[name]: nbytes for name, nbytes in plan.files.items()}, content), part

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from .._runtime.threads import Deadline, Stop, politely
+from .._runtime.threads import Deadline, Steps, Stop, sliced
 from ..errors import UnsupportedTensor
 from .arena import Lease, SharedMemory
 from .host import check_extent, raw_start
@@ -35,7 +35,8 @@ class Filler(Protocol):
         when this returns or raises. Raises ``Closed`` when ``stop`` is set, ``DeadlineExceeded``."""
 
 
-def pieces_of(layout: ImageLayout, lease: Lease) -> list[Piece] | None:
+@sliced
+def pieces_of(layout: ImageLayout, lease: Lease) -> Steps[list[Piece] | None]:
     """What a filler of this image is told; None if it has to be, or had better be, copied here.
 
     Raises ``UnsupportedTensor`` if the memory of a source is gone.
@@ -44,7 +45,8 @@ def pieces_of(layout: ImageLayout, lease: Lease) -> list[Piece] | None:
     if memory is None or layout.nbytes < _WORTH_BYTES * len(layout.copies):
         return None
     found: list[Piece] = []
-    for copy in politely(layout.copies):
+    for copy in layout.copies:
+        yield
         address = _address(copy)
         if address is None:
             return None
@@ -52,9 +54,11 @@ def pieces_of(layout: ImageLayout, lease: Lease) -> list[Piece] | None:
     return found or None
 
 
-def check_sources(layout: ImageLayout, pieces: Sequence[Piece]) -> None:
+@sliced
+def check_sources(layout: ImageLayout, pieces: Sequence[Piece]) -> Steps[None]:
     """Raise ``UnsupportedTensor`` unless the sources are still where ``pieces`` says."""
-    for copy, piece in politely(zip(layout.copies, pieces, strict=True)):
+    for copy, piece in zip(layout.copies, pieces, strict=True):
+        yield
         if _address(copy) != piece.address:
             raise UnsupportedTensor("the storage of a tensor was resized while it was staged: fence() first")
 

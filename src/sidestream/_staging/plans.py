@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ T = TypeVar("T")
 _KEPT = 4
 
 
-def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
+def fingerprint(tensors: Iterable[torch.Tensor]) -> Generator[None, None, tuple[Hashable, ...]]:
     """What a layout depends on: dtype, shape, strides, storage and place in it of every tensor.
 
     A tensor that was replaced, resized or moved has another one, so a plan is never applied to what it was not made
@@ -27,6 +27,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
     seen: list[Hashable] = []  # flat: a tuple per tensor would be one more object for the garbage collector to walk
     storages: dict[int, int] = {}
     for tensor in tensors:
+        yield
         if tensor.layout is not torch.strided:
             seen.append(tensor.layout)
             continue
@@ -47,14 +48,14 @@ class PlanCache:
         self.made = 0
         """How many plans had to be made."""
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The plan for ``key``, made by ``make`` unless it is known."""
+    def get(self, key: Hashable, make: Callable[[], Generator[None, None, T]]) -> Generator[None, None, T]:
+        """The plan for ``key``, made in steps by ``make`` unless it is known."""
         with self._lock:
             if key in self._plans:
                 self._plans.move_to_end(key)
                 kept: T = self._plans[key]
                 return kept
-        plan = make()
+        plan = yield from make()
         with self._lock:
             self.made += 1
             self._plans[key] = plan

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._runtime.public import public
-from .._runtime.threads import politely
+from .._runtime.threads import Steps, gathered, politely, run_sliced
 from .._runtime.torch_probes import attributes_of, check_tensor, lazy_bits, storage_key, with_attributes
 from .arena import Lease
 from .capture import Captured
@@ -69,7 +69,7 @@ class StagePlan:
     def build(self, leases: Sequence[Lease]) -> StagedState:
         """The state dict over ``leases``, each of which has been filled according to its image."""
         slots: dict[tuple[int, int], torch.Tensor] = {}
-        tensors = [_tensor(view, leases, slots) for view in politely(self.views, _EVERY)]
+        tensors = gathered(_tensor(view, leases, slots) for view in self.views)
         return StagedState(_filled(self.root, tensors))
 
 
@@ -117,9 +117,16 @@ def plan_stage(plans: PlanCache, captured: Captured) -> StagePlan:
     ``UnsupportedTensor`` for what cannot be staged. Nothing but the copies refers to a source.
     """
     root = _template(captured.root, "", politely(itertools.count(), _EVERY), captured.held)
-    tensors = captured.tensors
-    views, images = plans.get(("stage", fingerprint(politely(tensors, _EVERY))), lambda: _place(tensors))
-    return StagePlan(root, views, tuple(image.over(tensors) for image in images))
+    return run_sliced(_planned(plans, root, captured.tensors))
+
+
+def _planned(plans: PlanCache, root: Any, tensors: list[torch.Tensor]) -> Steps[StagePlan]:
+    key = ("stage", (yield from fingerprint(tensors)))
+    views, images = yield from plans.get(key, lambda: _place(tensors))
+    layouts: list[ImageLayout] = []
+    for image in images:
+        layouts.append((yield from image.over(tensors)))
+    return StagePlan(root, views, tuple(layouts))
 
 
 def _template(node: Any, path: str, numbers: Iterator[int], held: set[int]) -> Any:
@@ -164,10 +171,12 @@ class _Image:
     nbytes: int
     places: tuple[_Place, ...]
 
-    def over(self, tensors: Sequence[torch.Tensor]) -> ImageLayout:
-        return ImageLayout(
-            self.nbytes, tuple([Copy(tensors[place[0]], *place[1:]) for place in politely(self.places, _EVERY)])
-        )
+    def over(self, tensors: Sequence[torch.Tensor]) -> Steps[ImageLayout]:
+        copies: list[Copy] = []
+        for place in self.places:
+            copies.append(Copy(tensors[place[0]], *place[1:]))
+            yield
+        return ImageLayout(self.nbytes, tuple(copies))
 
 
 class _Images:
@@ -195,10 +204,12 @@ class _Images:
         self._places, self._position = [], 0
 
 
-def _place(tensors: list[torch.Tensor]) -> tuple[tuple[_View, ...], tuple[_Image, ...]]:
+def _place(tensors: list[torch.Tensor]) -> Steps[tuple[tuple[_View, ...], tuple[_Image, ...]]]:
     views: dict[int, _View] = {}
     images = _Images()
-    for run in politely(sorted(_runs(tensors), key=lambda run: run.members[0]), _EVERY):
+    runs = yield from _runs(tensors)
+    for run in sorted(runs, key=lambda run: run.members[0]):
+        yield
         nbytes = run.end - run.start
         image, start = images.place(run.members[0], nbytes, run.start)
         for index in run.members:
@@ -223,11 +234,12 @@ class _Run:
     members: list[int]
 
 
-def _runs(tensors: list[torch.Tensor]) -> Iterator[_Run]:
+def _runs(tensors: list[torch.Tensor]) -> Steps[list[_Run]]:
     """Group tensors by storage and join those whose bytes overlap. Lazily conjugated, negated and empty ones are left
     out: their values are not the bytes of their storage."""
     storages: dict[int, list[tuple[int, int, int]]] = {}
-    for index, tensor in enumerate(politely(tensors, _EVERY)):
+    for index, tensor in enumerate(tensors):
+        yield
         if tensor.numel() == 0 or lazy_bits(tensor):
             continue
         start = int(tensor.storage_offset()) * tensor.itemsize
@@ -235,6 +247,7 @@ def _runs(tensors: list[torch.Tensor]) -> Iterator[_Run]:
         extents = storages.setdefault(storage_key(tensor), [])
         # From a multiple of the largest element on, so that each dtype in the run can address it.
         extents.append((start // _ELEMENT_BYTES * _ELEMENT_BYTES, start + (last + 1) * tensor.itemsize, index))
+    runs: list[_Run] = []
     for extents in storages.values():
         current: _Run | None = None
         for start, end, index in sorted(extents):
@@ -242,11 +255,10 @@ def _runs(tensors: list[torch.Tensor]) -> Iterator[_Run]:
                 current.end = max(current.end, end)
                 current.members.append(index)
                 continue
-            if current is not None:
-                yield current
             current = _Run(start, end, [index])
-        if current is not None:
-            yield current
+            runs.append(current)
+        yield
+    return runs
 
 
 def _tensor(view: _View, leases: Sequence[Lease], slots: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,14 @@ from typing import Protocol, runtime_checkable
 
 from .._format.digest import digest_of
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window
-from .._runtime.threads import Deadline, Stop, current_deadline, politely
+from .._runtime.threads import (
+    Deadline,
+    Stop,
+    burst,
+    current_deadline,
+    politely,
+    wait_for_change,
+)
 from ..options import Digest
 
 __all__ = ["Body", "BytesBody", "Image", "Part", "PiecesBody", "ShardBody", "ShowingPart"]
@@ -117,7 +124,7 @@ class ShardBody:
         self.digest = digest
         self.written: set[int] = set()
         """Windows that need their memory no more, by number."""
-        self._sealer = Sealer(layout, None if digest is None else digest_of(digest))
+        self._sealer = Sealer(layout, None if digest is None else digest_of(digest), burst)
         pairs = enumerate(zip(layout.windows, images, strict=True))
         self.parts = tuple(
             _WindowPart(window, image, self._sealer, partial(self.written.add, number))
@@ -153,7 +160,8 @@ class _WindowPart:
     def take_showing(self, stop: Stop, seen: Callable[[memoryview], object] | None) -> memoryview:
         deadline = current_deadline()
         view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
-        for _ in politely(self.sealer.seal(view, self.window, stop=stop, deadline=deadline, seen=seen)):
+        wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
+        for _ in politely(self.sealer.seal(view, self.window, wait=wait, seen=seen)):
             stop.check()
         return view[: self.nbytes]
 

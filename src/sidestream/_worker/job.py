@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from .._format.layout_bytes import pack_layout, unpack_sums
-from .._runtime.threads import Deadline, Stop
+from .._runtime.threads import Deadline, Stop, run_sliced
 from .._storage import Attempt, Body, StoreAddress, Transaction
 from .._storage.bodies import BytesBody, ShardBody
 from ..errors import Closed, InvalidOption, SaverLost, SidestreamError, without_frames
@@ -172,7 +172,7 @@ def _settle(file: _File) -> None:
     if isinstance(body, ShardBody) and file.sums is not None:
         _, crc_bytes = SUMS.unpack_from(file.sums)
         crcs, digests = file.sums[SUMS.size : SUMS.size + crc_bytes], file.sums[SUMS.size + crc_bytes :]
-        unpack_sums(body.layout, crcs, digests, body.sums)
+        run_sliced(unpack_sums(body.layout, crcs, digests, body.sums))
     file.sums = None
 
 
@@ -222,7 +222,7 @@ class _Exchange:
         self._sent.append(file)
         if isinstance(body, ShardBody):
             said = pack([file.name, body.digest])
-            packed = pack_layout(body.layout)
+            packed = run_sliced(pack_layout(body.layout))
             self._send(Kind.SHARD_FILE, _text(said) + packed)
             self._hand_windows(file, index, body.images)
         else:

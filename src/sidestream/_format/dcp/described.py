@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from ..._runtime.threads import politely
+from ..._runtime.steps import Steps, chunked, collected
 from ..manifest import entry_line, head_line, line_around_checksums, metadata_line
 from ..marker import Marker
 from ..records import Entry, Manifest, TensorEntry, ValueEntry
@@ -20,7 +20,6 @@ from .write import MetadataHead, dtypes_of, metadata_end, places_of
 
 __all__ = ["Described", "Template", "describe"]
 
-_EVERY = 128
 _MANY = 1024  # of what takes 0.1 us
 
 
@@ -42,12 +41,13 @@ class Described:
         return b"".join([self.places, *metadata_end(marker)])
 
 
-def describe(entries: Mapping[str, Entry]) -> Described:
-    """In a worker thread."""
+def describe(entries: Mapping[str, Entry]) -> Steps[Described]:
+    """The entries as they stand in both files."""
     head = MetadataHead(dtypes_of(entries.values()))
     lines: list[bytes] = []
     places: list[bytes] = []
-    for fqn, entry in politely(entries.items()):
+    for fqn, entry in entries.items():
+        yield
         head.add(fqn, entry)
         lines.append(entry_line(fqn, entry))
         places.append(places_of(fqn, entry))
@@ -58,48 +58,58 @@ class Template:
     """What ``describe`` gives for ``entries``, with holes: for the values, which are written anew each time, and for
     the checksums of the tensors, each of which has one chunk without any."""
 
-    def __init__(self, entries: Iterable[tuple[str, Entry]], dtypes: Iterable[str], items: Sequence[int]) -> None:
-        """``dtypes``: those of the tensors. ``items``: for each tensor among the entries, in order, whose checksums are
-        its own. In a worker thread. Of ``entries`` nothing is kept: 10,000 of them would be walked by the garbage
-        collector again and again."""
+    def __init__(self, items: Sequence[int]) -> None:
         self._items = items
-        head = MetadataHead(dtypes)
         self._lines: list[bytes] = []  # what stands before each hole, and after the last
         self._tensors: list[int] = []  # which of the holes are theirs
         self._values: list[int] = []
         self._places: list[bytes] = []  # what stands before the place of each value, and after the last
+        self._count = 0
+        self._head = b""
+
+    @classmethod
+    def of(cls, entries: Iterable[tuple[str, Entry]], dtypes: Iterable[str], items: Sequence[int]) -> Steps[Template]:
+        """``dtypes``: those of the tensors. ``items``: for each tensor among the entries, in order, whose checksums are
+        its own. Of ``entries`` nothing is kept: 10,000 of them would be walked by the garbage collector again and
+        again."""
+        made = cls(items)
+        head = MetadataHead(dtypes)
         line = b""
         places: list[bytes] = []
-        self._count = 0
-        for fqn, entry in politely(entries, _EVERY):
-            self._count += 1
+        for fqn, entry in entries:
+            yield
+            made._count += 1
             head.add(fqn, entry)
             if isinstance(entry, ValueEntry):
-                self._values.append(len(self._lines))
-                self._lines.append(line)
-                self._places.append(b"".join(places))
+                made._values.append(len(made._lines))
+                made._lines.append(line)
+                made._places.append(b"".join(places))
                 line, places = b"", []
             elif isinstance(entry, TensorEntry):
                 before, after = line_around_checksums(fqn, entry)
-                self._tensors.append(len(self._lines))
-                self._lines.append(line + before)
+                made._tensors.append(len(made._lines))
+                made._lines.append(line + before)
                 places.append(places_of(fqn, entry))
                 line = after
             else:
                 line += entry_line(fqn, entry)
-        self._lines.append(line)
-        self._places.append(b"".join(places))
-        self._head = b"".join(head.pieces())
+        made._lines.append(line)
+        made._places.append(b"".join(places))
+        made._head = b"".join(head.pieces())
+        return made
 
-    def fill(self, values: Mapping[str, ValueEntry], sums: Sequence[BlockSums]) -> Described:
-        """``values`` in their order among the entries. For a worker thread: some 0.5 us for each tensor."""
-        checksums = list(_encoded(sums))
+    def fill(self, values: Mapping[str, ValueEntry], sums: Sequence[BlockSums]) -> Steps[Described]:
+        """``values`` in their order among the entries. Takes some 0.5 us for each tensor."""
+        checksums = yield from collected(_encoded(sums), _MANY // 4)
         holes = [b""] * (len(self._lines) - 1)
-        for hole, item in politely(zip(self._tensors, self._items, strict=True), _MANY):
-            holes[hole] = checksums[item]
-        for hole, (fqn, value) in politely(zip(self._values, values.items(), strict=True), _EVERY):
+        for pairs in chunked(zip(self._tensors, self._items, strict=True), _MANY):
+            for hole, item in pairs:
+                holes[hole] = checksums[item]
+            yield
+        for hole, (fqn, value) in zip(self._values, values.items(), strict=True):
             holes[hole] = entry_line(fqn, value)
-        places = [places_of(fqn, value) for fqn, value in politely(values.items(), _EVERY)]
+            yield
+        places = yield from collected(map(places_of, values.keys(), values.values()))
         return Described(self._count, _woven(self._lines, holes), self._head + _woven(self._places, places))
 
 
@@ -113,10 +123,10 @@ def _encoded(sums: Iterable[BlockSums]) -> Iterator[bytes]:
     """As between the quotation marks of a line."""
     for one in sums:
         if one.digests:
-            for crcs, digests in politely(zip(one.crcs, one.digests, strict=True), _EVERY):
+            for crcs, digests in zip(one.crcs, one.digests, strict=True):
                 yield _base64(crcs) + b'","' + _base64(digests)
         else:
-            yield from map(_base64, politely(one.crcs, _MANY))
+            yield from map(_base64, one.crcs)
 
 
 def _base64(raw: bytes) -> bytes:

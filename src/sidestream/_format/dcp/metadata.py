@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..._runtime.threads import let_go, politely
+from ..._runtime.steps import Steps, chunked, collected
 from ...errors import Corrupt
 from ..pickles.keys import name_of
 from ..pickles.machine import Call, Global, Limits, Pairs
@@ -40,6 +40,8 @@ _MAX_ATTRIBUTES = 64
 _MAX_RANK = 64
 _MAX_PATH = 64
 _MAX_FQN = 4096
+_FREED_IN_A_STEP = 64
+_MANY = 256
 
 _Index = tuple[str, str]
 """An FQN and the name of the offsets (see ``keys.py``), which is empty for a value."""
@@ -53,7 +55,7 @@ class _Location:
     transform: str | None
 
 
-def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
+def read_dcp_metadata(data: bytes | bytearray) -> Steps[Manifest]:
     """The checkpoint that a ``.metadata`` file describes, with an empty ``save_id`` and ``files``, not yet validated.
 
     Unknown attributes are ignored. Without ``planner_data`` the path of an entry is its FQN. A tensor of a dtype that
@@ -62,9 +64,13 @@ def read_dcp_metadata(data: bytes | bytearray) -> Manifest:
     Raises ``Corrupt`` where the file is malformed or has no location for a chunk, ``UnsafeObject`` where it names a
     type that is not part of the format, ``UnsupportedCheckpoint`` for unknown transforms.
     """
-    metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
-    entries = _entries(metadata, _locations(metadata.get("storage_data")))
-    let_go(*(value.flat for value in metadata.values() if isinstance(value, Pairs)))
+    metadata = _attributes((yield from decode(data, _GLOBALS, _LIMITS)), f"{_METADATA}.Metadata")
+    locations = yield from _locations(metadata.get("storage_data"))
+    entries = yield from _entries(metadata, locations)
+    for value in metadata.values():  # freed all at once, 10,000 records hold the GIL for milliseconds
+        while isinstance(value, Pairs) and value.flat:
+            del value.flat[-_FREED_IN_A_STEP:]
+            yield
     return Manifest(save_id="", entries=entries, files={})
 
 
@@ -88,30 +94,32 @@ class DcpDescription:
     hints: Mapping[tuple[str, tuple[int, ...]], object]
 
 
-def read_dcp_description(data: bytes | bytearray) -> DcpDescription:
-    """Parse ``data``. Called in a worker thread. Raises what ``read_dcp_metadata`` raises."""
-    metadata = _attributes(decode(data, _GLOBALS, _LIMITS), f"{_METADATA}.Metadata")
-    locations = _locations(metadata.get("storage_data"))
-    entries = _entries(metadata, locations)
-    paths = _paths(metadata.get("planner_data")) or {}
+def read_dcp_description(data: bytes | bytearray) -> Steps[DcpDescription]:
+    """Parse ``data``. Raises what ``read_dcp_metadata`` raises."""
+    metadata = _attributes((yield from decode(data, _GLOBALS, _LIMITS)), f"{_METADATA}.Metadata")
+    locations = yield from _locations(metadata.get("storage_data"))
+    entries = yield from _entries(metadata, locations)
+    paths = (yield from _paths(metadata.get("planner_data"))) or {}
     meta = metadata.get("storage_meta")
     described = _pairs(metadata.get("state_dict_metadata"), "state_dict_metadata")
+    properties = yield from collected(_properties(*one) if _is_tensor(one[1]) else None for one in described)
     return DcpDescription(
         entries=entries,
         attributes={name: one for name, one in metadata.items() if one is None or isinstance(one, str)},
         storage_meta=None if meta is None else _attributes(meta, f"{_METADATA}.StorageMeta"),
         pathless=frozenset(entries.keys() - paths.keys()),
         spare=frozenset(fqn for fqn, _ in locations) | (paths.keys() - entries.keys()),
-        properties={_fqn(fqn): _properties(one, _fqn(fqn)) for fqn, one in politely(described) if _is_tensor(one)},
-        hints=_hints(metadata.get("storage_data")),
+        properties=dict(filter(None, properties)),
+        hints=(yield from _hints(metadata.get("storage_data"))),
     )
 
 
-def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location]) -> dict[str, Entry]:
+def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location]) -> Steps[dict[str, Entry]]:
     """Return the entries, and remove their locations from ``locations``."""
-    paths = _paths(metadata.get("planner_data"))
+    paths = yield from _paths(metadata.get("planner_data"))
     entries: dict[str, Entry] = {}
-    for key, described in politely(_pairs(metadata.get("state_dict_metadata"), "state_dict_metadata")):
+    for key, described in _pairs(metadata.get("state_dict_metadata"), "state_dict_metadata"):
+        yield
         fqn = _fqn(key)
         if fqn in entries:
             raise Corrupt(f".metadata: {fqn!r} is described twice", fqn=fqn)
@@ -120,7 +128,7 @@ def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location])
             where = _take(locations, fqn, None)
             entries[fqn] = ValueEntry(path, where.file, where.offset, where.length, transform=where.transform)
         else:
-            entries[fqn] = _tensor_entry(fqn, path, described, locations)
+            entries[fqn] = yield from _tensor_entry(fqn, path, described, locations)
     return entries
 
 
@@ -128,19 +136,21 @@ def _is_tensor(described: object) -> bool:
     return isinstance(described, Call) and described.function == f"{_METADATA}.TensorStorageMetadata"
 
 
-def _properties(described: object, fqn: str) -> tuple[object, ...]:
-    """Return the properties as torch pickles them: a tuple in which each object is represented by its text or
+def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]]:
+    """Return FQN and properties as torch pickles them: a tuple in which each object is represented by its text or
     number."""
+    fqn = _fqn(key)
     properties = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn).get("properties")
     state = properties.state if isinstance(properties, Call) else None
     if not isinstance(state, tuple) or len(state) > _MAX_ATTRIBUTES:
-        return (None,)
-    return tuple(one.args[0] if isinstance(one, Call) and len(one.args) == 1 else one for one in state[1:])
+        return fqn, (None,)
+    return fqn, tuple(one.args[0] if isinstance(one, Call) and len(one.args) == 1 else one for one in state[1:])
 
 
-def _hints(storage_data: object) -> dict[tuple[str, tuple[int, ...]], object]:
+def _hints(storage_data: object) -> Steps[dict[tuple[str, tuple[int, ...]], object]]:
     hints = {}
-    for key, _ in politely(_pairs(storage_data, "storage_data")):
+    for key, _ in _pairs(storage_data, "storage_data"):
+        yield
         index = _attributes(key, f"{_METADATA}.MetadataIndex")
         if index.get("offset") is not None:
             fqn = _fqn(index.get("fqn"))
@@ -150,7 +160,7 @@ def _hints(storage_data: object) -> dict[tuple[str, tuple[int, ...]], object]:
 
 def _tensor_entry(
     fqn: str, path: tuple[Key, ...], described: object, locations: dict[_Index, _Location]
-) -> TensorEntry | OpaqueEntry:
+) -> Steps[TensorEntry | OpaqueEntry]:
     attributes = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn)
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
@@ -158,7 +168,8 @@ def _tensor_entry(
     dtype = _dtype(attributes.get("properties"), fqn)
     shape = _dims(attributes.get("size"), fqn)
     kind = TensorEntry if dtype in DTYPES else OpaqueEntry
-    return kind(path, dtype, shape, tuple(_chunk(fqn, chunk, locations) for chunk in chunks))
+    found = yield from collected(_chunk(fqn, chunk, locations) for chunk in chunks)
+    return kind(path, dtype, shape, tuple(found))
 
 
 def _chunk(fqn: str, described: object, locations: dict[_Index, _Location]) -> Chunk:
@@ -191,9 +202,10 @@ def _dtype(properties: object, fqn: str) -> str:
     return dtype.name.removeprefix("torch.")
 
 
-def _locations(storage_data: object) -> dict[_Index, _Location]:
+def _locations(storage_data: object) -> Steps[dict[_Index, _Location]]:
     locations: dict[_Index, _Location] = {}
-    for key, value in politely(_pairs(storage_data, "storage_data")):
+    for key, value in _pairs(storage_data, "storage_data"):
+        yield
         index = _attributes(key, f"{_METADATA}.MetadataIndex")
         fqn = _fqn(index.get("fqn"))
         offset = index.get("offset")
@@ -210,10 +222,14 @@ def _locations(storage_data: object) -> dict[_Index, _Location]:
     return locations
 
 
-def _paths(planner_data: object) -> dict[str, object] | None:
+def _paths(planner_data: object) -> Steps[dict[str, object] | None]:
     if not isinstance(planner_data, Pairs):  # nothing, or what another planner than DCP's own has noted
         return None
-    return {key: path for key, path in politely(_pairs(planner_data, "planner_data")) if isinstance(key, str)}
+    found: dict[str, object] = {}
+    for pairs in chunked(_pairs(planner_data, "planner_data"), _MANY):
+        found.update((key, path) for key, path in pairs if isinstance(key, str))
+        yield
+    return found
 
 
 def _path(fqn: str, paths: dict[str, object]) -> tuple[Key, ...]:

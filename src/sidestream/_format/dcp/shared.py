@@ -10,51 +10,53 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..._runtime.threads import politely
+from ..._runtime.steps import Steps, collected
 from ..marker import Marker, marker_attribute
 from ..pickles import write as p
 from ..records import Chunk
 from ..shared import Shared
-from .write import NAMES, chunk_list, index_of, info_of, path_item, prelude, tensor_of
+from .write import NAMES, chunk_at, index_of, info_of, path_item, prelude, tensor_of
 
 __all__ = ["described", "places_of_chunks", "places_of_values", "shared_metadata"]
 
 _MEMOIZE = b"\x94"
-_EVERY = 128
 
 
-def described(shared: Shared) -> bytes:
-    """The beginning of the file, up to the places: the same for every save of one plan. In a worker thread."""
+def described(shared: Shared) -> Steps[bytes]:
+    """The beginning of the file, up to the places: the same for every save of one plan."""
     names = sorted({row.dtype for row in shared.rows if row.kind == "tensor"})
     dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
     first = NAMES.first_dtype + len(names)  # of what is memoized from here on
     known: dict[int, int] = {}
     out = [b"\x80\x04", prelude(names), NAMES.metadata, b")\x81}(", p.text("state_dict_metadata"), b"}("]
-    for row in politely(shared.rows, _EVERY):
+    for row in shared.rows:
+        yield
         if row.kind == "tensor":
             if row.pattern in known:
                 chunks = b"j" + struct.pack("<I", known[row.pattern])
             else:
                 known[row.pattern] = first + len(known)
-                boxes = ((one.offsets, one.sizes) for one in politely(shared.patterns[row.pattern], _EVERY))
-                chunks = chunk_list(boxes) + _MEMOIZE
+                boxes = (chunk_at(one.offsets, one.sizes) for one in shared.patterns[row.pattern])
+                chunks = p.list_of((yield from collected(boxes))) + _MEMOIZE
             out.append(p.text(row.fqn) + tensor_of(dtypes[row.dtype], row.shape, chunks))
         elif row.kind == "value":
             out.append(p.text(row.fqn) + NAMES.value + b")\x81")
     out += [b"u", p.text("planner_data"), b"}("]
-    for row in politely(shared.rows, _EVERY):
+    for row in shared.rows:
+        yield
         if row.kind != "empty":
             out.append(p.text(row.fqn) + p.tuple_of(*map(path_item, row.path)))
     out += [b"u", p.text("storage_data"), b"}("]
     return b"".join(out)
 
 
-def places_of_chunks(chunks: Iterable[tuple[str, Chunk]]) -> bytes:
+def places_of_chunks(chunks: Iterable[tuple[str, Chunk]]) -> Steps[bytes]:
     """By FQN: a rank's own."""
-    return b"".join(
+    places = (
         index_of(p.text(fqn), chunk.offsets, None) + info_of(chunk.file, chunk.item_offset, chunk.item_bytes)
-        for fqn, chunk in politely(chunks, _EVERY)
+        for fqn, chunk in chunks
     )
+    return b"".join((yield from collected(places)))
 
 
 def places_of_values(values: Iterable[tuple[str, str, int, int]]) -> bytes:

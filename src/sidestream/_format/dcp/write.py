@@ -17,6 +17,7 @@ from ..records import DictKey, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
 __all__ = [
     "NAMES",
     "MetadataHead",
+    "chunk_at",
     "chunk_list",
     "dtypes_of",
     "index_of",
@@ -134,8 +135,11 @@ def tensor_of(dtype: bytes, shape: tuple[int, ...], chunks: bytes) -> bytes:
 
 
 def chunk_list(boxes: Iterable[Box]) -> bytes:
-    chunks = (_object(NAMES.chunk, _OFFSETS, _size(offsets), _SIZES, _size(sizes)) for offsets, sizes in boxes)
-    return p.list_of(chunks)
+    return p.list_of(chunk_at(offsets, sizes) for offsets, sizes in boxes)
+
+
+def chunk_at(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bytes:
+    return _object(NAMES.chunk, _OFFSETS, _size(offsets), _SIZES, _size(sizes))
 
 
 def index_of(fqn: bytes, offsets: tuple[int, ...] | None, number: int | None) -> bytes:

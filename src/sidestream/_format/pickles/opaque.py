@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..._runtime.threads import politely
+from ..._runtime.steps import Steps, collected
 from ..records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, itemsize
 
 __all__ = ["with_opaque_entries"]
 
 
-def with_opaque_entries(manifest: Manifest) -> Manifest:
+def with_opaque_entries(manifest: Manifest) -> Steps[Manifest]:
     """Return a foreign manifest in which each tensor whose item is too small for its elements is an ``OpaqueEntry``.
-    Called in a worker thread.
 
     Stock DCP writes such an item for a tensor subclass (of torchao, for instance): ``.metadata`` has the dtype that the
     subclass shows, and the item holds the tensors that it wraps. A damaged ``.metadata`` may look the same. The item
     distinguishes the two cases when the tensor is read.
     """
-    return replace(manifest, entries={fqn: _sorted_out(entry) for fqn, entry in politely(manifest.entries.items())})
+    entries = yield from collected((fqn, _sorted_out(entry)) for fqn, entry in manifest.entries.items())
+    return replace(manifest, entries=dict(entries))
 
 
 def _sorted_out(entry: Entry) -> Entry:

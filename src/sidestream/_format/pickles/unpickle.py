@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Container, Sequence
 
-from ..._runtime.threads import politely
+from ..._runtime.steps import Steps
 from ...errors import Corrupt
 from .machine import Call, Global, Limits, Machine, Pairs, Persistent
 from .opcodes import HANDLERS
@@ -22,10 +22,10 @@ __all__ = ["Call", "Global", "Limits", "Pairs", "Persistent", "decode"]
 
 _DEFAULT_LIMITS = Limits()
 _STOP = ord(".")
-_SLICE = 512  # opcodes, a fraction of a microsecond each
+_STEP = 256  # opcodes, a fraction of a microsecond each
 
 
-def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS) -> object:
+def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS) -> Steps[object]:
     """What ``data`` describes: None, bool, int, float, str, bytes, bytearray, list, tuple and the records above.
 
     The result is finite (no container holds itself) and nested at most ``limits.depth`` deep, so that a recursive
@@ -38,21 +38,22 @@ def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _D
         raise Corrupt(f"pickle of {len(data)} bytes, more than the {limits.total_bytes} allowed")
     machine = Machine(data, allowed, limits)
     try:
-        result = _run(machine, limits.opcodes)
+        result = yield from _run(machine, limits.opcodes)
     except (IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
         raise Corrupt(
             f"malformed pickle near byte {machine.position}: {type(error).__name__}", offset=machine.position
         ) from None
     if limits.depth is not None:
-        _check_nesting(result, limits.depth)
+        yield from _check_nesting(result, limits.depth)
     return result
 
 
-def _run(machine: Machine, opcodes: int) -> object:
+def _run(machine: Machine, opcodes: int) -> Steps[object]:
     data = machine.data
     handlers = HANDLERS
-    for done in politely(range(0, opcodes, _SLICE), every=1):
-        for _ in range(min(_SLICE, opcodes - done)):
+    for done in range(0, opcodes, _STEP):
+        yield
+        for _ in range(min(_STEP, opcodes - done)):
             opcode = data[machine.position]
             machine.position += 1
             if opcode == _STOP:
@@ -69,13 +70,14 @@ _NESTING = (list, tuple, Pairs, Call, Persistent)
 _NESTING_TYPES = frozenset(_NESTING)
 
 
-def _check_nesting(root: object, limit: int) -> None:
+def _check_nesting(root: object, limit: int) -> Steps[None]:
     """Raise ``Corrupt`` where a container holds itself or lies deeper than ``limit``; every part is visited once."""
     if type(root) not in _NESTING_TYPES:
         return
     heights: dict[int, int] = {}  # by id; 0 while the parts are being visited
     todo = [root]
-    for _ in politely(iter(lambda: bool(todo), False)):
+    while todo:
+        yield
         part = todo[-1]
         key = id(part)
         height = heights.get(key)

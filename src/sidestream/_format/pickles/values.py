@@ -12,9 +12,8 @@ import math
 import re
 from base64 import b64encode
 from collections.abc import Callable, Sequence, Set
-from itertools import repeat
 
-from ..._runtime.threads import politely
+from ..._runtime.steps import Steps
 from ...errors import Corrupt, UnsafeObject
 from ..records import Node, itemsize
 from .machine import Call, Global, Pairs, Persistent
@@ -22,7 +21,7 @@ from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor
 
 __all__ = ["VALUE_GLOBALS", "ValueBudget", "node_of", "value_globals"]
 
-_PARTS_IN_A_ROW = 512
+_PARTS_IN_A_STEP = 64
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMPY_KINDS = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 _DEVICE = re.compile("[a-z0-9_]{1,32}")
@@ -65,25 +64,22 @@ class ValueBudget:
     adds an amount in proportion to its own bytes to the budget; the rest is shared by all values.
     """
 
-    __slots__ = ("_bytes_left", "_pace", "_parts_left")
+    __slots__ = ("_bytes_left", "parts_left")
 
     def __init__(self) -> None:
-        self._parts_left = 1 << 16
+        self.parts_left = 1 << 16
         self._bytes_left = 1 << 20
-        self._pace = politely(repeat(None), every=1)
 
     def grant(self, pickle_bytes: int, item_bytes: int) -> None:
         """Increase the budget for a value in an item of ``item_bytes`` with a pickle of ``pickle_bytes``."""
-        self._parts_left += pickle_bytes
+        self.parts_left += pickle_bytes
         self._bytes_left += 4 * item_bytes
 
     def spend_part(self) -> None:
-        """Take one part from the budget. Raises ``Corrupt`` if it is exhausted, ``DeadlineExceeded``."""
-        self._parts_left -= 1
-        if self._parts_left < 0:
+        """Take one part from the budget. Raises ``Corrupt`` if it is exhausted."""
+        self.parts_left -= 1
+        if self.parts_left < 0:
             raise Corrupt("the values expand to far more parts than their pickles have bytes")
-        if not self._parts_left % _PARTS_IN_A_ROW:
-            next(self._pace, None)  # it is exhausted once a deadline has ended it
 
     def spend_bytes(self, count: int) -> None:
         """Take bytes from the budget. Raises ``Corrupt`` if it has fewer left."""
@@ -97,7 +93,7 @@ def node_of(
     budget: ValueBudget,
     read_payload: Callable[[StoredTensor], bytes],
     allow: Set[str] = frozenset(),
-) -> Node:
+) -> Steps[Node]:
     """Convert ``value``, a result of ``unpickle.decode``, to a ``Node``. Its size is taken from ``budget``.
 
     ``read_payload`` returns the bytes of the storage of a tensor inside the value. Types are allowed by their qualified
@@ -115,8 +111,10 @@ class _Translator:
         self._read_payload = read_payload
         self._allow = allow
 
-    def node(self, value: object) -> Node:
+    def node(self, value: object) -> Steps[Node]:
         self._budget.spend_part()
+        if not self._budget.parts_left % _PARTS_IN_A_STEP:
+            yield
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -127,27 +125,27 @@ class _Translator:
         if isinstance(value, float):
             return value if math.isfinite(value) else {"float": str(value)}
         if isinstance(value, list):
-            return {"list": self._nodes(value)}
+            return {"list": (yield from self._nodes(value))}
         if isinstance(value, tuple):
-            return {"tuple": self._nodes(value)}
+            return {"tuple": (yield from self._nodes(value))}
         if isinstance(value, Pairs):
-            return {"dict": self._pairs(value)}
+            return {"dict": (yield from self._pairs(value))}
         if isinstance(value, bytes | bytearray):
             return {"bytes" if isinstance(value, bytes) else "bytearray": self._base64(value)}
         if isinstance(value, Global) and is_dtype(value.name):
             return {"dtype": value.name.removeprefix("torch.")}
         if isinstance(value, Call):
-            return self._call(value)
+            return (yield from self._call(value))
         if isinstance(value, Global):
             if value.name in self._allow:
                 return {"type": value.name}
             raise UnsafeObject(f"the value holds {value.name} itself, which is not read as data")
         raise _nonsense("a storage outside of a tensor" if isinstance(value, Persistent) else "an unknown object")
 
-    def _call(self, call: Call) -> Node:
+    def _call(self, call: Call) -> Steps[Node]:
         name = call.function
         if name in self._allow:
-            return self._object(call)
+            return (yield from self._object(call))
         if call.elements is not None:
             raise _nonsense(f"{name} with elements")
         if name in TENSOR_REBUILDERS:
@@ -155,7 +153,7 @@ class _Translator:
         if name in _RECONSTRUCT:
             return self._ndarray(call)
         if name == "collections.OrderedDict":
-            return self._ordered_dict(call)
+            return (yield from self._ordered_dict(call))
         if name in _BYTES_IO:
             return self._bytes_io(call)
         if name == "numpy.dtype":
@@ -166,9 +164,9 @@ class _Translator:
             return self._numpy_scalar(call)
         match name.removeprefix("builtins."), call.args:
             case ("set" | "frozenset") as kind, (list(elements),):
-                return {kind: self._hashable_nodes(elements)}
+                return {kind: (yield from self._hashable_nodes(elements))}
             case "complex", (float(real), float(imaginary)):
-                return {"complex": [self.node(real), self.node(imaginary)]}
+                return {"complex": (yield from self._nodes((real, imaginary)))}
             case (("_codecs.encode" | "bytes"), _):
                 return {"bytes": self._base64(_bytes_of(call))}
             case "bytearray", ():
@@ -178,7 +176,7 @@ class _Translator:
             case "bytearray", (str(content), str(encoding)):
                 return {"bytearray": self._base64(_encode(content, encoding))}
             case "torch.Size", (tuple(sizes),) if all(type(size) is int and abs(size) < 1 << 63 for size in sizes):
-                return {"size": self._nodes(sizes)}
+                return {"size": (yield from self._nodes(sizes))}
             case "torch.device", (str(kind),) if _DEVICE.fullmatch(kind):
                 return {"device": kind}
             case "getattr", (Global(enum), str(member)) if enum in self._allow:
@@ -189,15 +187,16 @@ class _Translator:
             raise UnsafeObject(f"the value asks for {name}, which is not among the types read as data")
         raise _nonsense(f"{name} with arguments that it does not take")
 
-    def _object(self, call: Call) -> Node:
+    def _object(self, call: Call) -> Steps[Node]:
         """What an object of an allowed type is made from, as pickle would make it."""
-        content: dict[str, Node] = {"type": call.function, "new": call.new, "args": self._nodes(call.args)}
+        content: dict[str, Node] = {"type": call.function, "new": call.new}
+        content["args"] = yield from self._nodes(call.args)
         if call.elements is not None:
-            content["elements"] = self._nodes(call.elements)
+            content["elements"] = yield from self._nodes(call.elements)
         if call.items is not None:
-            content["items"] = self._pairs(call.items)
+            content["items"] = yield from self._pairs(call.items)
         if call.state is not None:
-            content["state"] = self.node(call.state)
+            content["state"] = yield from self.node(call.state)
         return {"object": content}
 
     def _long(self, value: int) -> Node:
@@ -205,11 +204,11 @@ class _Translator:
         self._spend(len(digits))
         return {"int": digits}
 
-    def _ordered_dict(self, call: Call) -> Node:
+    def _ordered_dict(self, call: Call) -> Steps[Node]:
         # a module's state dict carries the versions of its parts in an attribute, which means nothing inside a value
         match call.args, call.state:
             case (), None | Pairs(["_metadata", _]):
-                return {"ordered_dict": self._pairs(call.items or Pairs())}
+                return {"ordered_dict": (yield from self._pairs(call.items or Pairs()))}
         raise UnsafeObject("the value holds a collections.OrderedDict with attributes, which is not read as data")
 
     def _bytes_io(self, call: Call) -> Node:
@@ -257,18 +256,22 @@ class _Translator:
             raise _nonsense(f"a numpy scalar of {len(data)} bytes")
         return {"numpy": {"dtype": spelled, "data": self._base64(data)}}
 
-    def _nodes(self, values: Sequence[object]) -> list[Node]:
-        return [self.node(value) for value in values]
+    def _nodes(self, values: Sequence[object]) -> Steps[list[Node]]:
+        nodes: list[Node] = []
+        for value in values:
+            nodes.append((yield from self.node(value)))
+        return nodes
 
-    def _hashable_nodes(self, values: Sequence[object]) -> list[Node]:
-        nodes = self._nodes(values)
+    def _hashable_nodes(self, values: Sequence[object]) -> Steps[list[Node]]:
+        nodes = yield from self._nodes(values)
         if not all(map(_hashable, nodes)):
             raise _nonsense("a dict key or set element that cannot be hashed")
         return nodes
 
-    def _pairs(self, pairs: Pairs) -> list[Node]:
-        keys = self._hashable_nodes(pairs.flat[::2])
-        return [[key, self.node(value)] for key, value in zip(keys, pairs.flat[1::2], strict=True)]
+    def _pairs(self, pairs: Pairs) -> Steps[list[Node]]:
+        keys = yield from self._hashable_nodes(pairs.flat[::2])
+        values = yield from self._nodes(pairs.flat[1::2])
+        return [[key, value] for key, value in zip(keys, values, strict=True)]
 
     def _base64(self, content: bytes | bytearray) -> str:
         self._spend(len(content))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._runtime.threads import politely
+from ..._runtime.steps import Steps, collected
 from ...errors import Corrupt, UnsupportedCheckpoint
 from ..records import Chunk, Entry, Manifest, TensorEntry, itemsize
 
@@ -90,7 +90,7 @@ def header_bytes(prefix: bytes | bytearray, available: int, file: str) -> int:
     return nbytes
 
 
-def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str) -> Header:
+def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str) -> Steps[Header]:
     """The tensors of a file, by name; their elements lie between byte ``start`` and ``file_bytes``, its end.
 
     Raises ``Corrupt`` where the header is malformed, or does not account for the file to its end;
@@ -100,7 +100,8 @@ def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str)
         content = _parse_json(raw)
         extra = content.pop("__metadata__", {})
         sharding = _parse_json(extra.get("DCP_SHARDING_INFO", "{}"))
-        header = {name: _slice(name, described, sharding, start, file) for name, described in politely(content.items())}
+        slices = yield from collected((name, _slice(name, one, sharding, start, file)) for name, one in content.items())
+        header = dict(slices)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
             raise
@@ -152,7 +153,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --- shards beside a .metadata --------------------------------------------------------------------------------------
 
 
-def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
+def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> Steps[dict[str, int]]:
     """The files of a stock checkpoint that hold safetensors, and where in them those begin (byte items come first).
 
     Such a file is known by what ``.metadata`` says of its tensors: their bare sizes, all at one offset.
@@ -162,7 +163,8 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     ends: dict[str, tuple[bool, int]] = {}  # of the files with compressed items: whether all are bare, and their end
-    for fqn, entry in politely(manifest.entries.items()):
+    for fqn, entry in manifest.entries.items():
+        yield
         if not isinstance(entry, TensorEntry):
             continue
         for chunk in entry.chunks:
@@ -178,10 +180,11 @@ def shards_of(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def locate_shards(manifest: Manifest, headers: Mapping[str, Header]) -> Manifest:
+def locate_shards(manifest: Manifest, headers: Mapping[str, Header]) -> Steps[Manifest]:
     """The manifest with the tensors in these files located. Raises ``Corrupt`` where a header contradicts it."""
     entries: dict[str, Entry] = {}
-    for fqn, entry in politely(manifest.entries.items()):
+    for fqn, entry in manifest.entries.items():
+        yield
         entries[fqn] = entry
         if isinstance(entry, TensorEntry) and any(chunk.file in headers for chunk in entry.chunks):
             chunks = [_locate(fqn, entry.dtype, chunk, headers.get(chunk.file)) for chunk in entry.chunks]
@@ -218,14 +221,15 @@ def parse_index(raw: bytes | bytearray) -> dict[str, str]:
         raise Corrupt(f"{INDEX_NAME} is malformed ({type(error).__name__})", file=INDEX_NAME) from None
 
 
-def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] | None) -> Manifest:
+def manifest_of_headers(headers: Mapping[str, Header], index: Mapping[str, str] | None) -> Steps[Manifest]:
     """The checkpoint that the files make up together; with an ``index`` only what it names is in it.
 
     A tensor reaches as far as its last slice does. Raises ``Corrupt`` where the files contradict each other.
     """
     entries: dict[str, Entry] = {}
     for file, header in headers.items():
-        for fqn, found in politely(header.items()):
+        for fqn, found in header.items():
+            yield
             if index is not None and index.get(fqn) != file:
                 continue
             chunk = Chunk(found.offsets, found.sizes, file, found.start, found.nbytes, payload_offset=found.start)

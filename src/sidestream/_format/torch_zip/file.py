@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 from zlib import crc32
 
-from ..._runtime.threads import politely
+from ..._runtime.steps import Steps
 from ...errors import Corrupt, KeyCollision, UnsafeObject, UnsupportedCheckpoint
 from ..pickles.machine import Call, Limits, Pairs
 from ..pickles.tensors import TENSOR_REBUILDERS, StoredTensor, read_tensor
@@ -46,7 +46,7 @@ class FileValue:
     empty: bool = False
 
 
-def read_torch_file(source: BinaryIO, file_bytes: int) -> dict[str, FileTensor | FileValue]:
+def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[dict[str, FileTensor | FileValue]]:
     """What a file holds, by FQN. The payloads of tensors are not read, but for those inside of tuples and sets.
 
     Raises ``Corrupt``, ``UnsafeObject`` for what is more than data, ``UnsupportedCheckpoint`` for a file that does not
@@ -54,27 +54,30 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> dict[str, FileTensor |
     """
     archive = TorchZip(source, file_bytes)
     pickled = archive.read("data.pkl", _MOST_PICKLE_BYTES)
-    root = decode(pickled, VALUE_GLOBALS, Limits())
+    root = yield from decode(pickled, VALUE_GLOBALS, Limits())
     budget = ValueBudget()
     budget.grant(len(pickled), min(file_bytes, _MOST_VALUES_BYTES))
     if _pairs(root) is None:
         raise UnsupportedCheckpoint("the file holds something else than a dict")
     found: dict[str, FileTensor | FileValue] = {}
-    for path, value in politely(_leaves((), root)):
+    for path, value in _leaves((), root):
+        yield
         fqn = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
         if fqn in found or len(fqn) > _MOST_NAME_CHARS:
             raise KeyCollision(f"two entries of the file are named {fqn[:200]!r}, or it is too long")
         budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
-            found[fqn] = _leaf(archive, path, value, budget)
+            found[fqn] = yield from _leaf(archive, path, value, budget)
         except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
             error.args = (f"{fqn}: {error.args[0]}",)
             raise
     return found
 
 
-def _leaf(archive: TorchZip, path: tuple[Key, ...], value: object, budget: ValueBudget) -> FileTensor | FileValue:
+def _leaf(
+    archive: TorchZip, path: tuple[Key, ...], value: object, budget: ValueBudget
+) -> Steps[FileTensor | FileValue]:
     if isinstance(value, Call) and value.function in TENSOR_REBUILDERS:
         stored = read_tensor(value)
         if math.prod(stored.shape) * itemsize(stored.dtype) > stored.storage_bytes:
@@ -88,7 +91,7 @@ def _leaf(archive: TorchZip, path: tuple[Key, ...], value: object, budget: Value
     def read_payload(tensor: StoredTensor) -> bytes:
         return archive.read(_record(archive, tensor), _MOST_VALUE_BYTES)
 
-    return FileValue(path, node_of(value, budget, read_payload))
+    return FileValue(path, (yield from node_of(value, budget, read_payload)))
 
 
 def _record(archive: TorchZip, stored: StoredTensor) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
+from ..._runtime.steps import Steps, at_once
 from ...errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from ..pickles.machine import Call, Global, Limits
 from ..pickles.tensors import TENSOR_GLOBALS, StoredTensor, read_tensor
@@ -62,7 +63,7 @@ def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "need
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", _TENSOR_PICKLE_BYTES)
     try:
-        tensor = read_tensor(decode(pickled, TENSOR_GLOBALS, _TENSOR_LIMITS))
+        tensor = read_tensor(at_once(decode(pickled, TENSOR_GLOBALS, _TENSOR_LIMITS)))
     except UnsafeObject:
         kind = _other_kind(pickled)
         if kind is None:
@@ -87,7 +88,7 @@ def open_tensor_item(source: BinaryIO, item_bytes: int, records: Records = "need
 
 def open_value_item(
     source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset(), budget: ValueBudget | None = None
-) -> Node:
+) -> Steps[Node]:
     """The value of an item as a ``Node``. ``source`` is seekable and holds the item alone, ``item_bytes`` long.
 
     The size of the ``Node`` is taken from ``budget``, which grows in proportion to ``item_bytes``, or from a budget for
@@ -96,7 +97,7 @@ def open_value_item(
     """
     archive = TorchZip(source, item_bytes)
     pickled = archive.read("data.pkl", item_bytes)
-    value = decode(pickled, value_globals(allow))
+    value = yield from decode(pickled, value_globals(allow))
     budget = ValueBudget() if budget is None else budget
     budget.grant(len(pickled), item_bytes)
     payloads: dict[str, bytes] = {}
@@ -107,7 +108,7 @@ def open_value_item(
             payloads[record] = archive.read(record, item_bytes)
         return payloads[record]
 
-    return node_of(value, budget, read_payload, allow)
+    return (yield from node_of(value, budget, read_payload, allow))
 
 
 class _AnyName:
@@ -121,7 +122,7 @@ def _other_kind(pickled: bytes) -> str | None:
     """Name the kind of tensor, other than a dense one, that the pickle of an item rebuilds; None if it is not a
     tensor."""
     try:
-        root = decode(pickled, _AnyName(), _TENSOR_LIMITS)
+        root = at_once(decode(pickled, _AnyName(), _TENSOR_LIMITS))
     except Corrupt:
         return None
     if isinstance(root, Call) and root.function == _SUBCLASS and len(root.args) > 1:
@@ -131,14 +132,14 @@ def _other_kind(pickled: bytes) -> str | None:
     return _OTHER_KINDS.get(root.function) if isinstance(root, Call) else None
 
 
-def check_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> None:
+def check_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> Steps[None]:
     """Raise ``UnsafeObject`` if the pickle of an item names a type that is neither read as data nor in ``allow``.
 
     Cheaper than ``open_value_item`` but incomplete: a pickle with very many parts is not examined.
     """
     archive = TorchZip(source, item_bytes)
     try:
-        decode(archive.read("data.pkl", item_bytes), value_globals(allow), Limits(opcodes=_CHECKED_OPCODES))
+        yield from decode(archive.read("data.pkl", item_bytes), value_globals(allow), Limits(opcodes=_CHECKED_OPCODES))
     except Corrupt:
         return
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..._format.cover import TooIntricateError, find_overlap, volume
 from ..._format.records import Key, itemsize
 from ..._format.shared import Placed, Shared, SharedRow
-from ..._runtime.threads import politely
+from ..._runtime.steps import Steps, collected
 from ...errors import InvalidOption, UnsupportedCheckpoint
 from .rank_table import Box, Row, boxes_of, unpack_boxes
 
@@ -24,7 +24,6 @@ __all__ = ["Assignment", "Told", "assign"]
 
 _SPLIT_BYTES = 8 << 20
 """A replica is cut into pieces of at least so many bytes, so that those who hold it share the writing."""
-_EVERY = 256
 _SHOWN = 10
 
 
@@ -94,8 +93,8 @@ class _Assigning:
     turn: int = 0
 
 
-def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> tuple[Shared, list[Assignment]]:
-    """In a worker thread: what all ranks together save, and what each of them writes of it.
+def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> Steps[tuple[Shared, list[Assignment]]]:
+    """What all ranks together save, and what each of them writes of it.
 
     Each box is written once. Of boxes that several ranks have, large ones are cut along their first dimension and
     shared, small ones go to whoever has least to write. Raises ``InvalidOption`` where ranks disagree about a name, or
@@ -103,51 +102,55 @@ def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> tuple[
     """
     digests = list(dict.fromkeys(told.table for told in ranks))
     cohorts = [[rank for rank, told in enumerate(ranks) if told.table == digest] for digest in digests]
-    boxes = [[boxes_of(ranks[rank].boxes) for rank in politely(cohort, 1)] for cohort in cohorts]
+    boxes: list[list[list[bytes]]] = []
+    for cohort in cohorts:
+        boxes.append((yield from collected((boxes_of(ranks[rank].boxes) for rank in cohort), 1)))
     world = len(ranks)
     work = _Assigning(
         ranks, [tables[digest] for digest in digests], cohorts, boxes, [0] * world, [{} for _ in ranks],
         [[] for _ in ranks], [digests.index(told.table) for told in ranks],
     )  # fmt: skip
-    merged = _merge(work.tables)
-    groups, others = _groups(work, merged)
+    merged = yield from _merge(work.tables)
+    groups, others = yield from _groups(work, merged)
     patterns: dict[tuple[object, ...], int] = {}
     placed: list[tuple[Placed, ...]] = []
     of_row: dict[int, int] = {}
     by_size = sorted(groups, key=lambda group: -math.prod(group.row.shape) * itemsize(group.row.dtype))
     for group in by_size:
-        _place_group(work, group, patterns, placed, of_row)
+        yield from _place_group(work, group, patterns, placed, of_row)
     for number, where in others:
         of_row[number] = min(work.cohorts[table][0] for table, _ in where)
         work.values[of_row[number]].append(number)
-    rows = [
+    rows = yield from collected(
         SharedRow(row.kind, row.fqn, row.path, row.dtype, row.shape, of_row.get(number, -1))
-        for number, (row, _) in enumerate(politely(merged.values(), _EVERY))
-    ]
-    return Shared(tuple(rows), tuple(placed)), list(_assignments(work, merged))
+        for number, (row, _) in enumerate(merged.values())
+    )
+    return Shared(tuple(rows), tuple(placed)), (yield from collected(_assignments(work, merged), 1))
 
 
-def _merge(tables: Sequence[Sequence[Row]]) -> dict[str, tuple[Row, list[tuple[int, int]]]]:
+def _merge(tables: Sequence[Sequence[Row]]) -> Steps[dict[str, tuple[Row, list[tuple[int, int]]]]]:
     """Each row, and where it stands in which tables. Raises ``InvalidOption`` where they differ about it."""
     merged: dict[str, tuple[Row, list[tuple[int, int]]]] = {}
     for table, rows in enumerate(tables):
-        for number, row in enumerate(politely(rows, _EVERY)):
+        for number, row in enumerate(rows):
+            yield
             first, where = merged.setdefault(row.fqn, (row, []))
             if first[:5] != row[:5]:
                 raise InvalidOption(
                     f"{row.fqn}: {_told(first)} to some ranks, {_told(row)} to others; rename one of them"
                 )
             where.append((table, number))
-    return _without_shells(merged)
+    return (yield from _without_shells(merged))
 
 
 def _without_shells(
     merged: dict[str, tuple[Row, list[tuple[int, int]]]],
-) -> dict[str, tuple[Row, list[tuple[int, int]]]]:
+) -> Steps[dict[str, tuple[Row, list[tuple[int, int]]]]]:
     """``merged`` without the empty dicts that other ranks have something in. Raises ``InvalidOption`` for a leaf that
     is a container to other ranks, and for a dict that is a list to others."""
     containers: dict[tuple[Key, ...], tuple[bool, str]] = {}  # whether it is a list, and what is in it
-    for row, _ in politely(merged.values(), _EVERY):
+    for row, _ in merged.values():
+        yield
         for depth in range(len(row.path) - 1, 0, -1):
             path, is_list = row.path[:depth], type(row.path[depth]) is int
             known, inner = containers.setdefault(path, (is_list, row.fqn))
@@ -158,7 +161,8 @@ def _without_shells(
             if inner != row.fqn:  # what is around it is known too
                 break
     shells = []
-    for fqn, (row, _) in politely(merged.items(), _EVERY):
+    for fqn, (row, _) in merged.items():
+        yield
         if row.path not in containers:
             continue
         if row.kind == "empty" and not containers[row.path][0]:
@@ -178,10 +182,11 @@ def _told(row: Row) -> str:
 
 def _groups(
     work: _Assigning, merged: Mapping[str, tuple[Row, list[tuple[int, int]]]]
-) -> tuple[list[_Group], list[tuple[int, list[tuple[int, int]]]]]:
+) -> Steps[tuple[list[_Group], list[tuple[int, list[tuple[int, int]]]]]]:
     found: dict[tuple[object, ...], _Group] = {}
     others = []
-    for number, (row, where) in enumerate(politely(merged.values(), 8)):
+    for number, (row, where) in enumerate(merged.values()):
+        yield
         if row.kind != "tensor":
             if row.kind == "value":
                 others.append((number, where))
@@ -202,9 +207,10 @@ def _place_group(
     patterns: dict[tuple[object, ...], int],
     placed: list[tuple[Placed, ...]],
     of_row: dict[int, int],
-) -> None:
+) -> Steps[None]:
     sets: dict[Box, list[_Holder]] = {}
     for holder in _holders(work, group):
+        yield
         sets.setdefault(holder.box, []).append(holder)
     _check_cover(group.row, list(sets))
     size = itemsize(group.row.dtype)
@@ -213,6 +219,7 @@ def _place_group(
         if len(holders) == 1:
             work.load[holders[0].rank] += math.prod(box[1]) * size * len(group.members)
     for number, where in group.members:
+        yield
         chosen: dict[Box, tuple[Placed, ...]] = {}
         for box, holders in shared.items():
             order = _order(work, box, holders, where, several=len(shared) > 1)

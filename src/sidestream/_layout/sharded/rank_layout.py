@@ -14,7 +14,7 @@ from ..._format.frame import Frame, frame_tensor, frame_value
 from ..._format.records import Chunk, Node
 from ..._format.shard import BlockSums, ShardLayout, lay_out
 from ..._format.values import pickle_node
-from ..._runtime.threads import politely
+from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import view_key
 from ..._staging import Composite, ImageLayout, PlanCache
 from ...errors import InvalidOption
@@ -24,8 +24,6 @@ from .assign import Assignment
 from .rank_table import Box, LocalTable
 
 __all__ = ["EncodedValues", "RankLayout", "RankPlan", "encode_values", "lay_out_rank"]
-
-_EVERY = 128
 
 
 class _Place(NamedTuple):
@@ -121,11 +119,12 @@ class RankPlan:
             )
 
 
-def encode_values(table: LocalTable) -> EncodedValues:
-    """In a worker thread. Raises ``UnsafeObject``, naming the FQN."""
+def encode_values(table: LocalTable) -> Steps[EncodedValues]:
+    """Raises ``UnsafeObject``, naming the FQN."""
     nodes: dict[int, Node] = {}
     digests: dict[int, str] = {}
-    for number, leaf in politely(table.values.items(), _EVERY):
+    for number, leaf in table.values.items():
+        yield
         if isinstance(leaf.value, Composite):
             raise InvalidOption(f"{leaf.fqn}: a tensor in place of a value")
         node = nodes[number] = encode_value(leaf.value, leaf.fqn)
@@ -143,13 +142,13 @@ def lay_out_rank(
     values: EncodedValues,
     agreement: str,
     assignment: Assignment,
-) -> RankPlan:
-    """In a worker thread: the files of this rank. ``agreement`` is equal where the assignment is."""
+) -> Steps[RankPlan]:
+    """The files of this rank. ``agreement`` is equal where the assignment is."""
     total = sum(source.nbytes for source in table.sources)
     window_bytes = window_bytes_for(total, budget_bytes)
     key = ("rank", agreement, window_bytes, table.key)
-    layout = plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
-    tensors = [_tensor(table.sources[source.tensor], source) for source in politely(layout.sources, _EVERY)]
+    layout = yield from plans.get(key, lambda: _lay_out(table, assignment, window_bytes))
+    tensors = yield from collected(_tensor(table.sources[source.tensor], source) for source in layout.sources)
     raw = bytearray()
     places: list[tuple[int, str, int, int, Node]] = []
     for number in assignment.values:
@@ -158,7 +157,8 @@ def lay_out_rank(
         row = number if assignment.places is None else assignment.places[number]
         places.append((row, table.held.rows[number].fqn, len(raw), len(item), node))
         raw += item
-    return RankPlan(rank, layout, tuple(_images(layout, tensors)), bytes(raw), tuple(places))
+    images = yield from _images(layout, tensors)
+    return RankPlan(rank, layout, tuple(images), bytes(raw), tuple(places))
 
 
 def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:
@@ -169,23 +169,26 @@ def _tensor(source: torch.Tensor, piece: _Source) -> torch.Tensor:
     return source
 
 
-def _images(layout: RankLayout, tensors: Sequence[torch.Tensor]) -> Iterator[ImageLayout]:
+def _images(layout: RankLayout, tensors: Sequence[torch.Tensor]) -> Steps[list[ImageLayout]]:
+    images: list[ImageLayout] = []
     numbers = range(len(tensors))
     before = 0
     for shard in layout.shards:
-        for window in politely(shard.windows, _EVERY):
-            copies = tuple(window_copies(shard, window, numbers, before, tensors))
-            yield ImageLayout(window.end - window.start, copies)
+        for window in shard.windows:
+            copies = yield from collected(window_copies(shard, window, numbers, before, tensors))
+            images.append(ImageLayout(window.end - window.start, tuple(copies)))
         before += len(shard.items)
+    return images
 
 
-def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> RankLayout:
+def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> Steps[RankLayout]:
     rows, items = table.held.rows, table.held.items
     sources: list[_Source] = []
     frames: list[Frame] = []
     known: dict[tuple[object, ...], int] = {}
     taken: list[tuple[int, Box, int]] = []  # row of the table, box, number of the source
-    for number, item in enumerate(politely(items, _EVERY)):
+    for number, item in enumerate(items):
+        yield
         offsets, sizes, start = *item.box, item.start
         if number in assignment.pieces:
             first, count = assignment.pieces[number]
@@ -205,12 +208,13 @@ def _lay_out(table: LocalTable, assignment: Assignment, window_bytes: int) -> Ra
             sources.append(_Source(item.tensor, start, sizes, whole))
             frames.append(frame_tensor(dtype, sizes))
         taken.append((item.row, (offsets, sizes), known[identity]))
-    shards = tuple(lay_out(politely(frames, _EVERY), SHARD_BYTES, window_bytes))
+    shards = tuple((yield from lay_out(frames, SHARD_BYTES, window_bytes)))
     where = [(shard, item) for shard, layout in enumerate(shards) for item in range(len(layout.items))]
-    places = tuple(
+    placed = (
         _Place(row if assignment.places is None else assignment.places[row], rows[row].fqn, box, *where[source])
-        for row, box, source in politely(taken, _EVERY)
+        for row, box, source in taken
     )
+    places = tuple((yield from collected(placed)))
     layout = [(place, shards[place.shard].items[place.item].item_offset) for place in places]
     digest = hashlib.blake2b(repr(layout).encode(), digest_size=16).hexdigest()
     return RankLayout(shards, tuple(sources), places, digest)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._format.records import DTYPES, DictKey, Key
-from ..._runtime.threads import politely
+from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
 from ...errors import Corrupt, UnsupportedTensor
@@ -22,7 +22,6 @@ from ..flatten import Leaf, leaves_of
 
 __all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
 
-_EVERY = 128
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
 
@@ -71,12 +70,13 @@ class LocalTable:
     key: Hashable
 
 
-def local_table(plans: PlanCache, captured: Captured) -> LocalTable:
-    """In a worker thread. Raises ``UnsupportedTensor``, ``KeyCollision``, ``UnsafeObject``, naming the FQN."""
-    leaves = list(politely(leaves_of(captured.root), _EVERY))
+def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
+    """Raises ``UnsupportedTensor``, ``KeyCollision``, ``UnsafeObject``, naming the FQN."""
+    leaves = yield from collected(leaves_of(captured.root))
     sources: list[torch.Tensor] = []
     shardings: list[Hashable] = []
-    for leaf in politely(leaves, _EVERY):
+    for leaf in leaves:
+        yield
         if isinstance(leaf.value, torch.Tensor):
             sources.append(leaf.value)
         elif isinstance(leaf.value, Composite):
@@ -87,18 +87,19 @@ def local_table(plans: PlanCache, captured: Captured) -> LocalTable:
             sources.extend(leaf.value.tensors())
             shardings.append(leaf.value.sharding.key)
     kinds = tuple([type(leaf.value) for leaf in leaves])
-    key = (tuple([leaf.path for leaf in leaves]), kinds, tuple(shardings), fingerprint(politely(sources, _EVERY)))
-    held = plans.get(("table", key), lambda: _hold(leaves, sources, captured.held))
+    key = (tuple([leaf.path for leaf in leaves]), kinds, tuple(shardings), (yield from fingerprint(sources)))
+    held = yield from plans.get(("table", key), lambda: _hold(leaves, sources, captured.held))
     values = {number: leaf for number, leaf in enumerate(leaves) if held.rows[number].kind == "value"}
     return LocalTable(held, sources, values, key)
 
 
-def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[int]) -> Held:
+def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[int]) -> Steps[Held]:
     rows: list[Row] = []
     items: list[Item] = []
     known: dict[tuple[object, ...], int] = {}
     number = 0  # of the next source
-    for leaf in politely(leaves, _EVERY):
+    for leaf in leaves:
+        yield
         value = leaf.value
         if isinstance(value, (torch.Tensor, Composite)):
             parts = [value] if isinstance(value, torch.Tensor) else list(value.tensors())
@@ -112,7 +113,7 @@ def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[i
             number += len(parts)
         else:
             rows.append(Row(leaf.kind, leaf.fqn, leaf.path))
-    raw_rows, raw_boxes = _pack_rows(rows), _pack_boxes(len(rows), items)
+    raw_rows, raw_boxes = (yield from _pack_rows(rows)), (yield from _pack_boxes(len(rows), items))
     table = hashlib.blake2b(raw_rows, digest_size=16).hexdigest()
     digest = hashlib.blake2b(table.encode() + raw_boxes, digest_size=16).hexdigest()
     return Held(tuple(rows), tuple(items), raw_rows, raw_boxes, table, digest)
@@ -150,20 +151,22 @@ def _tensor_row(
 # --- as bytes, for rank 0 -------------------------------------------------------------------------------------------
 
 
-def _pack_rows(rows: Sequence[Row]) -> bytes:
-    return "\n".join(
+def _pack_rows(rows: Sequence[Row]) -> Steps[bytes]:
+    lines = (
         json.dumps(
             [row.kind, row.fqn, [{"key": key.value} if isinstance(key, DictKey) else key for key in row.path]]
             + ([row.dtype, row.shape, row.tie] if row.kind == "tensor" else []),
             separators=(",", ":"),
         )
-        for row in politely(rows, _EVERY)
-    ).encode()
+        for row in rows
+    )
+    return "\n".join((yield from collected(lines))).encode()
 
 
-def parse_rows(raw: bytes) -> list[Row]:
+def parse_rows(raw: bytes) -> Steps[list[Row]]:
     """What ``_pack_rows`` made on another rank."""
-    return [_parse_row(json.loads(line)) for line in politely(raw.decode().split("\n") if raw else [], _EVERY)]
+    lines = raw.decode().split("\n") if raw else []
+    return (yield from collected(_parse_row(json.loads(line)) for line in lines))
 
 
 def _parse_row(line: list[Any]) -> Row:
@@ -175,14 +178,15 @@ def _parse_row(line: list[Any]) -> Row:
     return Row(kind, fqn, keys, dtype, tuple(shape), tie)
 
 
-def _pack_boxes(rows: int, items: Sequence[Item]) -> bytes:
+def _pack_boxes(rows: int, items: Sequence[Item]) -> Steps[bytes]:
     """For each row how many boxes, and those; before it all where each row begins, so that rank 0 can cut the rows of a
     thousand ranks apart without looking into them."""
     of_row: list[list[Item]] = [[] for _ in range(rows)]
     for item in items:
         of_row[item.row].append(item)
     starts, body = array("I", [0]), bytearray()
-    for here in politely(of_row, _EVERY):
+    for here in of_row:
+        yield
         body += struct.pack("<H", len(here))
         for item in here:
             body += struct.pack(f"<{2 * len(item.box[0])}q", *item.box[0], *item.box[1])

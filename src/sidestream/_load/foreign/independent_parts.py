@@ -20,7 +20,7 @@ from ..._format.rank_files import Replica, merge_ranks, ranks_among
 from ..._format.records import Manifest, ValueEntry
 from ..._format.values import is_stored
 from ..._runtime.tasks import in_parallel
-from ..._runtime.threads import io_threads, politely
+from ..._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
 from ..._storage import Store
 from ...errors import Corrupt, Incomplete
 from .manifests import read_file
@@ -31,7 +31,7 @@ __all__ = ["check_sizes", "is_whole", "read_apart", "read_part", "read_part_mark
 
 async def read_part_markers(store: Store, directory: str, names: Mapping[str, int]) -> dict[int, PartMarker | None]:
     """What there is of each rank, among the files ``names``: None where another writer made it. Raises ``Corrupt``."""
-    ranks = await io_threads().run(ranks_among, names)
+    ranks = await io_threads().run_sliced(ranks_among, names)
     found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
     queue = iter(ranks)
 
@@ -46,11 +46,11 @@ async def read_part_markers(store: Store, directory: str, names: Mapping[str, in
 
 async def is_whole(store: Store, directory: str, names: Mapping[str, int]) -> bool:
     """Whether it is a checkpoint in parts of ours. Raises ``Incomplete``, ``Corrupt``."""
-    ranks = await io_threads().run(ranks_among, names)
+    ranks = await io_threads().run_sliced(ranks_among, names)
     first = {part_metadata_name(rank): 0 for rank in ranks[:1]}
     for one in (await read_part_markers(store, directory, first)).values():
         if one is not None and one.world_size != len(ranks):  # the other parts would add no information
-            missing = await io_threads().run(missing_ranks, frozenset(ranks), one.world_size)
+            missing = await io_threads().run_sliced(missing_ranks, frozenset(ranks), one.world_size)
             raise Incomplete(
                 f"the save {one.save_id!r} of {one.world_size} ranks, each by itself, is not whole: there are parts of "
                 f"{len(ranks)} ranks",
@@ -58,14 +58,14 @@ async def is_whole(store: Store, directory: str, names: Mapping[str, int]) -> bo
                 missing=missing,
             )
     markers = await read_part_markers(store, directory, names)
-    return any(markers.values()) and bool(await io_threads().run(whole, markers))
+    return any(markers.values()) and bool(await io_threads().run_sliced(whole, markers))
 
 
 async def read_apart(
     store: Store, directory: str, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None]
 ) -> Manifest:
     """The checkpoint that the parts make, not yet validated. Raises ``Incomplete``, ``Corrupt``."""
-    found = await io_threads().run(whole, markers)
+    found = await io_threads().run_sliced(whole, markers)
     read: dict[int, Manifest] = {}
     queue = iter(found)
 
@@ -89,13 +89,15 @@ async def read_apart(
     )
 
 
-def _merged(parts: Sequence[Manifest]) -> tuple[Manifest, list[Replica], dict[str, int]]:
+@sliced
+def _merged(parts: Sequence[Manifest]) -> Steps[tuple[Manifest, list[Replica], dict[str, int]]]:
     """Merge the parts. Also returns the items that remain to be compared byte by byte, and the files of all parts.
     Raises ``Corrupt`` if the checksums of the parts differ."""
-    manifest, replicas = merge_ranks(parts)
-    files = {file: nbytes for part in politely(parts) for file, nbytes in part.files.items()}
+    manifest, replicas = yield from merge_ranks(parts)
+    files = dict(gathered(named for part in parts for named in part.files.items()))
     left = []
-    for replica in politely(replicas):
+    for replica in replicas:
+        yield
         first, other = replica.first, replica.other
         if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
             if first.node != other.node:
@@ -125,7 +127,7 @@ async def read_part(store: Store, directory: str, sizes: Mapping[str, int], mark
     def parse() -> Manifest:
         if crc32(raw) != marker.manifest_crc:
             raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
-        manifest = parse_manifest(raw)
+        manifest = run_sliced(parse_manifest(raw))
         if not isinstance(manifest, Manifest) or manifest.save_id[: len(marker.id)] != marker.id:
             raise Corrupt(f"{name} belongs to another save than the marker", file=name)
         check_sizes(manifest.files, sizes)
@@ -134,9 +136,11 @@ async def read_part(store: Store, directory: str, sizes: Mapping[str, int], mark
     return await io_threads().run(parse)
 
 
-def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> None:
+@sliced
+def check_sizes(saved: Mapping[str, int], found: Mapping[str, int]) -> Steps[None]:
     """Raise ``Corrupt`` for a file that is missing or does not have the size that was saved. Called in a worker
     thread."""
-    for file, nbytes in politely(saved.items()):
+    for file, nbytes in saved.items():
+        yield
         if found.get(file) != nbytes:
             raise Corrupt(f"{file} has {found.get(file, 0)} bytes, but {nbytes} were saved", file=file)

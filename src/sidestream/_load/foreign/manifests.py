@@ -31,7 +31,7 @@ from ..._format.safetensors.read import (
 from ..._format.torch_zip.file import FileTensor, FileValue, read_torch_file
 from ..._format.torch_zip.zip import other_zip
 from ..._format.validate import check_item
-from ..._runtime.threads import io_threads, politely
+from ..._runtime.threads import Steps, gathered, io_threads, politely, run_sliced, sliced
 from ..._storage import ReadRange, Store
 from ...errors import Corrupt, UnsafeObject, UnsupportedCheckpoint, allocating
 from .values import StoreFile, agree
@@ -64,7 +64,7 @@ def is_foreign(sizes: Mapping[str, int]) -> bool:
     """Whether a directory without ``.metadata`` is a checkpoint of another writer: of stock DCP with ranks that did not
     communicate, or of safetensors files. A directory with a manifest is always an attempt of sidestream. Called in a
     worker thread."""
-    ours = any(name.startswith("manifest-") for name in politely(sizes))
+    ours = any(gathered(name.startswith("manifest-") for name in sizes))
     return not ours and any(name.endswith(SUFFIX) or is_rank_file(name) for name in sizes)
 
 
@@ -74,7 +74,7 @@ async def read_foreign_manifest(store: Store, directory: str, sizes: Mapping[str
     Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``MissingExtra``.
     """
     threads = io_threads()
-    ranks = [] if METADATA_NAME in sizes else await threads.run(rank_files, sizes)
+    ranks = [] if METADATA_NAME in sizes else await threads.run_sliced(rank_files, sizes)
     if METADATA_NAME in sizes:
         manifest = await _read_metadata(store, directory, METADATA_NAME, sizes)
     elif ranks:
@@ -96,14 +96,16 @@ async def _read_metadata(store: Store, directory: str, name: str, sizes: Mapping
     if not shards:
         return manifest
     headers = {file: await _read_header(store, directory, file, start, sizes[file]) for file, start in shards}
-    return await threads.run(locate_shards, manifest, headers)
+    return await threads.run_sliced(locate_shards, manifest, headers)
 
 
-def _stock_metadata(raw: bytearray) -> Manifest:
+@sliced
+def _stock_metadata(raw: bytearray) -> Steps[Manifest]:
     """Check the paths in ``planner_data``. DCP makes the FQN from the path by joining its steps with dots. Tensors are
     found by name, so if the two differ the path was altered."""
-    manifest = read_dcp_metadata(raw)
-    for fqn, entry in politely(manifest.entries.items()):
+    manifest = run_sliced(read_dcp_metadata(raw))
+    for fqn, entry in manifest.entries.items():
+        yield
         if ".".join(map(str, entry.path)) != fqn:
             raise Corrupt(
                 f"the path of {fqn!r} in planner_data does not match its name: {ascii(entry.path)[:200]}", fqn=fqn
@@ -114,12 +116,12 @@ def _stock_metadata(raw: bytearray) -> Manifest:
 def _present_shards(manifest: Manifest, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return the shard files that are present. ``validate`` reports a shard file that is missing or whose name is not
     plain."""
-    return [(file, start) for file, start in politely(shards_of(manifest, sizes).items()) if file in sizes]
+    return [(file, start) for file, start in run_sliced(shards_of(manifest, sizes)).items() if file in sizes]
 
 
 async def _read_ranks(store: Store, directory: str, names: list[str], sizes: Mapping[str, int]) -> Manifest:
     parts = [await _read_metadata(store, directory, name, sizes) for name in names]
-    manifest, replicas = await io_threads().run(merge_ranks, parts)
+    manifest, replicas = await io_threads().run_sliced(merge_ranks, parts)
     for replica in replicas:
         for item in (replica.first, replica.other):
             place = item if isinstance(item, ValueEntry) else item[1]
@@ -144,24 +146,28 @@ async def _read_safetensors(store: Store, directory: str, sizes: Mapping[str, in
     else:
         files = await threads.run(_files_without_index, sizes)
     headers = {file: await _read_header(store, directory, file, 0, sizes[file]) for file in files}
-    return await threads.run(manifest_of_headers, headers, index)
+    return await threads.run_sliced(manifest_of_headers, headers, index)
 
 
-def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> list[str]:
+@sliced
+def _files_of_index(index: Mapping[str, str], sizes: Mapping[str, int]) -> Steps[list[str]]:
     files = sorted(set(index.values()))
-    for file in politely(files):
+    for file in files:
+        yield
         if file not in sizes:
             raise Corrupt(f"{file!r} is listed in {INDEX_NAME} but is missing from the directory", file=file)
     return files
 
 
-def _files_without_index(sizes: Mapping[str, int]) -> list[str]:
+@sliced
+def _files_without_index(sizes: Mapping[str, int]) -> Steps[list[str]]:
     """Return the files of a directory without an index. The index is written last; if it is missing, the names of the
     files say how many there should be. Ranks (shards in the names of stock DCP) need not each have a part of every
     file."""
     files = sorted(name for name in politely(sizes) if name.endswith(SUFFIX))
     checked: set[tuple[str, str]] = set()
-    for name in politely(files):
+    for name in files:
+        yield
         match = _ONE_OF_MANY.fullmatch(name)
         if match is None or (match[1], match[2]) in checked:
             continue
@@ -181,7 +187,7 @@ def _wanted(stem: str, count: str) -> Iterator[str]:
 async def read_safetensors_file(store: Store, directory: str, file: str, sizes: Mapping[str, int]) -> Manifest:
     """One safetensors file as a checkpoint; not yet validated."""
     header = await _read_header(store, directory, file, 0, sizes[file])
-    manifest = await io_threads().run(manifest_of_headers, {file: header}, None)
+    manifest = await io_threads().run_sliced(manifest_of_headers, {file: header}, None)
     return replace(manifest, files={file: sizes[file]})
 
 
@@ -196,7 +202,7 @@ async def _read_header(store: Store, directory: str, file: str, start: int, file
         with allocating(f"reading the header of {file}"):
             raw = bytearray(nbytes)
         await store.read(f"{directory}/{file}", [ReadRange(begin, memoryview(raw))])
-        return await io_threads().run(parse_header, raw, begin + len(raw), file_bytes, file)
+        return await io_threads().run_sliced(parse_header, raw, begin + len(raw), file_bytes, file)
     except Corrupt as error:
         what = await find_other_kind(store, f"{directory}/{file}", file_bytes)
         if what is None or start:
@@ -213,8 +219,8 @@ async def find_other_kind(store: Store, name: str, nbytes: int) -> str | None:
 
 
 def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:
-    manifest = with_opaque_entries(manifest)
-    used = {file for entry in politely(manifest.entries.values()) for file in _files(entry)}
+    manifest = run_sliced(with_opaque_entries(manifest))
+    used = set(gathered(file for entry in manifest.entries.values() for file in _files(entry)))
     return replace(manifest, files={name: nbytes for name, nbytes in politely(sizes.items()) if name in used})
 
 
@@ -251,9 +257,11 @@ class _Content:
         self._name = name
         self._pages = self._empty = 0
 
-    def take(self, piece: bytearray) -> None:
+    @sliced
+    def take(self, piece: bytearray) -> Steps[None]:
         """Take bytes as they arrive. Called in a thread of the store."""
-        for start in politely(range(0, len(piece), _PAGE_BYTES)):
+        for start in range(0, len(piece), _PAGE_BYTES):
+            yield
             self._pages += 1
             self._empty += piece[start : start + _PAGE_BYTES] == _EMPTY_PAGE
         if self._empty > max(_MOST_EMPTY_PAGES, self._pages // 2):
@@ -278,7 +286,7 @@ async def read_file_manifest(store: Store, name: str, nbytes: int) -> Manifest:
 
     def read(file: BinaryIO) -> Manifest:
         try:
-            found = read_torch_file(file, nbytes)
+            found = run_sliced(read_torch_file(file, nbytes))
         except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
             what = other_zip(file, nbytes)
             if what is None:
@@ -300,17 +308,12 @@ async def read_file_manifest(store: Store, name: str, nbytes: int) -> Manifest:
 
 
 def _entries(found: Mapping[str, FileTensor | FileValue], name: str) -> dict[str, Entry]:
-    return {
-        fqn: _tensor(one, name)
-        if isinstance(one, FileTensor)
-        else EmptyEntry(one.path)
-        if one.empty
-        else ValueEntry(one.path, name, 0, 0, one.node)
-        for fqn, one in politely(found.items())
-    }
+    return dict(gathered((fqn, _entry(one, name)) for fqn, one in found.items()))
 
 
-def _tensor(one: FileTensor, name: str) -> TensorEntry:
+def _entry(one: FileTensor | FileValue, name: str) -> Entry:
+    if isinstance(one, FileValue):
+        return EmptyEntry(one.path) if one.empty else ValueEntry(one.path, name, 0, 0, one.node)
     stored = one.stored
     row_major = torch.empty(stored.shape, device="meta").stride() == stored.strides
     whole = row_major and not stored.storage_offset

@@ -25,7 +25,16 @@ from ..._format.values import is_stored
 from ..._layout.objects import NOTHING_ALLOWED, Allowed
 from ..._layout.ranges import PIECE_BYTES
 from ..._layout.values import decode_value
-from ..._runtime.threads import Threads, TorchThreads, current_deadline, io_threads, politely
+from ..._runtime.threads import (
+    Steps,
+    Threads,
+    TorchThreads,
+    current_deadline,
+    io_threads,
+    politely,
+    run_sliced,
+    sliced,
+)
 from ..._storage import ReadRange, Store
 from ...errors import Closed, Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
 from ...options import Trust
@@ -95,13 +104,15 @@ class ValueBudgets:
     decoding: threading.Lock = field(default_factory=threading.Lock)
 
 
-def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[str, Any], dict[str, ValueEntry]]:
+@sliced
+def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[dict[str, Any], dict[str, ValueEntry]]]:
     """Return the values that the manifest contains, and the entries of the others. Raises ``MissingExtra``."""
     values: dict[str, Any] = {}
     rest: dict[str, ValueEntry] = {}
-    for fqn, one in politely(entries.items()):
+    for fqn, one in entries.items():
+        yield
         if one.told or (own and not is_stored(one.node)):
-            values[fqn] = decode_value(one.node, fqn)
+            values[fqn] = yield from decode_value(one.node, fqn)
         else:
             rest[fqn] = one
     if any(one.transform for one in politely(rest.values())):
@@ -109,11 +120,13 @@ def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> tuple[dict[str
     return values, rest
 
 
-def sorted_out(entries: Mapping[str, Entry]) -> tuple[dict[str, TensorEntry], dict[str, ValueEntry]]:
+@sliced
+def sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, TensorEntry], dict[str, ValueEntry]]]:
     """Return the tensors and the plain values. Called in a worker thread."""
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, ValueEntry] = {}
-    for fqn, entry in politely(entries.items()):
+    for fqn, entry in entries.items():
+        yield
         if isinstance(entry, TensorEntry):
             tensors[fqn] = entry
         elif isinstance(entry, ValueEntry):
@@ -150,11 +163,11 @@ def _open_value(
     raw: bytearray, fqn: str, entry: ValueEntry, allow: Allowed, trust: Trust, budgets: ValueBudgets
 ) -> Any:
     with _about(entry, fqn):
-        content = budgets.unpacked.unpack(raw, MAX_VALUE_BYTES) if entry.transform else raw
+        content = run_sliced(budgets.unpacked.unpack(raw, MAX_VALUE_BYTES)) if entry.transform else raw
         if trust == "pickle":
             return _unpickle(content)
-        node = open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts)
-    return decode_value(node, fqn, allow)
+        node = run_sliced(open_value_item(io.BytesIO(content), len(content), frozenset(allow), budgets.parts))
+    return run_sliced(decode_value(node, fqn, allow))
 
 
 def _unpickle(content: bytearray) -> Any:
@@ -188,12 +201,14 @@ async def locate_tensor(
     return _located(entry, opened) if few else await threads.run(_located, entry, opened)
 
 
-def located_already(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, Located], dict[str, TensorEntry]]:
+@sliced
+def located_already(entries: Mapping[str, TensorEntry]) -> Steps[tuple[dict[str, Located], dict[str, TensorEntry]]]:
     """Return the results of ``locate_tensor`` for the tensors whose zips need not be opened, and the other tensors.
     Called in a worker thread."""
     located: dict[str, Located] = {}
     closed: dict[str, TensorEntry] = {}
-    for fqn, entry in politely(entries.items()):
+    for fqn, entry in entries.items():
+        yield
         if any(_is_closed(chunk) for chunk in entry.chunks):
             closed[fqn] = entry
         else:
@@ -227,7 +242,7 @@ def unpack_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, raw: bytearray) -> 
     """
     most_bytes = math.prod(chunk.sizes) * itemsize(entry.dtype) + 4 * _END_BYTES
     with _about(chunk, fqn):
-        content = unpack(raw, most_bytes)
+        content = run_sliced(unpack(raw, most_bytes))
         item = replace(chunk, item_offset=0, item_bytes=len(content), transform=None)
         located, payload = _open_chunk(entry, item, io.BytesIO(content))
     return content, (replace(entry, chunks=(located,)), {located: payload})
@@ -270,14 +285,14 @@ async def check_item_records(
             if isinstance(item, Chunk) and isinstance(entry, TensorEntry):
                 content, _ = unpack_chunk(fqn, entry, item, raw)
             elif item.transform:
-                content = budgets.unpacked.unpack(raw, MAX_VALUE_BYTES)
+                content = run_sliced(budgets.unpacked.unpack(raw, MAX_VALUE_BYTES))
             bare = isinstance(item, ValueEntry) and item.node == _BARE
             if is_older(content) or (bare and not is_zip(content)):
                 return False
             _check_records(content)
             if isinstance(item, ValueEntry) and not bare:
                 with suppress(UnsafeObject), budgets.decoding:
-                    open_value_item(io.BytesIO(content), len(content), budget=budgets.parts)
+                    run_sliced(open_value_item(io.BytesIO(content), len(content), budget=budgets.parts))
             return True
 
     return await io_threads().run(check)

@@ -14,7 +14,7 @@ from ..._format.records import Manifest
 from ..._format.shared import Part, Root, join, parse_part, part_name
 from ..._format.validate import validate
 from ..._layout.metadata import decode_metadata
-from ..._runtime.threads import io_threads
+from ..._runtime.threads import io_threads, run_sliced
 from ..._storage import Location, Store
 from ...errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
 from ..foreign.independent_parts import check_sizes, is_whole, read_apart, read_part_markers
@@ -68,7 +68,7 @@ async def open_root(location: Location) -> tuple[Location, Manifest | Root]:
         try:
             nbytes = await store.size(name)
             manifest = await read_file_manifest(store, name, nbytes)
-            await io_threads().run(validate, manifest)
+            await io_threads().run_sliced(validate, manifest)
         except FileNotFoundError as error:
             what = await what_is_there(store, name, url, {}) if store.capabilities.listing else ""
             raise CheckpointNotFound(
@@ -105,8 +105,8 @@ async def read_manifest(store: Store, directory: str, url: str) -> Manifest:
 async def _whole(store: Store, directory: str, url: str, root: Root) -> Manifest:
     with _telling(url):
         parts = await read_parts(store, directory, root, range(len(root.parts)))
-        manifest = await io_threads().run(join, root, parts)
-        await io_threads().run(validate, manifest)
+        manifest = await io_threads().run_sliced(join, root, parts)
+        await io_threads().run_sliced(validate, manifest)
     return manifest
 
 
@@ -137,7 +137,7 @@ async def read_root(store: Store, directory: str, url: str, listed: Mapping[str,
         else:
             manifest = await _own_manifest(store, directory, marker, sizes)
         if isinstance(manifest, Manifest):
-            await io_threads().run(validate, manifest)
+            await io_threads().run_sliced(validate, manifest)
     return manifest
 
 
@@ -170,7 +170,7 @@ async def read_parts(store: Store, directory: str, root: Root, ranks: Iterable[i
 def _parse_part(name: str, raw: bytearray, crc: int) -> Part:
     if crc32(raw) != crc:
         raise Corrupt(f"{name} was altered: its checksum is not the one in the manifest", file=name)
-    return parse_part(raw)
+    return run_sliced(parse_part(raw))
 
 
 @contextmanager
@@ -207,7 +207,7 @@ async def _read_unlisted(store: Store, directory: str, url: str) -> Manifest | R
             sizes[file] = await store.size(f"{directory}/{file}")
         manifest = await _own_manifest(store, directory, marker, sizes)
         if isinstance(manifest, Manifest):
-            await io_threads().run(validate, manifest)
+            await io_threads().run_sliced(validate, manifest)
     return manifest
 
 
@@ -231,4 +231,4 @@ def _head(manifest: Manifest | Root) -> Manifest:
 def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest | Root:
     if crc32(raw) != marker.manifest_crc:
         raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
-    return parse_manifest(raw)
+    return run_sliced(parse_manifest(raw))

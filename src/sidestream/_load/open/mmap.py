@@ -9,7 +9,7 @@ from mmap import mmap
 import torch
 
 from ..._format.records import Entry, Manifest, TensorEntry, itemsize
-from ..._runtime.threads import io_threads, politely
+from ..._runtime.threads import Steps, gathered, io_threads, sliced
 from ..._runtime.torch_probes import dtype_from_name
 from ..._storage import Location
 from ...errors import InvalidOption
@@ -33,9 +33,11 @@ async def map_tensors(location: Location, manifest: Manifest, fqns: Iterable[str
     return await io_threads().run(_over, entries, files)
 
 
-def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, TensorEntry]:
+@sliced
+def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> Steps[dict[str, TensorEntry]]:
     found = {}
-    for fqn in politely(fqns):
+    for fqn in fqns:
+        yield
         entry = entries[fqn]
         assert isinstance(entry, TensorEntry)
         if not math.prod(entry.shape) or len(entry.chunks) != 1:
@@ -49,14 +51,16 @@ def _mappable(entries: Mapping[str, Entry], fqns: Iterable[str]) -> dict[str, Te
 
 
 def _files(entries: Mapping[str, TensorEntry]) -> list[str]:
-    return list(dict.fromkeys(entry.chunks[0].file for entry in politely(entries.values())))
+    return list(dict.fromkeys(gathered(entry.chunks[0].file for entry in entries.values())))
 
 
-def _over(entries: Mapping[str, TensorEntry], files: Mapping[str, mmap]) -> dict[str, torch.Tensor]:
+@sliced
+def _over(entries: Mapping[str, TensorEntry], files: Mapping[str, mmap]) -> Steps[dict[str, torch.Tensor]]:
     """Each tensor keeps its file mapped."""
     shared: dict[object, torch.Tensor] = {}
     tensors = {}
-    for fqn, entry in politely(entries.items()):
+    for fqn, entry in entries.items():
+        yield
         (chunk,) = entry.chunks
         identity = (entry.dtype, chunk)
         if identity not in shared:

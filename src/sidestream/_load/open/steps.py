@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker
-from ..._runtime.threads import io_threads, politely
+from ..._runtime.threads import gathered, io_threads, politely
 from ..._storage import Store
 from ..._storage.names import parse_step
 from ...errors import Corrupt, Incomplete, SidestreamError
@@ -89,7 +89,8 @@ async def newest_committed(store: Store, run: str, names: Iterable[str]) -> list
 
 def steps_among(names: Iterable[str]) -> list[Step]:
     """Return the steps, newest step and highest generation first. Called in a worker thread."""
-    found = (Step(*order, name) for name in politely(names) if (order := parse_step(name)) is not None)
+    parsed = gathered((parse_step(name), name) for name in names)
+    found = (Step(*order, name) for order, name in parsed if order is not None)
     return sorted(found, key=lambda each: each.order, reverse=True)
 
 

@@ -19,7 +19,7 @@ from ..._format.transforms import unpack
 from ..._layout.cast import castable
 from ..._layout.objects import Allowed
 from ..._layout.ranges import Box
-from ..._runtime.threads import io_threads, politely
+from ..._runtime.threads import io_threads, politely, run_sliced
 from ..._runtime.torch_probes import check_tensor, dtype_name
 from ..._storage import Location
 from ...errors import (
@@ -133,7 +133,7 @@ async def _as_saved(location: Location, entry: ValueEntry) -> bytes:
     raw = await read_item(location.store, location.name, entry)
 
     def checked() -> bytes:
-        content = unpack(raw, _MAX_BYTES) if entry.transform else raw
+        content = run_sliced(unpack(raw, _MAX_BYTES)) if entry.transform else raw
         if is_zip(content):
             TorchZip(io.BytesIO(content), len(content)).check()  # torch compares no checksums
         return bytes(content)

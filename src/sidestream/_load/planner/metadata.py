@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..._format.records import Chunk, DictKey, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from ..._layout.values import decode_value
-from ..._runtime.threads import politely
+from ..._runtime.threads import politely, run_sliced
 from ..._runtime.torch_probes import dtype_from_name, storage_info
 from ...errors import UnsupportedCheckpoint
 
@@ -42,7 +42,7 @@ def metadata_of(manifest: Manifest, url: str) -> Metadata:
         else:
             continue
         paths[fqn] = tuple(map(_step, entry.path))
-    noted = paths if manifest.planner_data is None else decode_value(manifest.planner_data, "planner_data")
+    noted = paths if manifest.planner_data is None else run_sliced(decode_value(manifest.planner_data, "planner_data"))
     meta = StorageMeta(checkpoint_id=url, save_id=manifest.save_id or None)
     return Metadata(described, noted, places, meta, _VERSION)
 

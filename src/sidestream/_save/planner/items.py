@@ -20,7 +20,7 @@ from ..._format.shard import ShardLayout, lay_out
 from ..._format.torch_zip.item import check_value_item, open_value_item
 from ..._layout.save_layout import window_bytes_for, window_copies
 from ..._load.foreign.values import MAX_VALUE_BYTES
-from ..._runtime.threads import Deadline, politely
+from ..._runtime.threads import Deadline, Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import TransformedStreams, check_tensor, dtype_name, storage_key
 from ..._staging import AsyncStager, Captured, ImageLayout, Staging, capture
 from ..._storage import Body
@@ -167,12 +167,14 @@ class Outgoing:
         if nbytes > MAX_VALUE_BYTES:
             self.refused[fqn] = f"it has {nbytes} bytes, more than the {MAX_VALUE_BYTES} that are read"
         elif nbytes > _NODE_BYTES:
-            self._try(fqn, lambda: check_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow))
+            checked = check_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow)
+            self._try(fqn, lambda: run_sliced(checked))
         else:
             try:
-                return open_value_item(io.BytesIO(data.getbuffer()), nbytes)
+                return run_sliced(open_value_item(io.BytesIO(data.getbuffer()), nbytes))
             except (Corrupt, UnsafeObject, UnsupportedCheckpoint):
-                self._try(fqn, lambda: open_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow))
+                opened = open_value_item(io.BytesIO(data.getbuffer()), nbytes, self._allow)
+                self._try(fqn, lambda: run_sliced(opened))
         return {"stored": "pickle"}
 
     def _try(self, fqn: str, read: Callable[[], object]) -> None:
@@ -237,20 +239,22 @@ def _receipts(
         )
 
 
-def _plan_group(items: Sequence[WriteItem], captured: Captured) -> _GroupPlan:
+@sliced
+def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[_GroupPlan]:
     """In the stager's thread."""
     tensors = list(captured.root.values())
-    for item, tensor in zip(items, politely(tensors), strict=True):
+    for item, tensor in zip(items, tensors, strict=True):
+        yield
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedTensor(f"{item.index.fqn}: cannot save {tensor.kind}; save the tensors that it is made of")
         _check(tensor, item, held=bool(captured.held) and storage_key(tensor) in captured.held)
-    frames = (frame_tensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in politely(tensors))
+    frames = (frame_tensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     window_bytes = window_bytes_for(sum(tensor.nbytes for tensor in tensors), _BUDGET_BYTES)
-    (shard,) = lay_out(frames, _NO_LIMIT, window_bytes)
+    (shard,) = yield from lay_out(frames, _NO_LIMIT, window_bytes)
     numbers = range(len(tensors))
     images = tuple(
-        ImageLayout(window.end - window.start, tuple(window_copies(shard, window, numbers, 0, tensors)))
-        for window in politely(shard.windows)
+        ImageLayout(window.end - window.start, tuple(gathered(window_copies(shard, window, numbers, 0, tensors))))
+        for window in shard.windows
     )
     return _GroupPlan(shard, images)
 

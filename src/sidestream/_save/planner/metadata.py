@@ -16,7 +16,7 @@ from ..._format.marker import METADATA_NAME, Marker, manifest_name, marker_attri
 from ..._format.records import Chunk, Entry, Manifest, Node, TensorEntry, ValueEntry
 from ..._format.validate import validate
 from ..._layout.values import encode_value
-from ..._runtime.threads import politely
+from ..._runtime.threads import Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
 from ...errors import InvalidOption, UnsafeObject
 from ...options import Apart
@@ -84,8 +84,8 @@ def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[
     """The manifest, and its last line."""
     receipts: _Receipts = {_place(index): receipt for index, receipt in metadata.storage_data.items()}
     manifest = _manifest(metadata, receipts, about)
-    validate(manifest, partly=partly)
-    return b"".join(politely(write_manifest(manifest, TORCH_VERSION))), metadata_line(manifest)
+    run_sliced(validate(manifest, partly=partly))
+    return b"".join(gathered(write_manifest(manifest, TORCH_VERSION))), metadata_line(manifest)
 
 
 def _marked(metadata: Metadata, attribute: bytes) -> bytes:
@@ -95,11 +95,13 @@ def _marked(metadata: Metadata, attribute: bytes) -> bytes:
     return pickled[: -len(_END)] + attribute
 
 
-def _manifest(metadata: Metadata, receipts: _Receipts, about: Manifest) -> Manifest:
+@sliced
+def _manifest(metadata: Metadata, receipts: _Receipts, about: Manifest) -> Steps[Manifest]:
     noted = metadata.planner_data
     paths = noted if type(noted) is dict else {}
     entries: dict[str, Entry] = {}
-    for fqn, described in politely(metadata.state_dict_metadata.items()):
+    for fqn, described in metadata.state_dict_metadata.items():
+        yield
         path = paths[fqn] if _is_path(paths.get(fqn)) else (fqn,)
         if isinstance(described, TensorStorageMetadata):
             chunks = tuple(_chunk(fqn, one.offsets, one.sizes, described, receipts) for one in described.chunks)
@@ -136,7 +138,7 @@ def _only_paths(metadata: Metadata) -> bool:
     noted = metadata.planner_data
     if type(noted) is not dict or not noted.keys() <= metadata.state_dict_metadata.keys():
         return False
-    return all(map(_is_path, politely(noted.values())))
+    return all(gathered(map(_is_path, noted.values())))
 
 
 def _is_path(path: object) -> bool:
