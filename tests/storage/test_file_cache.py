@@ -21,7 +21,8 @@ import pytest
 import torch
 import warm
 from _places import s3_place
-from _s3_server import S3Server
+from _s3_server import Request, S3Server
+from fsspec.implementations.cache_mapper import HashCacheMapper
 from fsspec.implementations.memory import MemoryFileSystem
 
 import sidestream
@@ -106,6 +107,25 @@ async def save(s3: S3Server) -> None:
     s3.log.clear()
 
 
+class Stalling:
+    """The first fetch of a shard file stalls midway; ``key`` names the file."""
+
+    def __init__(self, s3: S3Server, cache: Path) -> None:
+        self._s3, self._cache = s3, cache
+        self.key = ""
+        s3.fault = self._choose
+
+    def _choose(self, request: Request) -> str | None:
+        if request.kind != "get" or not request.key.endswith(".distcp") or self.key:
+            return None
+        self.key = request.key
+        return "stall-midway"
+
+    def is_half_there(self) -> bool:
+        name = HashCacheMapper()(f"{self._s3.bucket}/{self.key}")
+        return bool(self.key) and any(path.stat().st_size for path in self._cache.glob(f"{name}.*.partial"))
+
+
 async def test_processes_of_a_host_fetch_each_file_once(s3: S3Server, tmp_path: Path) -> None:
     await save(s3)
     cache = tmp_path / "cache"
@@ -127,33 +147,32 @@ async def test_a_process_is_killed_while_it_fetches(s3: S3Server, tmp_path: Path
     """Another one that waits for it takes over."""
     await save(s3)
     cache = tmp_path / "cache"
-    s3.once("get", "stall-midway", ".distcp")
+    stalling = Stalling(s3, cache)
     processes = [loading(s3, cache) for _ in range(2)]
     first, second = processes
     try:
         tell(first)
-        wait_until(lambda: [path for path in cache.glob("*.partial") if path.stat().st_size])
-        stalled = {name for name in fetched(s3) if name.endswith(".distcp")}
+        wait_until(stalling.is_half_there)
         s3.log.clear()
         tell(second)
         wait_until(lambda: any(one.key.endswith(".metadata") for one in s3.log))
-        assert not stalled & set(fetched(s3))
+        assert stalling.key not in fetched(s3)
         first.send_signal(signal.SIGKILL)
         assert line_of(second) == LOADED
     finally:
         end(processes)
-    assert {fetched(s3)[name] for name in stalled} == {1}
+    assert fetched(s3)[stalling.key] == 1
     assert [path.name for path in cache.iterdir() if path.suffix] == []
 
 
 async def test_who_waits_for_another_process_keeps_its_deadline(s3: S3Server, tmp_path: Path) -> None:
     await save(s3)
     cache = tmp_path / "cache"
-    s3.once("get", "stall-midway", ".distcp")
+    stalling = Stalling(s3, cache)
     processes = [loading(s3, cache)]
     try:
         tell(processes[0])
-        wait_until(lambda: [path for path in cache.glob("*.partial") if path.stat().st_size])
+        wait_until(stalling.is_half_there)
         place = s3_place(s3, "auto", cache_dir=str(cache))
         target = {name: torch.zeros_like(one) for name, one in STATE.items()}
         with pytest.raises(errors.DeadlineExceeded):
