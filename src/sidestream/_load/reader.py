@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import mmap
-import os
-import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,10 +17,10 @@ from .._format.transforms import require
 from .._layout.checks import altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .._runtime.caller import call
-from .._runtime.tasks import first_error, in_parallel
-from .._runtime.threads import Steps, Stop, burst, gathered, io_threads, let_go, politely, read_threads, sliced
+from .._runtime.tasks import in_parallel
+from .._runtime.threads import Steps, Stop, burst, gathered, io_threads, let_go, politely, sliced
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
-from .._storage import Files, ReadRange, Store
+from .._storage import ReadRange, Store
 from ..errors import allocating
 from ..options import Progress, Verify
 from .device_streams import Streams
@@ -34,13 +31,10 @@ from .foreign.values import (
     read_item,
     unpack_chunk,
 )
+from .jobs import Jobs
 
 __all__ = ["Reader", "Scratch", "Wanted", "whole"]
 
-_JOBS = min(max(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 2), 4)
-"""Threads that read local files: as many as cores, because reads from the page cache and checksums keep these busy."""
-_MOST_JOBS = 8  # where reads wait
-_PROGRESS_S = 0.05
 _BURST_BYTES = 4 * BLOCK_BYTES
 
 
@@ -133,56 +127,24 @@ class Reader:
         await io_threads().run(let_go, planned, targets, wanted)
 
     async def _read_batches(self, planned: list[Batch], targets: Mapping[str, Wanted], total: int) -> None:
-        loop, more = asyncio.get_running_loop(), asyncio.Event()
-
-        def waiting() -> None:
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(more.set)
-
-        files = self.store.files(self.directory, waiting)
-        if files is None:
-            requests = iter(planned)
-            await in_parallel(lambda: self._request(requests, targets, total))
-            return
-        queue, stop = _Queue(planned), Stop()
-
-        async def job() -> None:
-            if not queue.empty:
-                await read_threads().run(self._job, files, queue, targets, stop, stop=stop)
-
-        async def late_job() -> None:
-            await more.wait()
-            await job()
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                jobs = [group.create_task(job()) for _ in range(min(_JOBS, len(planned)))]
-                for _ in range(min(_MOST_JOBS, len(planned)) - len(jobs)):
-                    group.create_task(late_job())
-                await self._follow(jobs, queue, total)
-                more.set()
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        finally:
-            self.nbytes += queue.nbytes
-        self._tell(total)
-
-    async def _follow(self, jobs: Collection[asyncio.Task[None]], queue: _Queue, total: int) -> None:
-        """Wait for the first jobs, and report the progress of all."""
-        told = 0
-        while jobs:
-            _, jobs = await asyncio.wait(jobs, timeout=None if self.progress is None else _PROGRESS_S)
-            if self.progress is not None and jobs and queue.nbytes != told:
-                told = queue.nbytes
-                call(self.progress, self.nbytes + told, total)
-
-    def _job(self, files: Files, queue: _Queue, targets: Mapping[str, Wanted], stop: Stop) -> None:
-        """Read batches, one after the other, in a thread."""
-        for batch in queue:
+        def work(batch: Batch, stop: Stop) -> int:
             buffers = _buffers(batch, targets, self.scratch)
+            assert files is not None
             files.read(batch.file, self._reads(batch, buffers, targets), stop)
             self.scratch.give_back(buffers.scratch)
-            queue.add(batch.nbytes)
+            return batch.nbytes
+
+        done, progress = self.nbytes, self.progress
+        jobs = Jobs(planned, work, None if progress is None else lambda read: call(progress, done + read, total))
+        files = self.store.files(self.directory, jobs.waiting)
+        if files is None:
+            queue = iter(planned)
+            await in_parallel(lambda: self._request(queue, targets, total))
+            return
+        try:
+            await jobs.run()
+        finally:
+            self.nbytes += jobs.nbytes
 
     async def _request(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
         for batch in queue:
@@ -365,33 +327,6 @@ class _Check:
             if self._crc != expected:
                 raise altered(self._range.fqn, self._range.file, self._range.offset + start)
             self._crc = 0
-
-
-class _Queue:
-    """Batches for several threads, and a counter of the bytes that they have read."""
-
-    def __init__(self, planned: Sequence[Batch]) -> None:
-        self._left = iter(planned)
-        self._unread = len(planned)
-        self._lock = threading.Lock()
-        self.nbytes = 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        with self._lock:
-            batch = next(self._left)
-            self._unread -= 1
-            return batch
-
-    @property
-    def empty(self) -> bool:
-        return not self._unread
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self.nbytes += nbytes
 
 
 def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor, streams: Streams) -> None:
