@@ -73,14 +73,14 @@ def demo(session: nox.Session) -> None:
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
     """Run the tests against the built package; arguments after ``--`` go to pytest."""
-    _install(session, ".[fast]", groups=("tests",))
+    _install(session, ".", groups=("tests",))
     session.run("python", "-m", "pytest", *SPREAD, *SHORT, *ELSEWHERE, *session.posargs)
 
 
 @nox.session(python=ONE)
 def long(session: nox.Session) -> None:
     """Run the long forms that `tests`, `ranks` and `savers` leave out; arguments after ``--`` go to pytest."""
-    _install(session, ".[fast]", groups=("tests",))
+    _install(session, ".", groups=("tests",))
     session.run("python", "-m", "pytest", *SPREAD, "-m", "long", *(session.posargs or ELSEWHERE[:1]))
 
 
@@ -89,7 +89,7 @@ def ranks(session: nox.Session) -> None:
     """Run tests/ranks: groups of real processes that save and load together, and are killed at it.
 
     The log says how long the survivors took to know (``-rP``)."""
-    _install(session, ".[fast]", groups=("tests",))
+    _install(session, ".", groups=("tests",))
     session.run("python", "-m", "pytest", *SPREAD, *SHORT, *(session.posargs or ["-rP", "tests/ranks"]))
 
 
@@ -122,7 +122,7 @@ def savers(session: nox.Session) -> None:
     """Run the tests of saving once more, with a saver process where they do not say who writes.
 
     ``-- --everything`` runs also the tests that no saver process changes."""
-    _install(session, ".[fast]", groups=("tests",))
+    _install(session, ".", groups=("tests",))
     arguments = [one for one in session.posargs if one != "--everything"]
     left_out = () if len(arguments) < len(session.posargs) else [f"--deselect=tests/{one}" for one in ALIKE]
     files = [f"tests/test_{name}.py" for name in ("saving", "roundtrip", "windows", "blocking")]
@@ -133,7 +133,7 @@ def savers(session: nox.Session) -> None:
 @nox.session(python=ONE)
 def perturbed(session: nox.Session) -> None:
     """Run the tests with random pauses in system calls, to shake out orders that a quiet machine never shows."""
-    _install(session, ".[fast]", groups=("tests",))
+    _install(session, ".", groups=("tests",))
     rows = ("--ignore=tests/crash/campaign", "--ignore=tests/stores")
     session.run(
         "python", "-m", "pytest", *SPREAD, *(session.posargs or rows),
@@ -144,7 +144,7 @@ def perturbed(session: nox.Session) -> None:
 @nox.session(python=ONE)
 def campaign(session: nox.Session) -> None:
     """Break it in every way and count (``-- --long`` takes hours, ``-- --seed N`` replays). All of it needs root."""
-    _install(session, ".[fast]", groups=("tests",))
+    _install(session, ".", groups=("tests",))
     where = () if any("tests/" in argument for argument in session.posargs) else ("tests/crash/campaign",)
     session.run("python", "-m", "pytest", "-n2", "--dist=worksteal", *where, *session.posargs)
 
@@ -162,7 +162,7 @@ def torch_versions(session: nox.Session, torch: str) -> None:
     """
     tools = nox.project.dependency_groups(PYPROJECT, "tests")
     # What constraints.txt says of torch and of what it brings along is for another release.
-    session.install("--no-compile", f"torch=={torch}", ".[fast]", *tools, silent=True)
+    session.install("--no-compile", f"torch=={torch}", ".", *tools, silent=True)
     session.run("python", "-m", "pytest", *(session.posargs or INTEROP))
 
 
@@ -181,7 +181,7 @@ def dcp_suite(session: nox.Session) -> None:
     if not folder:
         session.skip("SIDESTREAM_TORCH_TESTS names no directory with PyTorch's tests")
     assert folder is not None
-    _install(session, ".[fast]", groups=("tests",))
+    _install(session, ".", groups=("tests",))
     session.install("expecttest", "psutil", silent=True)
     stock = Path(session.create_tmp(), "passed_with_stock.txt").absolute()
     _run_dcp_tests(session, folder, "", f"--suite-passed={stock}")
@@ -316,7 +316,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(python=ONE)
 def types(session: nox.Session) -> None:
     """Run mypy in strict mode over the package."""
-    _install(session, ".[fast]", groups=("types",))
+    _install(session, ".", groups=("types",))
     session.run("mypy", *session.posargs)
 
 

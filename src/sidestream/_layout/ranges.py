@@ -14,7 +14,6 @@ from .._runtime.steps import Steps
 __all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "overlap", "overlaps", "plan_ranges"]
 
 PIECE_BYTES = 16 * BLOCK_BYTES
-_DIRECT_BYTES = 2 * BLOCK_BYTES  # verified one by one, as they arrive
 _BATCH_RANGES = 256
 
 
@@ -133,7 +132,7 @@ def _straight(fqn: str, chunk: Chunk, start: int, end: int, begin: int, total: i
             into: Into = Part(begin + position - start, position - block, stop - position)
             yield _range(fqn, chunk, block, nbytes, into)
         else:
-            stop = min(position + _DIRECT_BYTES, end)
+            stop = min(position + PIECE_BYTES, end)
             if stop < total:
                 stop = stop // BLOCK_BYTES * BLOCK_BYTES
             yield _range(fqn, chunk, position, stop - position, Direct(begin + position - start))

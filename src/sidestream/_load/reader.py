@@ -5,19 +5,20 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from .._format.checksum import block_crcs, crc32, unpack_crcs
+from .._format.checksum import crc32, unpack_crcs
 from .._format.records import BLOCK_BYTES, Chunk, TensorEntry
 from .._format.transforms import require
 from .._layout.checks import altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, burst, gathered, io_threads, let_go, politely, sliced
+from .._runtime.threads import Steps, Stop, burst, gathered, io_threads, let_go, politely, sliced
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
 from .._storage import ReadRange, Store
 from ..errors import allocating
@@ -30,8 +31,11 @@ from .foreign.values import (
     read_item,
     unpack_chunk,
 )
+from .jobs import Jobs
 
 __all__ = ["Reader", "Scratch", "Wanted", "whole"]
+
+_BURST_BYTES = 4 * BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,34 +120,62 @@ class Reader:
         planned, total = await io_threads().run(_plan, targets, foreign, verified)
         total += sum(chunk.item_bytes for _, chunk in packed)
         self._tell(total)
-        queue = iter(planned)
-        await in_parallel(lambda: self._work(queue, targets, total))
+        await self._read_batches(planned, targets, total)
         items = iter(packed)
         await in_parallel(lambda: self._work_packed(items, total))
         await io_threads().run(self.streams.finish)
         await io_threads().run(let_go, planned, targets, wanted)
 
-    async def _work(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
+    async def _read_batches(self, planned: list[Batch], targets: Mapping[str, Wanted], total: int) -> None:
+        def work(batch: Batch, stop: Stop) -> int:
+            buffers = _buffers(batch, targets, self.scratch)
+            assert files is not None
+            files.read(batch.file, self._reads(batch, buffers, targets), stop)
+            self.scratch.give_back(buffers.scratch)
+            return batch.nbytes
+
+        done, progress = self.nbytes, self.progress
+        jobs = Jobs(planned, work, None if progress is None else lambda read: call(progress, done + read, total))
+        files = self.store.files(self.directory, jobs.waiting)
+        if files is None:
+            queue = iter(planned)
+            await in_parallel(lambda: self._request(queue, targets, total))
+            return
+        try:
+            await jobs.run()
+        finally:
+            self.nbytes += jobs.nbytes
+
+    async def _request(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
         for batch in queue:
             buffers = await io_threads().run(_buffers, batch, targets, self.scratch)
-            self.touched.update(one.fqn for one in batch.ranges if isinstance(one.into, Direct))
-            reads = [
-                ReadRange(one.offset, buffer, partial(self._arrived, one, buffer, targets[one.fqn]))
-                for one, buffer in zip(batch.ranges, buffers.views, strict=True)
-            ]
-            await self.store.read(f"{self.directory}/{batch.file}", reads)
+            await self.store.read(f"{self.directory}/{batch.file}", self._reads(batch, buffers, targets))
             self.scratch.give_back(buffers.scratch)
             self.nbytes += batch.nbytes
             self._tell(total)
+
+    def _reads(self, batch: Batch, buffers: _Buffers, targets: Mapping[str, Wanted]) -> list[ReadRange]:
+        self.touched.update([one.fqn for one in batch.ranges if isinstance(one.into, Direct)])
+        return [
+            ReadRange(
+                one.offset,
+                buffer,
+                partial(self._arrived, one, buffer, targets[one.fqn]),
+                _Check(one) if self.verify == "always" else None,
+            )
+            for one, buffer in zip(batch.ranges, buffers.views, strict=True)
+        ]
 
     def _tell(self, total: int) -> None:
         if self.progress is not None:
             call(self.progress, self.nbytes, total)
 
     def _arrived(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
-        """In a thread of the store: check it, then put in place what was not read there directly."""
-        if self.verify == "always" and not _verified(one, buffer):
-            self.unverified.add(one.fqn)
+        """In the thread that reads: put in place what was not read there directly. Its checksums were compared."""
+        if self.verify == "always":
+            check_digests(one.fqn, one.file, one.offset, buffer, one.digests)
+            if one.crc is None and one.crcs is None:
+                self.unverified.add(one.fqn)
         if wanted.target is not None and not isinstance(one.into, Direct):
             self.touched.add(one.fqn)
             _place(one, buffer, wanted.entry, wanted.target, self.streams)
@@ -262,19 +294,39 @@ def _memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def _verified(one: Range, buffer: memoryview) -> bool:
-    """Whether there was a checksum to compare. Raises ``Corrupt`` if it differs."""
-    if one.crc is not None:
-        if crc32(buffer) != one.crc:
-            raise altered(one.fqn, one.file, one.offset)
-        return True
-    if one.crcs is None:
-        return False
-    for block, (found, expected) in enumerate(zip(block_crcs(buffer, burst), unpack_crcs(one.crcs), strict=True)):
-        if found != expected:
-            raise altered(one.fqn, one.file, one.offset + block * BLOCK_BYTES)
-    check_digests(one.fqn, one.file, one.offset, buffer, one.digests)
-    return True
+class _Check:
+    """Compares a range with its checksums, if it has any, while it is read. Raises ``Corrupt``."""
+
+    __slots__ = ("_crc", "_done", "_range")
+
+    def __init__(self, one: Range) -> None:
+        self._range = one
+        self._done = self._crc = 0
+
+    def __call__(self, piece: memoryview) -> None:
+        """Take the next bytes of the range."""
+        if self._range.crc is not None:
+            self._take(piece, self._range.crc, self._range.nbytes, 0)
+        elif self._range.crcs is not None:
+            # To compute a CRC takes a fraction of the time that it costs to get the GIL back from a busy loop.
+            with burst() if len(piece) > _BURST_BYTES else nullcontext():
+                self._blocks(piece, self._range.crcs)
+
+    def _blocks(self, piece: memoryview, crcs: bytes) -> None:
+        while piece:
+            block = self._done // BLOCK_BYTES
+            end = min((block + 1) * BLOCK_BYTES, self._range.nbytes)
+            (expected,) = unpack_crcs(crcs[4 * block : 4 * block + 4])
+            some, piece = piece[: end - self._done], piece[end - self._done :]
+            self._take(some, expected, end, block * BLOCK_BYTES)
+
+    def _take(self, piece: memoryview, expected: int, end: int, start: int) -> None:
+        self._crc = crc32(piece, self._crc)
+        self._done += len(piece)
+        if self._done == end:
+            if self._crc != expected:
+                raise altered(self._range.fqn, self._range.file, self._range.offset + start)
+            self._crc = 0
 
 
 def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor, streams: Streams) -> None:

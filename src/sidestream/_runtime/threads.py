@@ -47,6 +47,7 @@ __all__ = [
     "let_go",
     "look_for_abandoned",
     "politely",
+    "read_threads",
     "release_in_background",
     "result_of",
     "run_sliced",
@@ -607,9 +608,23 @@ def io_threads() -> Threads:
         return _shared
 
 
+_reading: Threads | None = None
+_READ_THREADS = 16
+
+
+def read_threads() -> Threads:
+    """The pool of threads that read checkpoints, which all loads of this process share. Loads whose files do not answer
+    occupy these threads, and none of those that saves need."""
+    global _reading
+    with _shared_lock:
+        if _reading is None:
+            _reading = TorchThreads("sidestream-read", _READ_THREADS)
+        return _reading
+
+
 def _forget_after_fork() -> None:
-    global _shared, _shared_lock, _stops
-    _shared, _shared_lock = None, threading.Lock()
+    global _shared, _reading, _shared_lock, _stops
+    _shared, _reading, _shared_lock = None, None, threading.Lock()
     _stops = weakref.WeakSet()  # those of the parent may be locked, and their threads are not here
     _calling_torch.clear()
 

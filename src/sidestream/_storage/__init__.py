@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .bodies import Body
 from .local.store import LocalStore
-from .store import Leftover, ReadRange, Store
+from .store import Files, Leftover, ReadRange, Store
 from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
 
@@ -13,6 +13,7 @@ __all__ = [
     "WRITE_THREADS",
     "Attempt",
     "Body",
+    "Files",
     "Kind",
     "Leftover",
     "LocalStore",

@@ -7,21 +7,24 @@ from dataclasses import dataclass
 from mmap import mmap
 from typing import Literal, Protocol
 
+from .._runtime.threads import Stop
 from ..options import Capabilities, Durability
 from .bodies import Body
 from .transaction import Attempt, StoreAddress, Transaction
 
-__all__ = ["Leftover", "ReadRange", "Store"]
+__all__ = ["Files", "Leftover", "ReadRange", "Store"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """Fill ``into`` with the bytes from ``offset`` on; ``arrived`` is called when that is done, while they are still in
-    the processor's cache, in a thread of the store's own. What it raises ends the read."""
+    """Fill ``into`` with the bytes from ``offset`` on. ``seen`` is given these in order, piece by piece, each right
+    after it was read, while it is in the cache of the processor; ``arrived`` is called when all are there. Both are
+    called in the thread that reads. What they raise ends the read."""
 
     offset: int
     into: memoryview
     arrived: Callable[[], None] | None = None
+    seen: Callable[[memoryview], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,13 @@ class Leftover:
     name: str
     kind: Literal["attempt", "retired"]
     age_s: float
+
+
+class Files(Protocol):
+    """The files of one directory, for threads that read them without an event loop."""
+
+    def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
+        """``Store.read``, in the calling thread. Raises ``Closed`` once ``stop`` is set."""
 
 
 class Store(Protocol):
@@ -85,6 +95,12 @@ class Store(Protocol):
         """Fill every range. Raises ``Corrupt`` if the file ends before, ``FileNotFoundError`` if there is none.
 
         Ranges that lie close together are one request; how close is the store's own affair."""
+
+    def files(self, directory: str, waiting: Callable[[], None]) -> Files | None:
+        """Return what threads read the files of ``directory`` with; None where a read is a request to a server.
+
+        ``waiting`` is called once, in one of these threads, when reads turn out to wait for a device or a network
+        rather than for the processor: more of them at a time are faster then."""
 
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         """The last ``nbytes`` of a small file, or all of it. Raises ``FileNotFoundError``."""

@@ -73,7 +73,7 @@ def _copies() -> Finding:
 
 
 def _checksums() -> tuple[str, str]:
-    return CRC_ENGINE, "" if CRC_ENGINE == "isal" else "pip install 'sidestream[fast]' for several times the speed"
+    return CRC_ENGINE, "" if CRC_ENGINE == "isal" else "pip install isal for several times the speed"
 
 
 def _package(package: str, extra: str) -> tuple[str, str]:

@@ -6,19 +6,25 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..._runtime.threads import Stop
+from ..._runtime.threads import Stop, current_deadline
 from ...errors import Corrupt, SidestreamError, from_os_error
 from ..coalesce import coalesce
 from ..store import ReadRange
 
-__all__ = ["map_file", "read_ranges", "read_tail", "size_of", "sizes_in"]
+__all__ = ["LocalFiles", "map_file", "read_ranges", "read_tail", "size_of", "sizes_in"]
 
 _GAP_BYTES = 16 << 10  # to read past as many bytes costs about as much as another system call
 _GAP = memoryview(bytearray(_GAP_BYTES))  # every thread reads into it, and none looks
-_RUN_BYTES = 16 << 20  # one system call; with 2 MiB a load without verification took a sixth longer
+_MOST_CALL_BYTES = 16 << 20  # of one system call
+_CALL_BYTES = 512 << 10
+"""Of one system call, as long as reads do not wait: what is computed over them right afterwards, such as a checksum,
+finds them in the cache of the processor. With less, the calls cost more than the cache saves."""
+_WAIT_S = 1e-3
+_WAITS = 0.5  # of the time of a call; otherwise it copies from the page cache
 _RUN_RANGES = 512  # with the gaps between them, what one readv takes (IOV_MAX)
 
 
@@ -34,20 +40,65 @@ def _open_regular(path: str, flags: int) -> int:
     return descriptor
 
 
-def read_ranges(path: Path, ranges: Sequence[ReadRange], stop: Stop) -> None:
-    try:
-        descriptor = _open_regular(str(path), os.O_RDONLY)
+class LocalFiles:
+    """The files of a directory, read by several threads. A system call reads 512 KiB, and more where reads wait for a
+    device or a server: ``waiting`` is called then."""
+
+    def __init__(self, directory: Path, waiting: Callable[[], None] | None = None) -> None:
+        self._directory = directory
+        self._waiting = waiting
+        self._call_bytes = _CALL_BYTES
+
+    def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
+        path = self._directory / name
+        deadline = current_deadline()
         try:
-            for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES, most_bytes=_RUN_BYTES):
+            descriptor = _open_regular(str(path), os.O_RDONLY)
+            try:
+                for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES, most_bytes=self._call_bytes):
+                    stop.check()
+                    deadline.check(f"reading {path}")
+                    self._read_run(descriptor, run, path, stop)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _translated(error, "reading", str(path)) from error
+
+    def _read_run(self, descriptor: int, run: Sequence[ReadRange], path: Path, stop: Stop) -> None:
+        if len(run) > 1:
+            self._call(descriptor, run, path)
+        else:
+            (one,) = run
+            done = 0
+            while done < len(one.into):
                 stop.check()
-                _read_run(descriptor, run, path)
-                for one in run:
-                    if one.arrived is not None:
-                        one.arrived()
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise _translated(error, "reading", str(path)) from error
+                piece = one.into[done : done + self._call_bytes]
+                self._call(descriptor, [ReadRange(one.offset + done, piece, seen=one.seen)], path)
+                done += len(piece)
+        for one in run:
+            if one.arrived is not None:
+                one.arrived()
+
+    def _call(self, descriptor: int, run: Sequence[ReadRange], path: Path) -> None:
+        began, computing = time.perf_counter(), time.thread_time()
+        _fill(descriptor, run, path)
+        if self._call_bytes < _MOST_CALL_BYTES:
+            took = time.perf_counter() - began
+            if took > _WAIT_S and time.thread_time() - computing < _WAITS * took:
+                self._wait_less()
+        for one in run:
+            if one.seen is not None:
+                one.seen(one.into)
+
+    def _wait_less(self) -> None:
+        self._call_bytes = min(2 * self._call_bytes, _MOST_CALL_BYTES)  # threads that meet here double it once
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting()
+
+
+def read_ranges(path: Path, ranges: Sequence[ReadRange], stop: Stop) -> None:
+    LocalFiles(path.parent).read(path.name, ranges, stop)
 
 
 def map_file(path: Path, nbytes: int) -> mmap.mmap:
@@ -73,7 +124,7 @@ def read_tail(path: Path, nbytes: int) -> bytes:
         raise _translated(error, "reading", str(path)) from error
 
 
-def _read_run(descriptor: int, run: Sequence[ReadRange], path: Path) -> None:
+def _fill(descriptor: int, run: Sequence[ReadRange], path: Path) -> None:
     """One system call for all ranges of the run, unless the system moves fewer bytes than were asked for."""
     start = position = run[0].offset
     buffers: list[memoryview] = []

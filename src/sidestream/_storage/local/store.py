@@ -20,7 +20,7 @@ from ..bodies import Body
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import RACES, RETIRED, make_root, remove_tree, sync_directory, take_away
-from .read import map_file, read_ranges, read_tail, size_of, sizes_in
+from .read import LocalFiles, map_file, read_ranges, read_tail, size_of, sizes_in
 from .transaction import LocalTransaction
 from .write import write_file
 
@@ -73,6 +73,9 @@ class LocalStore:
     async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
         stop = Stop()
         await _io(read_ranges, self.root / name, ranges, stop, stop=stop)
+
+    def files(self, directory: str, waiting: Callable[[], None]) -> LocalFiles:
+        return LocalFiles(self.root / directory, waiting)
 
     async def map(self, name: str, nbytes: int) -> mmap.mmap:
         return await _io(map_file, self.root / name, nbytes)

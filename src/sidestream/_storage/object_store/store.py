@@ -92,6 +92,9 @@ class ObjectStore:
         if runs:
             await self._io(lambda: self._read(name, runs), f"reading {name}")
 
+    def files(self, directory: str, waiting: Callable[[], None]) -> None:
+        """Return None: reads are requests, on the loop of the storage clients."""
+
     async def _read(self, name: str, runs: Sequence[Sequence[ReadRange]]) -> None:
         queue = iter(runs)
 
@@ -258,5 +261,7 @@ def _hand_out(content: memoryview, run: Sequence[ReadRange], start: int) -> None
     for one in run:
         at = one.offset - start
         one.into[:] = content[at : at + len(one.into)]
+        if one.seen is not None:
+            one.seen(one.into)
         if one.arrived is not None:
             one.arrived()
