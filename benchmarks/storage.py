@@ -11,10 +11,13 @@ anything is left of the share. Whoever is left out is named with the reason: a r
 free, or more file descriptors than ``ulimit -n`` allows, does not run with that shape.
 
 Saves are timed until they are durable: what a library does not sync itself is synced for it, on the clock. "% ceiling"
-is the median rate as a share of the ceiling's (the better of buffered writes with fsync, and direct I/O from four
-threads into a preallocated file). Loads end in existing tensors (whoever returns new ones has them copied), from the
-page cache; their ceiling is ``preadv`` of one file into the same memory, the better of one thread and four. "cold" is a
-load after the files' pages have been dropped from the page cache.
+is the median of the rates as shares of the ceiling of the same round: for saves the better of buffered writes with
+fsync, and direct I/O from four threads into a preallocated file. Loads end in existing tensors (whoever returns new
+ones has them copied), from the page cache. The ceiling of a load is ``preadv`` of the very files that it reads into the
+same memory, the better of one thread and four, right before it: two files with the same bytes differ by up to 15 %,
+depending on the sizes of the pieces in which the page cache holds them. A load beside which other processes used more
+than 0.1 cores does not count ("dropped"). "cold" is a load after the files' pages have been dropped from the page
+cache.
 
 "blocked" is how long the call holds its caller. Pauses are those of a 1 ms ticker on the loop, from the call until all
 is durable (or loaded). Calls that are not asynchronous are made on the loop, as a caller would make them; a library
@@ -104,6 +107,8 @@ CEILINGS = {
     "save": ("write + fsync", f"direct I/O, {CEILING_THREADS} threads"),
     "load": ("preadv", f"preadv, {CEILING_THREADS} threads"),
 }
+"""Of the block of memory as one file. Each load has a ceiling of its own."""
+QUIET_CORES = 0.1
 SPARE_DESCRIPTORS = 64
 """Kept free for everything whose number does not grow with the number of tensors."""
 
@@ -141,6 +146,9 @@ class Row:
     pauses: list[list[float]] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    """Of the ceiling in the same round."""
+    dropped: int = 0
     cost: float = 0.0
     """Of one round, with everything around it."""
 
@@ -227,7 +235,7 @@ def descriptor_limit() -> int:
 # --- ceilings ---
 
 
-def in_threads(work: Callable[[tuple[int, memoryview]], None], pieces: list[Any], threads: int) -> None:
+def in_threads(work: Callable[[Any], None], pieces: list[Any], threads: int) -> None:
     if threads == 1 or len(pieces) == 1:
         for piece in pieces:
             work(piece)
@@ -270,21 +278,29 @@ def write_ceiling(target: Target, path: Path, *, direct: bool) -> float | None:
 
 
 def read_ceiling(target: Target, path: Path, threads: int) -> float:
-    pieces = target.pieces()
+    """Seconds to read the files at ``path``, as much of them as the target has bytes."""
     start = time.perf_counter()
-    descriptor = os.open(path, os.O_RDONLY)
-
-    def read(piece: tuple[int, memoryview]) -> None:
-        position, view = piece
-        while view:
-            done = os.preadv(descriptor, [view], position)
-            position, view = position + done, view[done:]
-
+    descriptors: list[int] = []
+    pieces: list[tuple[int, int, memoryview]] = []
+    left = memoryview(target.block)
     try:
-        in_threads(read, pieces, threads)
+        for file in sorted(files_of(path), key=lambda file: -file.stat().st_size):
+            descriptors.append(os.open(file, os.O_RDONLY))
+            for position in range(0, min(file.stat().st_size, len(left)), PIECE_BYTES):
+                nbytes = min(PIECE_BYTES, file.stat().st_size - position)
+                pieces.append((descriptors[-1], position, left[:nbytes]))
+                left = left[nbytes:]
+        in_threads(_read_piece, pieces, threads)
         return time.perf_counter() - start
     finally:
-        os.close(descriptor)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _read_piece(piece: tuple[int, int, memoryview]) -> None:
+    descriptor, position, view = piece
+    while view and (done := os.preadv(descriptor, [view], position)):
+        position, view = position + done, view[done:]
 
 
 def files_of(path: Path) -> list[Path]:
@@ -406,6 +422,8 @@ class Shape:
                 self.left_out[name] = "the file system takes no direct I/O"
             else:
                 self.saves.setdefault(name, Row()).seconds.append(seconds)
+        written = [self.saves[name].seconds[-1] for name in CEILINGS["save"] if name in self.saves]
+        self._written_s = min(written)
         warm_up(path)
         for name, threads in zip(CEILINGS["load"], (1, CEILING_THREADS), strict=True):
             row = self.loads.setdefault(name, Row())
@@ -437,6 +455,7 @@ class Shape:
                 (row.warm if warm else row.first).append(call.blocked)
                 if warm or not kind.keeps:
                     row.seconds.append(call.seconds)
+                    row.shares.append(self._written_s / call.seconds)
                     row.pauses.append(call.late)
                     row.cpu.append(call.cpu)
             row.memory.append(peak_since(resident))
@@ -457,8 +476,11 @@ class Shape:
                 tensor.zero_()
         warm_up(path)
         resident = peak_from_here()
+        start, others = time.perf_counter(), others_seconds()
+        ceiling = min(read_ceiling(self.target, path, threads) for threads in (1, CEILING_THREADS))
         try:
             call = await timed(lambda: load(path, self.target.tensors), finish, threaded=False)
+            quiet = others_seconds() - others <= QUIET_CORES * (time.perf_counter() - start)
             row.memory.append(peak_since(resident))
             if not row.seconds and not all(torch.equal(t, self.state[n]) for n, t in self.target.tensors.items()):
                 raise ValueError("it did not load what was saved")
@@ -467,6 +489,9 @@ class Shape:
             del self.loads[name]
             return
         row.seconds.append(call.seconds)
+        row.dropped += not quiet
+        if quiet:
+            row.shares.append(ceiling / call.seconds)
         row.pauses.append(call.late)
         row.cpu.append(call.cpu)
         if len(row.cold) < 2 and cool_down(path):
@@ -488,7 +513,6 @@ class Shape:
 
 
 def figures(rows: dict[str, Row], nbytes: int, ceilings: tuple[str, ...]) -> dict[str, Any]:
-    median = min(statistics.median(rows[name].seconds) for name in ceilings if name in rows)
     best = min(min(rows[name].seconds) for name in ceilings if name in rows)
     found: dict[str, Any] = {}
     for name, row in rows.items():
@@ -497,7 +521,9 @@ def figures(rows: dict[str, Row], nbytes: int, ceilings: tuple[str, ...]) -> dic
             figure["seconds"] = statistics.median(row.seconds)
             figure["GB/s"] = nbytes / figure["seconds"] / 1e9
             figure["best GB/s"] = nbytes / min(row.seconds) / 1e9
-            figure["of ceiling"] = median / figure["seconds"]
+            if row.shares:
+                figure["of ceiling"] = statistics.median(row.shares)
+            figure["dropped"] = row.dropped
             figure["best of best ceiling"] = best / min(row.seconds)
         if row.cold:
             figure["cold GB/s"] = nbytes / statistics.median(row.cold) / 1e9
@@ -533,8 +559,9 @@ COLUMNS = {  # heading: figure, factor, format
     "x state": ("memory", 1, "8.2f"),
     "CPU s": ("CPU seconds", 1, "7.2f"),
     "n": ("n", 1, "3d"),
+    "dropped": ("dropped", 1, "8d"),
 }
-ONLY_LOADS, ONLY_SAVES = {"cold"}, {"first ms", "warm ms"}
+ONLY_LOADS, ONLY_SAVES = {"cold", "dropped"}, {"first ms", "warm ms"}
 
 
 def show(name: str, results: dict[str, Any], marked: set[str]) -> None:

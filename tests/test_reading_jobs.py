@@ -1,0 +1,174 @@
+"""Loads of local files in threads of their own: what ends them, what they hold up, and what they compare."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sidestream
+from sidestream import errors
+from sidestream._format.checksum import pack_crcs
+from sidestream._format.records import BLOCK_BYTES
+from sidestream._layout.ranges import Direct, Range
+from sidestream._load import jobs
+from sidestream._load.jobs import Jobs
+from sidestream._load.reader import _Check
+from sidestream._runtime import threads
+from sidestream._runtime.threads import Deadline, Stop, time_limit
+
+STATE = {f"t{index}": torch.full((5 << 20,), float(index)) for index in range(4)}
+
+
+def blank() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+
+
+def slow_reads(monkeypatch: pytest.MonkeyPatch, before: Callable[[Sequence[Any]], None]) -> None:
+    """A disk that does something before it answers."""
+    preadv = os.preadv
+
+    def read(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        before(buffers)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+
+
+async def test_loads_that_stand_still_hold_up_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await sidestream.save(STATE, tmp_path / "c")
+    hangs = threading.Event()
+    reading = threading.Semaphore(0)
+
+    def hang(buffers: Sequence[Any]) -> None:
+        if sum(map(len, buffers)) >= 1 << 16:  # payloads, and no manifest
+            reading.release()
+            hangs.wait(60)
+
+    slow_reads(monkeypatch, hang)
+    loads = [asyncio.create_task(sidestream.load(blank(), tmp_path / "c", verify="manifest")) for _ in range(12)]
+    try:
+        for _ in range(16):  # all threads there are
+            assert await asyncio.to_thread(reading.acquire, timeout=60)
+        await sidestream.save(STATE, tmp_path / "d", timeout_s=60)
+    finally:
+        hangs.set()
+        await asyncio.gather(*loads)
+
+
+async def test_a_read_that_does_not_return_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_GRACE_S", 0.2)
+    await sidestream.save(STATE, tmp_path / "c")
+    hangs = threading.Event()
+    slow_reads(monkeypatch, lambda buffers: sum(map(len, buffers)) >= 1 << 16 and not hangs.wait(60) and None)
+    try:
+        with pytest.raises(errors.DeadlineExceeded):
+            await sidestream.load(blank(), tmp_path / "c", verify="manifest", timeout_s=0.5)
+    finally:
+        hangs.set()
+
+
+async def test_where_reads_wait_more_threads_read_more_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await sidestream.save(STATE, tmp_path / "c")
+    sizes: list[int] = []
+    inside, most, lock = 0, 0, threading.Lock()
+
+    def wait(buffers: Sequence[Any]) -> None:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+            sizes.append(sum(map(len, buffers)))
+        time.sleep(0.02)
+        with lock:
+            inside -= 1
+
+    slow_reads(monkeypatch, wait)
+    state = blank()
+    await sidestream.load(state, tmp_path / "c")
+    assert all(torch.equal(state[name], STATE[name]) for name in STATE)
+    assert most > jobs._JOBS
+    assert max(sizes) >= 4 << 20
+
+
+@pytest.mark.parametrize("ending", ["failure", "cancel"])
+async def test_the_end_stops_all_threads(ending: str) -> None:
+    working = threading.Semaphore(0)
+    left = []
+
+    def work(item: int, stop: Stop) -> int:
+        working.release()
+        try:
+            if item == 1 and ending == "failure":
+                raise errors.Corrupt("item 1")
+            while True:
+                stop.check()
+                time.sleep(0.001)
+        finally:
+            left.append(item)
+
+    with time_limit(Deadline.after(60)):
+        task = asyncio.create_task(Jobs(range(100), work, None).run())
+        for _ in range(2):
+            assert await asyncio.to_thread(working.acquire, timeout=60)
+        if ending == "cancel":
+            task.cancel()
+        with pytest.raises(errors.Corrupt if ending == "failure" else asyncio.CancelledError):
+            await task
+    assert 2 <= len(left) <= jobs._JOBS
+    assert len(left) == len(set(left))
+
+
+async def test_progress_ends_with_all() -> None:
+    told: list[int] = []
+    with time_limit(Deadline.after(60)):
+        await Jobs(range(1000), lambda item, stop: item, told.append).run()
+    assert told == sorted(set(told))
+    assert told[-1] == sum(range(1000))
+
+
+async def test_a_progress_that_fails_ends_the_load() -> None:
+    def fail(nbytes: int) -> None:
+        raise ZeroDivisionError
+
+    with time_limit(Deadline.after(60)), pytest.raises(ZeroDivisionError):
+        await Jobs(range(1, 1000), lambda item, stop: item, fail).run()
+
+
+@pytest.mark.parametrize("nbytes", [1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 17])
+@pytest.mark.parametrize("of", ["blocks", "whole"])
+def test_checksums_of_pieces(nbytes: int, of: str) -> None:
+    """However the bytes are cut, every altered one is found, in its block."""
+    seeded = random.Random(nbytes)
+    content = bytearray(seeded.randbytes(nbytes))
+    blocks = [zlib.crc32(content[start : start + BLOCK_BYTES]) for start in range(0, nbytes, BLOCK_BYTES)]
+    crcs = pack_crcs(blocks) if of == "blocks" else None
+    whole = zlib.crc32(content) if of == "whole" else None
+    one = Range("t", "f", 1000, nbytes, Direct(0), crcs, whole)
+
+    def feed() -> None:
+        check, start = _Check(one), 0
+        while start < nbytes:
+            end = min(nbytes, start + seeded.choice([1, 4096, BLOCK_BYTES // 2, BLOCK_BYTES, 5 * BLOCK_BYTES]))
+            if end - start == 1 and nbytes > BLOCK_BYTES:
+                end = min(nbytes, start + 65_537)
+            check(memoryview(content)[start:end])
+            start = end
+
+    for _ in range(5):
+        feed()
+    for at in {0, nbytes // 2, nbytes - 1}:
+        content[at] ^= 1
+        with pytest.raises(errors.Corrupt) as caught:
+            feed()
+        assert caught.value.offset == 1000 + (at // BLOCK_BYTES * BLOCK_BYTES if of == "blocks" else 0)
+        content[at] ^= 1
