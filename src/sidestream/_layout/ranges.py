@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -101,6 +102,10 @@ def plan_ranges(
     """
     size = itemsize(entry.dtype)
     for chunk in entry.chunks:
+        if row_major and not foreign and chunk.sizes == box.sizes and chunk.offsets == box.offsets:
+            nbytes = math.prod(chunk.sizes) * size  # the whole chunk, as nearly always
+            yield from _straight(fqn, chunk, 0, nbytes, 0, nbytes)
+            continue
         common = overlap(Box(chunk.offsets, chunk.sizes), box)
         if common is None:
             continue
@@ -209,7 +214,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
+    return tuple(map(operator.sub, a, b))
 
 
 def batches(ranges: Iterable[Range]) -> Steps[list[Batch]]:
