@@ -96,7 +96,7 @@ async def test_where_reads_wait_more_threads_read_more_at_once(tmp_path: Path, m
     state = blank()
     await sidestream.load(state, tmp_path / "c")
     assert all(torch.equal(state[name], STATE[name]) for name in STATE)
-    assert most > jobs._JOBS
+    assert most > jobs._JOBS or jobs._JOBS == jobs._MOST_JOBS
     assert max(sizes) >= 4 << 20
 
 

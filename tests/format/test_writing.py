@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ from sidestream._format.records import (
 from sidestream._format.shard import PAGE_BYTES, Sealer, ShardLayout, Window, lay_out
 from sidestream._format.values import pickle_node
 from sidestream._layout.values import decode_value, encode_value
-from sidestream._runtime.threads import Deadline, Stop, run_sliced, wait_for_change
+from sidestream._runtime.threads import Deadline, Stop, run_sliced, time_limit, wait_for_change
 from sidestream.errors import Closed, Corrupt, DeadlineExceeded, UnsupportedCheckpoint
 
 pytestmark = [
@@ -160,12 +159,13 @@ def test_a_window_is_shown_as_it_is_sealed(sizes: list[int], window_blocks: int)
 
 
 def waiting(stop: Stop | None = None, timeout_s: float = 60.0) -> Callable[[threading.Condition], None]:
-    return partial(
-        wait_for_change,
-        stop=Stop() if stop is None else stop,
-        deadline=Deadline.after(timeout_s),
-        name="checksums of the windows before",
-    )
+    deadline = Deadline.after(timeout_s)
+
+    def wait(changed: threading.Condition) -> None:
+        with time_limit(deadline):
+            wait_for_change(changed, Stop() if stop is None else stop, "checksums of the windows before")
+
+    return wait
 
 
 def check_windows(shard: ShardLayout, window_bytes: int) -> None:

@@ -390,8 +390,8 @@ async def test_steps_end_at_the_deadline_of_their_thread() -> None:
         finally:
             ended.set()
 
-    with pytest.raises(DeadlineExceeded, match="endless"):
-        await io_threads().run_sliced(endless, deadline=Deadline.after(0.2))
+    with pytest.raises(DeadlineExceeded, match="endless"), time_limit(Deadline.after(0.2)):
+        await io_threads().run_sliced(endless)
     assert ended.wait(60)
 
 

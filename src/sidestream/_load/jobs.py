@@ -23,7 +23,7 @@ T = TypeVar("T")
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _JOBS = min(max(_CORES, 2), 4)
 """As many as cores, because copies from the page cache and checksums keep these busy."""
-_MOST_JOBS = 8  # where reads wait
+_MOST_JOBS = 4  # where reads wait: each may hold 16 MiB of scratch memory
 
 
 class Jobs(Generic[T]):
@@ -64,6 +64,8 @@ class Jobs(Generic[T]):
                 self._more.set()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
+        finally:
+            self._work = _nothing  # what it refers to may refer to this object
         self._tell()
 
     async def _follow(self, running: Sequence[asyncio.Task[None]]) -> None:
@@ -88,8 +90,9 @@ class Jobs(Generic[T]):
     # --- the threads ---
 
     def _read(self) -> None:
+        work = self._work
         for item in self._queue():
-            nbytes = self._work(item, self._stop)
+            nbytes = work(item, self._stop)
             with self._lock:
                 self.nbytes += nbytes
             if self._progress is not None:
@@ -107,3 +110,7 @@ class Jobs(Generic[T]):
     def _set(self, event: asyncio.Event) -> None:
         with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(event.set)
+
+
+def _nothing(item: object, stop: Stop) -> int:
+    return 0
