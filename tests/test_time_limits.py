@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sidestream._runtime.tasks import supervise
-from sidestream._runtime.threads import Deadline, Threads, current_deadline, in_background, time_limit
+from sidestream._runtime.threads import Deadline, Stop, Threads, current_deadline, in_background, politely, time_limit
 from sidestream._storage import Where, locate_run
 from sidestream.errors import DeadlineExceeded
 
@@ -26,6 +28,23 @@ def deadline_here() -> Deadline | None:
         return current_deadline()
     except RuntimeError:
         return None
+
+
+def until_stopped(stop: Stop) -> None:
+    while True:
+        stop.check()
+        time.sleep(0.001)
+
+
+async def test_work_that_is_submitted_says_what_it_was(threads: Threads) -> None:
+    def endless() -> None:
+        for _ in politely(itertools.count()):
+            pass
+
+    with time_limit(Deadline.after(0.05)):
+        work = threads.submit(endless)
+    with pytest.raises(DeadlineExceeded, match=r"^endless\(\)"):
+        await asyncio.wrap_future(work)
 
 
 async def test_it_reaches_threads_and_tasks(threads: Threads) -> None:
@@ -48,7 +67,7 @@ async def test_the_innermost_counts(threads: Threads) -> None:
         with time_limit(None):
             assert await threads.run(deadline_here) is None
         with pytest.raises(DeadlineExceeded):
-            await threads.run(divmod, 7, 2)
+            await threads.run(until_stopped, stop := Stop(), stop=stop)
 
 
 async def test_what_outlives_the_call_is_not_limited_by_it() -> None:

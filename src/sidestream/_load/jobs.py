@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -42,7 +43,8 @@ class Jobs(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._more = asyncio.Event()
-        self._told = self.nbytes = 0
+        self.nbytes = 0
+        self._counts: deque[int] = deque()
 
     def waiting(self) -> None:
         """Start more threads, because reads wait. From any thread."""
@@ -66,7 +68,7 @@ class Jobs(Generic[T]):
             raise first_error(errors) from None
         finally:
             self._work = _nothing  # what it refers to may refer to this object
-        self._tell()
+        self._tell()  # of late jobs
 
     async def _follow(self, running: Sequence[asyncio.Task[None]]) -> None:
         while not all(task.done() for task in running):
@@ -75,9 +77,8 @@ class Jobs(Generic[T]):
             self._tell()
 
     def _tell(self) -> None:
-        if self._progress is not None and self.nbytes != self._told:
-            self._told = self.nbytes
-            self._progress(self._told)
+        while self._counts and self._progress is not None:
+            self._progress(self._counts.popleft())
 
     async def _run(self) -> None:
         if self._unread:
@@ -95,6 +96,7 @@ class Jobs(Generic[T]):
             nbytes = work(item, self._stop)
             with self._lock:
                 self.nbytes += nbytes
+                self._counts.append(self.nbytes)
             if self._progress is not None:
                 self._set(self._changed)
 

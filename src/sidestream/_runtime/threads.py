@@ -193,11 +193,12 @@ class Threads(Executor):
             raise ForkedProcess("this handle was made before os.fork(); make a new one in the child")
         look_for_abandoned()
         future: Future[T] = Future()
-        deadline = _deadline.get()
+        deadline, name = _deadline.get(), getattr(fn, "__name__", "work").strip("_")
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
                 return
+            _work.name = name
             try:
                 with time_limit(deadline):
                     result = fn(*args, **kwargs)
@@ -304,6 +305,7 @@ class Threads(Executor):
                 _stop_work(future, stop)
         if cancelled is not None:
             raise cancelled
+        expired = expired or (deadline is not None and deadline.remaining_s() == 0)  # other work stopped this one then
         if expired and deadline is not None and (waiter.cancelled() or isinstance(waiter.exception(), Closed)):
             raise deadline.exceeded(f"{name}()")
         return waiter.result()

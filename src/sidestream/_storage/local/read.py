@@ -44,10 +44,12 @@ class LocalFiles:
     """The files of a directory, read by several threads. A system call reads 512 KiB, and more where reads wait for a
     device or a server: ``waiting`` is called then."""
 
-    def __init__(self, directory: Path, waiting: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, directory: Path, waiting: Callable[[], None] | None = None, call_bytes: int = _CALL_BYTES
+    ) -> None:
         self._directory = directory
         self._waiting = waiting
-        self._call_bytes = _CALL_BYTES
+        self._call_bytes = call_bytes
 
     def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
         path = self._directory / name
@@ -98,7 +100,7 @@ class LocalFiles:
 
 
 def read_ranges(path: Path, ranges: Sequence[ReadRange], stop: Stop) -> None:
-    LocalFiles(path.parent).read(path.name, ranges, stop)
+    LocalFiles(path.parent, call_bytes=_MOST_CALL_BYTES).read(path.name, ranges, stop)
 
 
 def map_file(path: Path, nbytes: int) -> mmap.mmap:
