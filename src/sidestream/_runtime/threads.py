@@ -335,6 +335,8 @@ def result_of(future: Future[T], stop: Stop, name: str) -> T:
         with stop.waking(partial(_wake, woken)):
             stop.check()
             _wait_for_either(future, woken, deadline.remaining_s())
+        if not future.done() and deadline.remaining_s() == 0:  # first: the deadline may also have set ``stop``
+            raise deadline.exceeded(name)
         stop.check()
         if not future.done():
             raise deadline.exceeded(name)
