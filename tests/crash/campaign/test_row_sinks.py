@@ -124,7 +124,9 @@ async def test_two_saves_with_two_sinks_each(
     counts = row("sinks beside a checkpoint", saver)
     trials = size.of(SHORT, LONG)
     chance = size.random("sinks", saver)
-    for number in range(trials):
+    for number in range(10 * trials):
+        if number >= trials and counts.notes.get("read from the snapshot"):  # which depends on time
+            break
         async with AsyncStager(budget_bytes=BUDGET_BYTES, backing="shared") as stager:
             wrong, sources = await trial(chance, place / str(number), stager, saver)
             async with asyncio.timeout(30):
