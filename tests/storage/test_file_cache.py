@@ -249,11 +249,11 @@ class _Counting(MemoryFileSystem):
 
     def get_file(self, rpath: str, lpath: str, **keywords: Any) -> None:
         self.fetches += 1
-        Path(lpath).write_bytes(b"con")
-        if self.fetches == 1:
-            self.begun.set()
-            assert self.go.wait(120)
-        with Path(lpath).open("ab") as file:
+        with Path(lpath).open("wb", buffering=0) as file:
+            file.write(b"con")
+            if self.fetches == 1:
+                self.begun.set()
+                assert self.go.wait(120)
             file.write(b"tent")
 
 

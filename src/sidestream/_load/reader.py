@@ -199,12 +199,6 @@ class Reader:
                     self.touched.add(one.fqn)
                     _place(piece, buffer, one.entry, one.target, self.streams)
 
-    # --- what other ranks of this machine need too ---
-
-    def _delivered(self, total: int, nbytes: int) -> None:
-        self.nbytes += nbytes
-        self._tell(total)
-
     async def _locate(self, targets: Mapping[str, Wanted]) -> dict[str, Located]:
         """Where another writer put the payloads; only the zips say."""
         located, closed = await io_threads().run(_located_already, targets)
