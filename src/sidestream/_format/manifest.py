@@ -16,14 +16,17 @@ from .records import (
     Chunk,
     DictKey,
     EmptyEntry,
+    Entries,
     Entry,
     Key,
     Manifest,
     Node,
     OpaqueEntry,
+    Row,
     TensorEntry,
     ValueEntry,
 )
+from .rows import Rows
 from .shared import PartName, Root, Shared, SharedRow, parse_patterns, pattern_lines, row_lines
 
 __all__ = [
@@ -175,16 +178,17 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
             )
         if head["sidestream"] == _SHARED_VERSION:
             return (yield from _parse_root(head, lines[1:], digest, metadata))
-        parsed = yield from collected((_parse_entry(json.loads(line.decode())) for line in lines[1:]), 8)
-        entries = dict(parsed)
+        files, step = _files(head), _step(head)
+        rows = Rows(files, digests=digest is not None, key_of=_parse_key)
+        entries = dict((yield from collected((_parse_line(line.decode(), rows) for line in lines[1:]), 16)))
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
             raise Corrupt(f"the manifest announces {head['entries']} entries and has {len(entries)}")
-        files, step = _files(head), _step(head)
         planner = head.get("planner", "sidestream")
         if planner not in ("sidestream", "dcp"):
             raise UnsupportedCheckpoint(f"the manifest was planned by {planner!a:.40}, which is unknown: upgrade it")
         generation, noted = _is(int, head["generation"]), head.get("planner_data")
-        return Manifest(_is(str, head["save_id"]), entries, files, step, generation, digest, metadata, planner, noted)
+        save_id = _is(str, head["save_id"])
+        return Manifest(save_id, Entries(entries), files, step, generation, digest, metadata, planner, noted)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
             raise
@@ -229,6 +233,16 @@ def _parse_row(line: list[Any], patterns: int, ranks: int) -> SharedRow:
     if kind not in ("value", "empty"):
         raise Corrupt(f"the manifest has an entry of the unknown kind {kind!r}")
     return SharedRow(kind, _is(str, fqn), path, "", (), content if kind == "value" else -1)
+
+
+_decode = json.JSONDecoder().raw_decode
+
+
+def _parse_line(text: str, rows: Rows) -> tuple[str, Entry | Row]:
+    line, end = _decode(text)
+    if end != len(text):
+        line = json.loads(text)
+    return rows.read(line) or _parse_entry(line)
 
 
 def _parse_entry(line: list[Any]) -> tuple[str, Entry]:

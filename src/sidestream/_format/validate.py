@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import lt
 
 from .._runtime.steps import Steps, chunked
 from ..errors import Corrupt, NotCovered, UnsupportedCheckpoint
@@ -17,11 +20,13 @@ from .records import (
     DictKey,
     EmptyEntry,
     Entry,
+    Key,
     Manifest,
     OpaqueEntry,
     TensorEntry,
     ValueEntry,
     itemsize,
+    stored,
 )
 from .shared import Root
 from .transforms import MOST_EXPANSION, may_expand
@@ -34,7 +39,9 @@ __all__ = [
     "MAX_PATH_DEPTH",
     "MAX_RANK",
     "check_item",
+    "check_path",
     "check_patterns",
+    "check_shape",
     "validate",
 ]
 
@@ -73,7 +80,8 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
         _check_file(name, size)
     ranges: dict[str, list[_Range]] = {}
     holes: list[str] = []
-    for fqn, entry in manifest.entries.items():
+    rows, others = yield from _sorted_out(manifest.entries)
+    for fqn, entry in others.items():
         yield
         _check_names(fqn, entry)
         for file, start, length, content in _items(entry, manifest.own):
@@ -86,9 +94,17 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
             missing = _check_tensor(manifest.files, fqn, entry, manifest.digest)
             if missing and not partly:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
+    for file, found in rows.items():
+        if not _lie_apart(found, ranges.get(file, [])):  # perhaps because tensors are tied
+            for fqn in found.fqns:
+                yield
+                ((_, start, length, content),) = _items(manifest.entries[fqn], manifest.own)
+                ranges.setdefault(file, []).append((start, start + length, fqn, content))
+            continue
+        ranges.pop(file, None)
     for file, items in ranges.items():
         yield from _check_apart(file, items)
-    yield from _check_expansion(manifest)
+    yield from _check_expansion(others.values())
     if holes:
         listed = "; ".join(holes[:_HOLES_LISTED])
         raise NotCovered(f"{len(holes)} tensors of the checkpoint have holes: {listed}", holes)
@@ -117,10 +133,46 @@ def check_patterns(root: Root, rows: Iterable[int]) -> Steps[None]:
             raise NotCovered(f"a tensor of the checkpoint has holes: {hole}", [hole])
 
 
+@dataclass(slots=True)
+class _FileRows:
+    """The rows of one file: where their items begin and end."""
+
+    fqns: list[str] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+
+def _sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, _FileRows], dict[str, Entry]]]:
+    """The rows by file, which were checked when they were parsed, but for their places among others; all other entries
+    by FQN."""
+    rows: dict[str, _FileRows] = defaultdict(_FileRows)
+    others: dict[str, Entry] = {}
+    for some in chunked(stored(entries).items(), _MANY):
+        for fqn, entry in some:
+            if isinstance(entry, tuple):
+                _, _, _, file, start, nbytes, *_ = entry
+                found = rows[file]
+                found.fqns.append(fqn)
+                found.starts.append(start)
+                found.ends.append(start + nbytes)
+            else:
+                others[fqn] = entry
+        yield
+    return rows, others
+
+
+def _lie_apart(rows: _FileRows, items: list[_Range]) -> bool:
+    """Whether no two of all these items share bytes: no item begins before as many have ended as begin before it."""
+    starts = sorted([*rows.starts, *(item[0] for item in items)])
+    ends = sorted([*rows.ends, *(item[1] for item in items)])
+    return not any(map(lt, starts[1:], ends))
+
+
 def _check_counts(manifest: Manifest) -> Steps[None]:
     chunks = 0
-    for entries in chunked(manifest.entries.values(), _MANY):
+    for entries in chunked(stored(manifest.entries).values(), _MANY):
         chunks += sum(len(entry.chunks) for entry in entries if isinstance(entry, TensorEntry | OpaqueEntry))
+        chunks += sum(isinstance(entry, tuple) for entry in entries)
         yield
     counts = (len(manifest.entries), MAX_ENTRIES, "entries"), (chunks, MAX_CHUNKS, "chunks")
     for count, most, what in (*counts, (len(manifest.files), MAX_FILES, "files")):
@@ -128,9 +180,9 @@ def _check_counts(manifest: Manifest) -> Steps[None]:
             raise Corrupt(f"the checkpoint claims {count} {what}, more than the {most} that are read")
 
 
-def _check_expansion(manifest: Manifest) -> Steps[None]:
+def _check_expansion(entries: Iterable[Entry]) -> Steps[None]:
     packed = expanded = 0
-    for entry in manifest.entries.values():
+    for entry in entries:
         if isinstance(entry, TensorEntry):
             for chunk in entry.chunks:
                 if chunk.transform:
@@ -156,16 +208,21 @@ def _check_file(name: str, size: int) -> None:
 def _check_names(fqn: str, entry: Entry) -> None:
     if len(fqn) > MAX_FQN_CHARS:
         raise Corrupt(f"an FQN has {len(fqn)} characters, more than the {MAX_FQN_CHARS} that are read", fqn=fqn)
-    if not 0 < len(entry.path) <= MAX_PATH_DEPTH:
-        raise Corrupt(f"{fqn!r} has a path of {len(entry.path)} steps, not 1 to {MAX_PATH_DEPTH}", fqn=fqn)
-    for step in entry.path:
+    check_path(fqn, entry.path)
+    if isinstance(entry, EmptyEntry) and entry.kind != "dict":
+        raise Corrupt(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
+
+
+def check_path(fqn: str, path: tuple[Key, ...]) -> None:
+    """Raise ``Corrupt`` if a path is too long, or a step of it is no key."""
+    if not 0 < len(path) <= MAX_PATH_DEPTH:
+        raise Corrupt(f"{fqn!r} has a path of {len(path)} steps, not 1 to {MAX_PATH_DEPTH}", fqn=fqn)
+    for step in path:
         index = type(step) is int and 0 <= step <= _MAX_SIZE
         if not index and not isinstance(step, str | DictKey):
             raise Corrupt(f"{fqn!r} has a path with a step that is no key or index", fqn=fqn)
         if isinstance(step, str) and len(step) > MAX_FQN_CHARS:
             raise Corrupt(f"{fqn!r} has a path with a key of {len(step)} characters", fqn=fqn)
-    if isinstance(entry, EmptyEntry) and entry.kind != "dict":
-        raise Corrupt(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
 
 
 def _items(entry: Entry, own: bool) -> Iterator[tuple[str, int, int, object]]:
@@ -208,13 +265,7 @@ def _check_apart(file: str, items: list[_Range]) -> Steps[None]:
 
 def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: str | None) -> int:
     """The number of elements that are in no chunk."""
-    if entry.dtype not in DTYPES:
-        raise UnsupportedCheckpoint(f"{fqn!r} has dtype {entry.dtype[:64]!r}, which this version does not read")
-    rank = len(entry.shape)
-    numel = math.prod(entry.shape)
-    extent = math.prod(max(dim, 1) for dim in entry.shape) * itemsize(entry.dtype)
-    if rank > MAX_RANK or any(dim < 0 for dim in entry.shape) or extent > _MAX_SIZE:
-        raise Corrupt(f"{fqn!r} has an impossible shape", fqn=fqn)
+    check_shape(fqn, entry.dtype, entry.shape)
     for chunk in entry.chunks:
         _check_chunk(fqn, entry, chunk, digest)
     boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
@@ -230,7 +281,16 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: s
     if overlap:
         first, second = (list(boxes[index][0]) for index in overlap)
         raise Corrupt(f"the chunks of {fqn!r} at {first} and {second} overlap", fqn=fqn)
-    return numel - covered
+    return math.prod(entry.shape) - covered
+
+
+def check_shape(fqn: str, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise ``UnsupportedCheckpoint`` for a dtype that is not known, ``Corrupt`` for a shape that no tensor has."""
+    if dtype not in DTYPES:
+        raise UnsupportedCheckpoint(f"{fqn!r} has dtype {dtype[:64]!r}, which this version does not read")
+    extent = math.prod(max(dim, 1) for dim in shape) * itemsize(dtype)
+    if len(shape) > MAX_RANK or any(dim < 0 for dim in shape) or extent > _MAX_SIZE:
+        raise Corrupt(f"{fqn!r} has an impossible shape", fqn=fqn)
 
 
 def _check_chunk(fqn: str, entry: TensorEntry, chunk: Chunk, digest: str | None) -> None:
