@@ -18,9 +18,9 @@ from .._format.records import EmptyEntry, Manifest
 from .._format.safetensors.read import INDEX_NAME
 from .._layout.checks import Piece
 from .._layout.ranges import PIECE_BYTES
+from .._load.buffers import Scratch
 from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
 from .._load.open.manifest import open_manifest
-from .._load.reader import Scratch
 from .._load.verify import Verification
 from .._runtime.caller import call
 from .._runtime.public import public

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from .._format.records import DictKey, EmptyEntry, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .._format.records import DictKey, EmptyEntry, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, stored
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
 from ..errors import (
@@ -27,6 +27,7 @@ from .cast import castable
 from .flatten import Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
 from .prefixes import prefix_hint
+from .straight import Straight, fits, overlapping
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
@@ -58,14 +59,16 @@ class StatefulLoad:
 class LoadPlan:
     """What to read where.
 
-    ``tensors``: FQN to the tensor that is overwritten in place, ``local`` the memory of this process that they are, by
-    name (of plain tensors the FQN), and ``leaders`` the first name of the same memory (tied tensors have one leader).
+    ``tensors``: FQN to the tensor that is overwritten in place. Of these, ``straight`` are read as they are in the
+    file; of the others, ``local`` is the memory of this process that they are, by name (of plain tensors the FQN), and
+    ``leaders`` the first name of the same memory (tied tensors have one leader).
     ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets a
     new value. ``not_asked_for``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: what
     ``strict=`` let pass.
     """
 
     tensors: Mapping[str, torch.Tensor]
+    straight: Straight
     local: Mapping[str, Local]
     leaders: Mapping[str, str]
     new: tuple[str, ...]
@@ -144,11 +147,12 @@ def match(
     manifest: Manifest,
     url: str,
     strict: frozenset[str],
+    in_place: bool,
     *,
     others: bool = False,
 ) -> Steps[LoadPlan]:
-    """Flatten the template and find its leaves in the checkpoint. ``others``: other ranks load with this one, so what
-    is unexpected here is noted and not an error.
+    """Flatten the template and find its leaves in the checkpoint. ``in_place``: bytes may be read into the template.
+    ``others``: other ranks load with this one, so what is unexpected here is noted and not an error.
 
     Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
     as far as ``strict`` does not let them pass.
@@ -159,6 +163,8 @@ def match(
     owned: dict[int, list[Leaf]] = {number: [] for number in roots}
     tensors: dict[str, torch.Tensor] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
+    straight = Straight()
+    found = stored(manifest.entries) if in_place else {}
     filled = (yield from _filled_by_others(leaves, manifest)) if others else frozenset()
     for leaf in leaves:
         yield
@@ -166,6 +172,11 @@ def match(
             continue
         if leaf.owner is not None:
             owned[leaf.owner].append(leaf)
+        row = found.get(leaf.fqn)
+        if isinstance(row, tuple) and isinstance(leaf.value, torch.Tensor) and fits(leaf.value, row):
+            tensors[leaf.fqn] = leaf.value
+            straight.add(leaf.fqn, leaf.value, row)
+            continue
         entry = manifest.entries.get(leaf.fqn)
         if isinstance(leaf.value, torch.Tensor):
             if _tensor_fits(leaf, entry, findings):
@@ -178,8 +189,7 @@ def match(
     )
     asked = {leaf.fqn for leaf in leaves} | {fqn for entries in below.values() for fqn in entries}
     rest = yield from _not_asked_for(manifest, asked, {str(key) for key, _ in answers.items(state)}, findings)
-    named = yield from collected(one for fqn, tensor in tensors.items() for one in locals_of(fqn, tensor))
-    local = dict(named)
+    local = yield from _locals(tensors, straight)
     leaders = yield from _tied(local, manifest, findings)
     _check_fresh(statefuls, tensors)
     yield from findings.raise_if_any(url, manifest.entries.keys())
@@ -190,6 +200,7 @@ def match(
             yield
     return LoadPlan(
         tensors=tensors,
+        straight=straight,
         local=local,
         leaders=leaders,
         new=tuple(new),
@@ -202,6 +213,27 @@ def match(
         unexpected=tuple(findings.unexpected or ()),
         opaque=tuple(findings.opaque),
     )
+
+
+def _locals(tensors: Mapping[str, torch.Tensor], straight: Straight) -> Steps[dict[str, Local]]:
+    """The memory of those tensors that are not ``straight``. Tensors that share memory are not straight any more."""
+
+    def others() -> Iterator[tuple[str, Local]]:
+        for fqn, tensor in tensors.items():
+            if fqn not in straight.tensors:
+                yield from locals_of(fqn, tensor)
+
+    local = dict((yield from collected(others())))
+    contiguous = (one.tensor for one in local.values() if one.tensor.is_contiguous())
+    extents = [(one.data_ptr(), one.data_ptr() + one.nbytes, "") for one in contiguous if one.numel()]
+    for some in chunked(straight.tensors.items(), _MANY):
+        extents += [(start := tensor.data_ptr(), start + tensor.nbytes, fqn) for fqn, tensor in some]
+        yield
+    shared = yield from overlapping(extents)
+    if shared.isdisjoint(straight.tensors):
+        return local
+    straight.remove(shared)
+    return dict((yield from collected(others())))
 
 
 def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> Steps[frozenset[str]]:

@@ -12,7 +12,19 @@ from .._format.digest import DIGEST_BYTES
 from .._format.records import BLOCK_BYTES, Chunk, ForeignPayload, TensorEntry, itemsize
 from .._runtime.steps import Steps
 
-__all__ = ["Batch", "Box", "Direct", "Part", "Range", "Scatter", "batches", "overlap", "overlaps", "plan_ranges"]
+__all__ = [
+    "PIECE_BYTES",
+    "Batch",
+    "Box",
+    "Direct",
+    "Part",
+    "Range",
+    "Scatter",
+    "batches",
+    "overlap",
+    "overlaps",
+    "plan_ranges",
+]
 
 PIECE_BYTES = 16 * BLOCK_BYTES
 _BATCH_RANGES = 256

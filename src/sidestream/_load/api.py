@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from .._layout.match import LoadPlan, match
 from .._layout.objects import allowed_types
 from .._runtime.abandoned import noted, watch
 from .._runtime.public import public
+from .._runtime.steps import chunked
 from .._runtime.tasks import finish, running_loop
 from .._runtime.threads import (
     Deadline,
@@ -161,7 +163,8 @@ async def _load_by(
     if operation is None:
         location, manifest = await open_manifest(location)
         answers = await _ask(state)
-        plan = await io_threads().run_sliced(match, state, answers, manifest, location.url, options.strict)
+        strict, in_place = options.strict, not options.atomic
+        plan = await io_threads().run_sliced(match, state, answers, manifest, location.url, strict, in_place)
         await _refuse_opaque(location, manifest, plan)
     else:
         work = _match_together(location, state, await _ask(state), options, operation)
@@ -186,7 +189,7 @@ async def _match_together(
     threads, url = io_threads(), location.url
 
     def compare(manifest: Manifest) -> LoadPlan:
-        return run_sliced(match(state, answers, manifest, url, options.strict, others=True))
+        return run_sliced(match(state, answers, manifest, url, options.strict, not options.atomic, others=True))
 
     location, root = await open_root(location)
     found = await outline(root)
@@ -221,7 +224,7 @@ async def _load(
 ) -> LoadReport:
     threads = io_threads()
     streams = await streams_of(await threads.run(_devices, plan.local))
-    reader = Reader(location.store, location.name, options.verify, options.progress, streams)
+    reader = Reader(location.store, location.name, options.verify, options.progress, streams, plan.straight)
     return await _telling(_Load(location, manifest, plan, reader, options, operation))
 
 
@@ -361,7 +364,7 @@ class _Load:
         async def install() -> None:
             if self.options.atomic:
                 await threads.run(self._copy_all, prepared.places)
-            await threads.run(_count_versions, self.plan.local)
+            await threads.run(_count_versions, self.plan)
             await hand_over(prepared.handover)
 
         # From here on the target changes as a whole: a cancel is raised when it has, and no deadline ends it.
@@ -398,7 +401,8 @@ class _Load:
             return ()
         touched = {self.pointers[name] for name in self.reader.touched if name in self.pointers}
         names = (name for name, pointer in self.pointers.items() if pointer in touched)
-        return tuple(dict.fromkeys(self.plan.local[name].fqn for name in names))
+        straight = (fqn for fqn in self.plan.straight.tensors if fqn in self.reader.touched)
+        return tuple(dict.fromkeys(chain(straight, (self.plan.local[name].fqn for name in names))))
 
     def _prepare(self, values: Mapping[str, Any]) -> _Prepared:
         plan, entries = self.plan, self.manifest.entries
@@ -463,9 +467,8 @@ def _devices(tensors: Mapping[str, Local]) -> set[torch.device]:
 
 
 @sliced
-def _count_versions(tensors: Mapping[str, Local]) -> Steps[None]:
-    """Autograd sees that these were written to."""
-    for _, tensor, _ in tensors.values():
+def _count_versions(plan: LoadPlan) -> Steps[None]:
+    """Autograd sees that the tensors were written to."""
+    for some in chunked(chain(plan.straight.tensors.values(), (one.tensor for one in plan.local.values())), 64):
+        torch.autograd.graph.increment_version([tensor for tensor in some if not tensor.is_inference()])
         yield
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)

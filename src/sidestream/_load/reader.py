@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
-from .._format.checksum import crc32, unpack_crcs
-from .._format.records import BLOCK_BYTES, Chunk, TensorEntry
+from .._format.checksum import crc32
+from .._format.records import Chunk, TensorEntry
 from .._format.transforms import require
 from .._layout.checks import altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
+from .._layout.straight import Straight, StraightBatch, straight_batches
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, Stop, burst, gathered, io_threads, let_go, politely, sliced
+from .._runtime.threads import Steps, Stop, gathered, io_threads, let_go, politely, sliced
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
 from .._storage import ReadRange, Store
-from ..errors import allocating
 from ..options import Progress, Verify
+from .buffers import Check, Memory, Scratch, memory_of
 from .device_streams import Streams
 from .foreign.values import (
     Located,
@@ -32,10 +31,11 @@ from .foreign.values import (
     unpack_chunk,
 )
 from .jobs import Jobs
+from .straight import straight_reads
 
-__all__ = ["Reader", "Scratch", "Wanted", "whole"]
+__all__ = ["Reader", "Wanted", "whole"]
 
-_BURST_BYTES = 4 * BLOCK_BYTES
+_Batch: TypeAlias = Batch | StraightBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +64,11 @@ def whole(entry: TensorEntry) -> Box:
     return Box((0,) * len(entry.shape), entry.shape)
 
 
-class Scratch:
-    """Memory for what cannot be read to its place, used again and again: touching new pages costs more than reading."""
-
-    def __init__(self) -> None:
-        self._spare: list[mmap.mmap] = []  # as many as batches are in flight at once; list methods are atomic
-
-    def take(self, nbytes: int) -> mmap.mmap | bytearray:
-        if nbytes <= 1 << 16:
-            return bytearray(nbytes)  # a large one would be cleared, page by page, while the GIL is held
-        try:
-            spare: mmap.mmap | None = self._spare.pop()
-        except IndexError:
-            spare = None
-        if spare is not None and len(spare) >= nbytes:
-            return spare
-        with allocating("memory to read into"):
-            return mmap.mmap(-1, nbytes)
-
-    def give_back(self, memory: mmap.mmap | bytearray | None) -> None:
-        """Only what no thread reads into any more."""
-        if isinstance(memory, mmap.mmap):
-            self._spare.append(memory)
-
-
 @dataclass(slots=True)
 class Reader:
     """Reads from the checkpoint in ``directory``.
 
+    ``straight``: tensors that are read beside those that ``read`` is called for, without a change of their bytes.
     ``touched`` has the FQNs of the tensors that may have been written to so far, ``unverified`` those of which some
     byte had no checksum, ``nbytes`` what was read. A reader is good for one ``read``.
     """
@@ -101,6 +78,7 @@ class Reader:
     verify: Verify
     progress: Progress | None = None
     streams: Streams = field(default_factory=Streams)
+    straight: Straight = field(default_factory=Straight)
     touched: set[str] = field(default_factory=set)
     unverified: set[str] = field(default_factory=set)
     nbytes: int = 0
@@ -117,21 +95,21 @@ class Reader:
         packed = [] if own else await io_threads().run(_packed, targets)
         foreign = None if own else located or await self._locate(targets)
         verified = self.verify == "always"
-        planned, total = await io_threads().run(_plan, targets, foreign, verified)
+        planned, total = await io_threads().run(_plan, self.straight, targets, foreign, verified)
         total += sum(chunk.item_bytes for _, chunk in packed)
         self._tell(total)
         await self._read_batches(planned, targets, total)
         items = iter(packed)
         await in_parallel(lambda: self._work_packed(items, total))
         await io_threads().run(self.streams.finish)
-        await io_threads().run(let_go, planned, targets, wanted)
+        await io_threads().run(let_go, planned, targets, wanted, *self.straight.payloads.values())
 
-    async def _read_batches(self, planned: list[Batch], targets: Mapping[str, Wanted], total: int) -> None:
-        def work(batch: Batch, stop: Stop) -> int:
-            buffers = _buffers(batch, targets, self.scratch)
+    async def _read_batches(self, planned: Sequence[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
+        def work(batch: _Batch, stop: Stop) -> int:
             assert files is not None
-            files.read(batch.file, self._reads(batch, buffers, targets), stop)
-            self.scratch.give_back(buffers.scratch)
+            reads, scratch = self._reads(batch, targets)
+            files.read(batch.file, reads, stop)
+            self.scratch.give_back(scratch)
             return batch.nbytes
 
         done, progress = self.nbytes, self.progress
@@ -146,25 +124,30 @@ class Reader:
         finally:
             self.nbytes += jobs.nbytes
 
-    async def _request(self, queue: Iterator[Batch], targets: Mapping[str, Wanted], total: int) -> None:
+    async def _request(self, queue: Iterator[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
         for batch in queue:
-            buffers = await io_threads().run(_buffers, batch, targets, self.scratch)
-            await self.store.read(f"{self.directory}/{batch.file}", self._reads(batch, buffers, targets))
-            self.scratch.give_back(buffers.scratch)
+            reads, scratch = await io_threads().run(self._reads, batch, targets)
+            await self.store.read(f"{self.directory}/{batch.file}", reads)
+            self.scratch.give_back(scratch)
             self.nbytes += batch.nbytes
             self._tell(total)
 
-    def _reads(self, batch: Batch, buffers: _Buffers, targets: Mapping[str, Wanted]) -> list[ReadRange]:
+    def _reads(self, batch: _Batch, targets: Mapping[str, Wanted]) -> tuple[list[ReadRange], Memory | None]:
+        """In a thread: what to read for a batch, and the scratch memory that this takes."""
+        if isinstance(batch, StraightBatch):
+            return straight_reads(batch, self.straight.tensors, self.verify, self.touched, self.scratch)
+        buffers = _buffers(batch, targets, self.scratch)
         self.touched.update([one.fqn for one in batch.ranges if isinstance(one.into, Direct)])
-        return [
+        reads = [
             ReadRange(
                 one.offset,
                 buffer,
                 partial(self._arrived, one, buffer, targets[one.fqn]),
-                _Check(one) if self.verify == "always" else None,
+                Check(one) if self.verify == "always" else None,
             )
             for one, buffer in zip(batch.ranges, buffers.views, strict=True)
         ]
+        return reads, buffers.scratch
 
     def _tell(self, total: int) -> None:
         if self.progress is not None:
@@ -222,13 +205,13 @@ def _by_fqn(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
 
 @sliced
 def _plan(
-    targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None, verified: bool
-) -> Steps[tuple[list[Batch], int]]:
+    straight: Straight, targets: Mapping[str, Wanted], foreign: Mapping[str, Located] | None, verified: bool
+) -> Steps[tuple[list[_Batch], int]]:
     ranges: list[Range] = []
     for fqn, one in targets.items():
         yield
         ranges.extend(_ranges(one, (one.entry, {}) if foreign is None else foreign[fqn], verified))
-    planned = yield from batches(ranges)
+    planned: list[_Batch] = [*(yield from straight_batches(straight.payloads)), *(yield from batches(ranges))]
     return planned, sum(batch.nbytes for batch in planned)
 
 
@@ -255,7 +238,7 @@ class _Buffers:
     """Where the bytes of each range of a batch are read to, and the scratch that some of these views are over."""
 
     views: list[memoryview]
-    scratch: mmap.mmap | bytearray | None
+    scratch: Memory | None
 
 
 def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> _Buffers:
@@ -269,7 +252,7 @@ def _buffers(batch: Batch, targets: Mapping[str, Wanted], scratch: Scratch) -> _
     for one in batch.ranges:
         target = targets[one.fqn].target
         if isinstance(one.into, Direct) and target is not None:
-            views.append(_memory(target, one.into.start, one.nbytes))
+            views.append(memory_of(target, one.into.start, one.nbytes))
         else:
             assert memory is not None
             views.append(memoryview(memory)[position : position + one.nbytes])
@@ -282,54 +265,13 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-def _memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
-    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() + start)
-    array.owner = tensor  # type: ignore[attr-defined]  # a thread that hangs in a read keeps its target alive
-    return memoryview(array).cast("B")
-
-
-class _Check:
-    """Compares a range with its checksums, if it has any, while it is read. Raises ``Corrupt``."""
-
-    __slots__ = ("_crc", "_done", "_range")
-
-    def __init__(self, one: Range) -> None:
-        self._range = one
-        self._done = self._crc = 0
-
-    def __call__(self, piece: memoryview) -> None:
-        """Take the next bytes of the range."""
-        if self._range.crc is not None:
-            self._take(piece, self._range.crc, self._range.nbytes, 0)
-        elif self._range.crcs is not None:
-            # To compute a CRC takes a fraction of the time that it costs to get the GIL back from a busy loop.
-            with burst() if len(piece) > _BURST_BYTES else nullcontext():
-                self._blocks(piece, self._range.crcs)
-
-    def _blocks(self, piece: memoryview, crcs: bytes) -> None:
-        while piece:
-            block = self._done // BLOCK_BYTES
-            end = min((block + 1) * BLOCK_BYTES, self._range.nbytes)
-            (expected,) = unpack_crcs(crcs[4 * block : 4 * block + 4])
-            some, piece = piece[: end - self._done], piece[end - self._done :]
-            self._take(some, expected, end, block * BLOCK_BYTES)
-
-    def _take(self, piece: memoryview, expected: int, end: int, start: int) -> None:
-        self._crc = crc32(piece, self._crc)
-        self._done += len(piece)
-        if self._done == end:
-            if self._crc != expected:
-                raise altered(self._range.fqn, self._range.file, self._range.offset + start)
-            self._crc = 0
-
-
 def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Tensor, streams: Streams) -> None:
     if isinstance(one.into, Direct):
-        _memory(target, one.into.start, one.nbytes)[:] = buffer
+        memory_of(target, one.into.start, one.nbytes)[:] = buffer
         return
     if isinstance(one.into, Part):
         nbytes = one.into.nbytes
-        _memory(target, one.into.start, nbytes)[:] = buffer[one.into.skip : one.into.skip + nbytes]
+        memory_of(target, one.into.start, nbytes)[:] = buffer[one.into.skip : one.into.skip + nbytes]
         return
     assert isinstance(one.into, Scatter)
     into = one.into
