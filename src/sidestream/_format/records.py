@@ -24,6 +24,7 @@ __all__ = [
     "TensorEntry",
     "ValueEntry",
     "itemsize",
+    "path_of",
     "stored",
 ]
 
@@ -168,6 +169,10 @@ class Entries(Mapping[str, Entry]):
 def stored(entries: Mapping[str, Entry]) -> Mapping[str, Entry | Row]:
     """The entries, those that are kept as rows as rows."""
     return entries.found if isinstance(entries, Entries) else entries
+
+
+def path_of(one: Entry | Row) -> tuple[Key, ...]:
+    return one[-1] if isinstance(one, tuple) else one.path
 
 
 def _tensor(row: Row) -> TensorEntry:

@@ -47,7 +47,10 @@ class Rows:
                 return None
             crcs, digests = a2b_base64(raw_crcs, strict_mode=True), None
             if raw_digests:
-                (digests,) = (a2b_base64(one, strict_mode=True) for one in raw_digests if type(one) is str)
+                (raw,) = raw_digests
+                if type(raw) is not str:
+                    return None
+                digests = a2b_base64(raw, strict_mode=True)
             blocks = -(-payload_bytes // BLOCK_BYTES)
             if len(crcs) != 4 * blocks or len(digests or b"") != (DIGEST_BYTES * blocks if raw_digests else 0):
                 return None

@@ -94,14 +94,13 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
             missing = _check_tensor(manifest.files, fqn, entry, manifest.digest)
             if missing and not partly:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
-    for file, found in rows.items():
-        if not _lie_apart(found, ranges.get(file, [])):  # perhaps because tensors are tied
-            for fqn in found.fqns:
-                yield
-                ((_, start, length, content),) = _items(manifest.entries[fqn], manifest.own)
+    tied = {file for file, found in rows.items() if not _lie_apart(found, ranges.get(file, []))}
+    ranges = {file: items for file, items in ranges.items() if file not in rows}
+    for fqn, entry in manifest.entries.items() if tied else ():  # in order, for those files that have to be looked at
+        yield
+        for file, start, length, content in _items(entry, manifest.own):
+            if file in tied:
                 ranges.setdefault(file, []).append((start, start + length, fqn, content))
-            continue
-        ranges.pop(file, None)
     for file, items in ranges.items():
         yield from _check_apart(file, items)
     yield from _check_expansion(others.values())
@@ -137,7 +136,6 @@ def check_patterns(root: Root, rows: Iterable[int]) -> Steps[None]:
 class _FileRows:
     """The rows of one file: where their items begin and end."""
 
-    fqns: list[str] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
@@ -152,7 +150,6 @@ def _sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, _FileRows
             if isinstance(entry, tuple):
                 _, _, _, file, start, nbytes, *_ = entry
                 found = rows[file]
-                found.fqns.append(fqn)
                 found.starts.append(start)
                 found.ends.append(start + nbytes)
             else:

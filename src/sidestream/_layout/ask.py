@@ -39,9 +39,9 @@ class Answers:
         except KeyError:
             raise self._changed() from None
 
-    def items(self, mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    def items(self, mapping: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
         if type(mapping) is dict or type(mapping) is OrderedDict:
-            return list(mapping.items())
+            return zip(list(mapping), list(mapping.values()), strict=True)
         try:
             return self._items[id(mapping)][1]
         except KeyError:

@@ -78,7 +78,10 @@ class _Walk:
     ) -> Iterator[Leaf]:
         for key, item in self.ask.items(value):
             fqn = f"{prefix}.{key}" if prefix else str(key)
-            yield from self.item(item, fqn, (*path, _dict_key(key, fqn)), value, key, owner)
+            if isinstance(item, torch.Tensor):  # nearly always
+                yield Leaf(fqn, (*path, _dict_key(key, fqn)), item, value, key, owner)
+            else:
+                yield from self.item(item, fqn, (*path, _dict_key(key, fqn)), value, key, owner)
 
     def item(
         self, value: Any, fqn: str, path: tuple[Key, ...], holder: Any, slot: Any, owner: int | None

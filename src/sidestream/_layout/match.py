@@ -9,7 +9,18 @@ from typing import Any
 
 import torch
 
-from .._format.records import DictKey, EmptyEntry, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, stored
+from .._format.records import (
+    DictKey,
+    EmptyEntry,
+    Entry,
+    Key,
+    Manifest,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+    path_of,
+    stored,
+)
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
 from ..errors import (
@@ -157,18 +168,24 @@ def match(
     Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
     as far as ``strict`` does not let them pass.
     """
-    leaves = yield from collected(leaves_of(state, answers))
     findings = _Findings(strict, unexpected=[] if others else None)
-    roots = {leaf.value.number: leaf for leaf in leaves if isinstance(leaf.value, StatefulRoot)}
-    owned: dict[int, list[Leaf]] = {number: [] for number in roots}
+    roots: dict[int, Leaf] = {}
+    owned: dict[int, list[Leaf]] = {}
+    asked: set[str] = set()
     tensors: dict[str, torch.Tensor] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
     straight = Straight()
     found = stored(manifest.entries) if in_place else {}
-    filled = (yield from _filled_by_others(leaves, manifest)) if others else frozenset()
-    for leaf in leaves:
-        yield
-        if isinstance(leaf.value, StatefulRoot) or leaf.fqn in filled:
+    filled = (yield from _filled_by_others(leaves_of(state, answers), manifest)) if others else frozenset()
+    for number, leaf in enumerate(leaves_of(state, answers)):
+        if number % 16 == 0:
+            yield
+        asked.add(leaf.fqn)
+        if isinstance(leaf.value, StatefulRoot):
+            roots[leaf.value.number] = leaf
+            owned[leaf.value.number] = []
+            continue
+        if leaf.fqn in filled:
             continue
         if leaf.owner is not None:
             owned[leaf.owner].append(leaf)
@@ -187,7 +204,7 @@ def match(
     statefuls = yield from in_turn(
         _match_stateful(root, owned[number], below[number], manifest, findings) for number, root in roots.items()
     )
-    asked = {leaf.fqn for leaf in leaves} | {fqn for entries in below.values() for fqn in entries}
+    asked.update(fqn for entries in below.values() for fqn in entries)
     rest = yield from _not_asked_for(manifest, asked, {str(key) for key, _ in answers.items(state)}, findings)
     local = yield from _locals(tensors, straight)
     leaders = yield from _tied(local, manifest, findings)
@@ -238,16 +255,19 @@ def _locals(tensors: Mapping[str, torch.Tensor], straight: Straight) -> Steps[di
 
 def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> Steps[frozenset[str]]:
     """Empty dicts of this rank that have something in them in the checkpoint: other ranks ask for that."""
-    empty = {
-        plain_path(leaf.path): leaf.fqn
-        for leaf in leaves
-        if leaf.owner is None and leaf.kind == "empty" and leaf.fqn not in manifest.entries
-    }
+    empty: dict[PlainPath, str] = {}
+    for some in chunked(leaves, _MANY):
+        empty.update(
+            (plain_path(leaf.path), leaf.fqn)
+            for leaf in some
+            if leaf.owner is None and leaf.kind == "empty" and leaf.fqn not in manifest.entries
+        )
+        yield
     if not empty:
         return frozenset()
     found: set[str] = set()
-    for entry in manifest.entries.values():
-        path = plain_path(entry.path)
+    for entry in stored(manifest.entries).values():
+        path = plain_path(path_of(entry))
         found.update(empty[path[:depth]] for depth in range(1, len(path)) if path[:depth] in empty)
         yield
     return frozenset(found)
@@ -272,11 +292,12 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
 def _not_asked_for(manifest: Manifest, asked: set[str], top: set[str], findings: _Findings) -> Steps[tuple[str, ...]]:
     """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for."""
     rest = []
-    for fqn, entry in manifest.entries.items():
-        yield
+    for number, (fqn, entry) in enumerate(stored(manifest.entries).items()):
+        if number % 64 == 0:
+            yield
         if fqn in asked:
             continue
-        if str(plain_path(entry.path)[0]) in top:
+        if str(plain_path(path_of(entry))[0]) in top:
             findings.add_unexpected(fqn, "target")
         else:
             rest.append(fqn)
@@ -413,10 +434,13 @@ def _claimed(
     prefixes: dict[PlainPath, int] = {plain_path(root.path): number for number, root in roots.items()}
     lengths = sorted({len(prefix) for prefix in prefixes})
     own_leaves = {leaf.fqn: leaf for leaves in owned.values() for leaf in leaves}
-    for fqn, entry in manifest.entries.items():
+    for fqn, one in stored(manifest.entries).items():
         yield
-        path = plain_path(entry.path)
+        path = plain_path(path_of(one))
         number = next((prefixes[path[:n]] for n in lengths if path[:n] in prefixes), None)
+        if number is None and fqn not in own_leaves:
+            continue
+        entry = manifest.entries[fqn]
         if number is not None:
             below[number][fqn] = entry
         elif (leaf := own_leaves.get(fqn)) is not None and leaf.owner is not None:

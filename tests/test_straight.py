@@ -1,0 +1,131 @@
+"""Tensors that are read straight to their places: small neighbours together, large ones in pieces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import sidestream
+from sidestream._layout import match as matching
+from sidestream._layout.straight import Straight, StraightBatch, straight_batches
+from sidestream._load.buffers import Scratch
+from sidestream._load.straight import straight_reads
+from sidestream._runtime.steps import at_once
+from sidestream.errors import Corrupt
+
+
+def state() -> dict[str, torch.Tensor]:
+    """Sizes around all limits: a span of small neighbours, a call of 512 KiB, a block, a batch of 16 MiB."""
+    sizes = [
+        1,
+        3,
+        256,
+        *[300] * 400,
+        1 << 14,
+        (1 << 14) + 1,
+        1 << 17,
+        1 << 18,
+        (1 << 18) + 1,
+        3 << 20,
+        (1 << 22) + 7,
+        (1 << 23) + 5,
+    ]
+    return {f"t{number}": torch.arange(size, dtype=torch.float32) + number for number, size in enumerate(sizes)}
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {fqn: torch.zeros_like(tensor) for fqn, tensor in state().items()}
+
+
+@pytest.mark.parametrize("verify", ["always", "manifest"])
+@pytest.mark.parametrize("digest", [None, "blake3"])
+async def test_all_sizes(tmp_path: Path, verify: str, digest: str | None) -> None:
+    await sidestream.save(state(), tmp_path / "step", digest=digest)
+    target = zeros()
+    report = await sidestream.load(target, tmp_path / "step", verify=verify)
+    assert all(torch.equal(target[fqn], tensor) for fqn, tensor in state().items())
+    assert report.nbytes == sum(tensor.nbytes for tensor in target.values())
+    assert report.loaded == tuple(target)
+    assert not report.unverified
+
+
+async def test_an_altered_tensor_among_small_neighbours(tmp_path: Path) -> None:
+    """It is named, and so is all that was written, and nothing else was."""
+    await sidestream.save(state(), tmp_path / "step")
+    (file,) = (tmp_path / "step").glob("*.distcp")
+    raw = bytearray(file.read_bytes())
+    at = raw.index(state()["t200"].numpy().tobytes())
+    raw[at + 5] ^= 1
+    file.write_bytes(raw)
+    target = zeros()
+    with pytest.raises(Corrupt, match="t200: its bytes") as caught:
+        await sidestream.load(target, tmp_path / "step")
+    assert (caught.value.fqn, caught.value.offset) == ("t200", at)
+    assert "t199" in caught.value.written
+    assert "t200" not in caught.value.written
+    untouched = [fqn for fqn in target if fqn not in caught.value.written]
+    assert untouched
+    assert not any(target[fqn].any() for fqn in untouched)
+
+
+async def test_what_is_not_as_in_the_file_takes_the_other_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = torch.arange(64).reshape(8, 8).to(torch.complex64)
+    saved = {
+        name: base.clone() for name in ("plain", "turned", "conjugated", "wider", "tied", "again", "part", "parameter")
+    }
+    saved["again"] = saved["tied"]
+    await sidestream.save(saved, tmp_path / "step")
+    tied = torch.zeros(8, 8, dtype=torch.complex64)
+    target = {
+        "plain": torch.zeros(8, 8, dtype=torch.complex64),
+        "turned": torch.zeros(8, 8, dtype=torch.complex64).t(),
+        "conjugated": torch.zeros(8, 8, dtype=torch.complex64).conj(),
+        "wider": torch.zeros(8, 8, dtype=torch.complex128),
+        "tied": tied,
+        "again": tied,
+        "part": torch.zeros(8, 16, dtype=torch.complex64)[:, ::2],
+        "parameter": torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.complex64)),
+    }
+    plans = []
+    plan_of = matching.LoadPlan
+    monkeypatch.setattr(matching, "LoadPlan", lambda **fields: plans.append(plan_of(**fields)) or plans[-1])
+    await sidestream.load(target, tmp_path / "step", strict={"cast"})
+    assert all(torch.equal(tensor, base.to(tensor.dtype)) for tensor in target.values())
+    assert target["parameter"]._version > 0
+    (plan,) = plans
+    assert set(plan.straight.tensors) == {"plain", "parameter"}
+
+
+def test_batches_and_spans() -> None:
+    """Every byte is read once, in order; a batch has 16 MiB at most, a span 1 MiB."""
+    tensors = {fqn: torch.empty(tensor.shape) for fqn, tensor in state().items()}
+    payloads, at = [], 100
+    for fqn, tensor in tensors.items():
+        payloads.append((at, tensor.nbytes, 0, bytes(4 * -(-tensor.nbytes // (1 << 20))), None, fqn))
+        at += tensor.nbytes + (40_000 if fqn == "t300" else 700)
+    batches = at_once(straight_batches({"file": list(reversed(payloads))}))
+    assert all(batch.nbytes == sum(one[1] for one in batch.payloads) <= 16 << 20 for batch in batches)
+    assert sum(batch.nbytes for batch in batches) == sum(tensor.nbytes for tensor in tensors.values())
+    reads = [read for batch in batches for read in straight_reads(batch, tensors, "always", set(), Scratch())[0]]
+    assert len(reads) < 20
+    ends = [read.offset + len(read.into) for read in reads]
+    assert all(end <= read.offset for end, read in zip(ends, reads[1:], strict=False))
+    for offset, nbytes, *_ in payloads:
+        covered = sum(
+            max(0, min(end, offset + nbytes) - max(read.offset, offset)) for end, read in zip(ends, reads, strict=True)
+        )
+        assert covered == nbytes
+    assert not any(read.offset < 100 + 40_000 and len(read.into) > 1 << 20 and read.arrived for read in reads)
+
+
+def test_removed_tensors_are_not_read() -> None:
+    straight = Straight()
+    row = ("float32", (2,), 8, "file", 0, 100, 50, bytes(4), None, ("a",))
+    for fqn in ("a", "b"):
+        straight.add(fqn, torch.zeros(2), row)
+    straight.remove({"a"})
+    (batch,) = at_once(straight_batches(straight.payloads))
+    assert isinstance(batch, StraightBatch)
+    assert [one[-1] for one in batch.payloads] == ["b"] == list(straight.tensors)
