@@ -314,8 +314,7 @@ async def test_small_tensors_are_read_together(tmp_path: Path, reads: Reads) -> 
     target = {name: torch.zeros(64) for name in state}
     await sidestream.load(target, tmp_path / "c")
     assert_same(state, target)
-    assert len(reads.nbytes) < 30
-    assert reads.addresses >= {tensor.data_ptr() for tensor in target.values()}, "each straight into its own memory"
+    assert len(reads.nbytes) < 10  # of about 1 MiB, and copied from there
 
 
 async def test_what_lies_between_is_not_read_when_it_is_much(tmp_path: Path, reads: Reads) -> None:

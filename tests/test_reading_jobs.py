@@ -21,8 +21,8 @@ from sidestream._format.checksum import pack_crcs
 from sidestream._format.records import BLOCK_BYTES
 from sidestream._layout.ranges import Direct, Range
 from sidestream._load import jobs
+from sidestream._load.buffers import Check
 from sidestream._load.jobs import Jobs
-from sidestream._load.reader import _Check
 from sidestream._runtime import threads
 from sidestream._runtime.threads import Deadline, Stop, time_limit
 
@@ -156,7 +156,7 @@ def test_checksums_of_pieces(nbytes: int, of: str) -> None:
     one = Range("t", "f", 1000, nbytes, Direct(0), crcs, whole)
 
     def feed() -> None:
-        check, start = _Check(one), 0
+        check, start = Check(one), 0
         while start < nbytes:
             end = min(nbytes, start + seeded.choice([1, 4096, BLOCK_BYTES // 2, BLOCK_BYTES, 5 * BLOCK_BYTES]))
             if end - start == 1 and nbytes > BLOCK_BYTES:

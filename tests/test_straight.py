@@ -11,7 +11,7 @@ import sidestream
 from sidestream._layout import match as matching
 from sidestream._layout.straight import Straight, StraightBatch, straight_batches
 from sidestream._load.buffers import Scratch
-from sidestream._load.straight import straight_reads
+from sidestream._load.reader import straight_reads
 from sidestream._runtime.steps import at_once
 from sidestream.errors import Corrupt
 

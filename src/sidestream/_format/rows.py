@@ -11,9 +11,8 @@ from binascii import a2b_base64
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import UnsupportedCheckpoint
 from .digest import DIGEST_BYTES
-from .records import BLOCK_BYTES, Key, Row, itemsize
+from .records import BLOCK_BYTES, DTYPES, Key, Row, itemsize
 from .validate import MAX_FQN_CHARS, check_path, check_shape
 
 __all__ = ["Rows"]
@@ -60,14 +59,14 @@ class Rows:
             if raw_path != [fqn]:
                 path = tuple([self._key_of(key) for key in raw_path])
                 check_path(fqn, path)
-        except (ValueError, TypeError, KeyError, AttributeError, UnsupportedCheckpoint):  # Corrupt is a ValueError
+        except (ValueError, TypeError, KeyError, AttributeError):  # Corrupt is a ValueError
             return None
         return fqn, (dtype, shape, payload_bytes, file, start, nbytes, payload, crcs, digests, path)
 
 
 def _layout(dtype: Any, raw_shape: Any, offsets: Any, sizes: Any) -> tuple[str, tuple[int, ...], int] | None:
     """Dtype, shape and bytes of a tensor whose only chunk is all of it. Raises as ``check_shape``."""
-    if type(dtype) is not str or not type(raw_shape) is type(offsets) is type(sizes) is list:
+    if type(dtype) is not str or dtype not in DTYPES or not type(raw_shape) is type(offsets) is type(sizes) is list:
         return None
     if any(type(dim) is not int for dims in (raw_shape, offsets, sizes) for dim in dims):
         return None

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,6 @@ from .._layout.match import LoadPlan, match
 from .._layout.objects import allowed_types
 from .._runtime.abandoned import noted, watch
 from .._runtime.public import public
-from .._runtime.steps import chunked
 from .._runtime.tasks import finish, running_loop
 from .._runtime.threads import (
     Deadline,
@@ -469,6 +468,7 @@ def _devices(tensors: Mapping[str, Local]) -> set[torch.device]:
 @sliced
 def _count_versions(plan: LoadPlan) -> Steps[None]:
     """Autograd sees that the tensors were written to."""
-    for some in chunked(chain(plan.straight.tensors.values(), (one.tensor for one in plan.local.values())), 64):
+    tensors = chain(plan.straight.tensors.values(), (one.tensor for one in plan.local.values()))
+    while some := list(islice(tensors, 64)):
         torch.autograd.graph.increment_version([tensor for tensor in some if not tensor.is_inference()])
         yield
