@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +16,10 @@ from sidestream._layout import match as matching
 from sidestream._layout.straight import Straight, StraightBatch, straight_batches
 from sidestream._load.buffers import Scratch
 from sidestream._load.reader import straight_reads
+from sidestream._runtime import threads
 from sidestream._runtime.steps import at_once
-from sidestream.errors import Corrupt
+from sidestream._runtime.threads import Stop
+from sidestream.errors import Corrupt, DeadlineExceeded, UnsupportedTensor
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -108,7 +114,9 @@ def test_batches_and_spans() -> None:
     batches = at_once(straight_batches({"file": list(reversed(payloads))}))
     assert all(batch.nbytes == sum(one[1] for one in batch.payloads) <= 16 << 20 for batch in batches)
     assert sum(batch.nbytes for batch in batches) == sum(tensor.nbytes for tensor in tensors.values())
-    reads = [read for batch in batches for read in straight_reads(batch, tensors, "always", set(), Scratch())[0]]
+    reads = [
+        read for batch in batches for read in straight_reads(batch, tensors, "always", set(), Scratch(), Stop())[0]
+    ]
     assert len(reads) < 20
     ends = [read.offset + len(read.into) for read in reads]
     assert all(end <= read.offset for end, read in zip(ends, reads[1:], strict=False))
@@ -129,3 +137,49 @@ def test_removed_tensors_are_not_read() -> None:
     (batch,) = at_once(straight_batches(straight.payloads))
     assert isinstance(batch, StraightBatch)
     assert [one[-1] for one in batch.payloads] == ["b"] == list(straight.tensors)
+
+
+async def test_a_read_that_comes_back_late_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load has failed meanwhile, said which tensors it has written, and left them to their owner."""
+    monkeypatch.setattr(threads, "_GRACE_S", 0.2)
+    saved = {f"t{number}": torch.ones(256) for number in range(200)}
+    await sidestream.save(saved, tmp_path / "step")
+    go, left = threading.Event(), threading.Event()
+    preadv = os.preadv
+
+    def hanging(descriptor: int, buffers: Any, offset: int) -> int:
+        count = preadv(descriptor, buffers, offset)
+        if sum(map(len, buffers)) > 100_000:
+            go.wait(60)
+            threading.Timer(0.5, left.set).start()
+        return count
+
+    monkeypatch.setattr(os, "preadv", hanging)
+    target = {fqn: torch.zeros(256) for fqn in saved}
+    try:
+        with pytest.raises(DeadlineExceeded) as caught:
+            await sidestream.load(target, tmp_path / "step", timeout_s=0.5)
+    finally:
+        go.set()
+    assert caught.value.written == ()
+    await asyncio.to_thread(left.wait, 60)
+    assert not any(tensor.any() for tensor in target.values())
+
+
+async def test_storage_that_is_freed_meanwhile(tmp_path: Path) -> None:
+    saved = {f"t{number}": torch.ones(256) for number in range(200)}
+    await sidestream.save(saved, tmp_path / "step")
+    target = {fqn: torch.zeros(256) for fqn in saved}
+
+    def free(done: int, total: int) -> None:
+        if not done:
+            target["t150"].untyped_storage().resize_(0)
+
+    with pytest.raises(UnsupportedTensor, match="t150: its storage was freed"):
+        await sidestream.load(target, tmp_path / "step", progress=free)
+
+
+async def test_a_tensor_without_memory(tmp_path: Path) -> None:
+    await sidestream.save({"a": torch.ones(3)}, tmp_path / "step")
+    with pytest.raises(sidestream.errors.SidestreamError):
+        await sidestream.load({"a": torch._efficientzerotensor(3)}, tmp_path / "step")

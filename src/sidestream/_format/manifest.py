@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, TypeVar, cast, get_args
 
 from .._runtime.steps import Steps, collected
@@ -239,7 +240,10 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def _parse_line(text: str, rows: Rows) -> tuple[str, Entry | Row]:
-    line, end = _decode(text)
+    line: Any = None
+    end = -1
+    with suppress(ValueError):
+        line, end = _decode(text)
     if end != len(text):
         line = json.loads(text)
     return rows.read(line) or _parse_entry(line)

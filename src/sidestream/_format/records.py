@@ -136,7 +136,7 @@ Row: TypeAlias = tuple[str, tuple[int, ...], int, str, int, int, int, bytes, byt
 bytes of the item, offset of the payload, CRCs, digests, path.
 
 Nearly all entries of our own checkpoints are of this kind. A plain tuple takes a third of the time of the records, and
-the garbage collector does not track it once it has seen that it holds numbers, strings and bytes only.
+the garbage collector does not track one once it has seen that it holds numbers, strings and bytes only.
 """
 
 

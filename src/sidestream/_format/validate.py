@@ -94,7 +94,11 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
             missing = _check_tensor(manifest.files, fqn, entry, manifest.digest)
             if missing and not partly:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
-    tied = {file for file, found in rows.items() if not _lie_apart(found, ranges.get(file, []))}
+    tied: set[str] = set()
+    for file, found in rows.items():
+        yield
+        if not _lie_apart(found, ranges.get(file, [])):
+            tied.add(file)
     ranges = {file: items for file, items in ranges.items() if file not in rows}
     for fqn, entry in manifest.entries.items() if tied else ():  # in order, for those files that have to be looked at
         yield

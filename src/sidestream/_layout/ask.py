@@ -40,8 +40,10 @@ class Answers:
             raise self._changed() from None
 
     def items(self, mapping: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
-        if type(mapping) is dict or type(mapping) is OrderedDict:
-            return zip(list(mapping), list(mapping.values()), strict=True)
+        if type(mapping) is dict:
+            return dict(mapping).items()  # one step, beside a loop that may change it
+        if type(mapping) is OrderedDict:
+            return list(mapping.items())
         try:
             return self._items[id(mapping)][1]
         except KeyError:

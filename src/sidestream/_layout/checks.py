@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import NamedTuple
 
+import torch
+
 from .._format.checksum import Burst, block_crcs, combine, crc32, join_blocks, unpack_crcs
 from .._format.dcp.metadata import DcpDescription
 from .._format.digest import DIGEST_BYTES, installed_digest
@@ -25,12 +27,13 @@ from .._format.records import (
     ValueEntry,
 )
 from .._format.values import pickle_node
-from ..errors import Corrupt
+from ..errors import Corrupt, UnsupportedTensor
 from .ranges import PIECE_BYTES
 
 __all__ = [
     "Piece",
     "Whole",
+    "address_in",
     "altered",
     "check_digests",
     "compare_metadata",
@@ -151,6 +154,14 @@ class Whole:
             total = combine(total, crc, nbytes)
         if total != self._payload.crc:
             raise altered(self._fqn, self._chunk.file, self._chunk.payload_offset or 0)
+
+
+def address_in(fqn: str, tensor: torch.Tensor, start: int, nbytes: int) -> int:
+    """Return the address of byte ``start`` of a contiguous tensor, as it is now. Raises ``UnsupportedTensor`` if its
+    storage has less than the ``nbytes`` from there on, because it was freed or shrunk since the load was planned."""
+    if tensor.storage_offset() * tensor.itemsize + start + nbytes > tensor.untyped_storage().nbytes():
+        raise UnsupportedTensor(f"{fqn}: its storage was freed or shrunk while it was being loaded into")
+    return tensor.data_ptr() + start
 
 
 def altered(fqn: str, file: str, offset: int, why: str = "the checksum differs") -> Corrupt:

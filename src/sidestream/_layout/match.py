@@ -241,8 +241,10 @@ def _locals(tensors: Mapping[str, torch.Tensor], straight: Straight) -> Steps[di
                 yield from locals_of(fqn, tensor)
 
     local = dict((yield from collected(others())))
-    contiguous = (one.tensor for one in local.values() if one.tensor.is_contiguous())
-    extents = [(one.data_ptr(), one.data_ptr() + one.nbytes, "") for one in contiguous if one.numel()]
+    if not straight.tensors:
+        return local
+    contiguous = (one.tensor for one in local.values() if one.tensor.is_contiguous() and one.tensor.numel())
+    extents = yield from collected((one.data_ptr(), one.data_ptr() + one.nbytes, "") for one in contiguous)
     for some in chunked(straight.tensors.items(), _MANY):
         extents += [(start := tensor.data_ptr(), start + tensor.nbytes, fqn) for fqn, tensor in some]
         yield
@@ -256,7 +258,7 @@ def _locals(tensors: Mapping[str, torch.Tensor], straight: Straight) -> Steps[di
 def _filled_by_others(leaves: Iterable[Leaf], manifest: Manifest) -> Steps[frozenset[str]]:
     """Empty dicts of this rank that have something in them in the checkpoint: other ranks ask for that."""
     empty: dict[PlainPath, str] = {}
-    for some in chunked(leaves, _MANY):
+    for some in chunked(leaves, 16):
         empty.update(
             (plain_path(leaf.path), leaf.fqn)
             for leaf in some

@@ -23,7 +23,7 @@ __all__ = ["Payload", "Straight", "StraightBatch", "fits", "overlapping", "strai
 Payload: TypeAlias = tuple[int, int, int, bytes, bytes | None, str]
 """Offset in the file, bytes, at which byte of the tensor they begin, CRCs, digests, FQN."""
 
-_MOST_PAYLOADS = 1024  # of one batch
+_MOST_PAYLOADS = 256  # of one batch
 _MANY = 64
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -57,8 +57,8 @@ def fits(tensor: torch.Tensor, row: Row) -> bool:
         return False
     if not tensor.is_contiguous() or lazy_bits(tensor) or has_shards(tensor):
         return False
-    storage = tensor.untyped_storage()
-    return tensor.data_ptr() + nbytes <= storage.data_ptr() + storage.nbytes()
+    extent = tensor.storage_offset() * tensor.itemsize + nbytes
+    return bool(tensor.data_ptr()) and extent <= tensor.untyped_storage().nbytes()
 
 
 def overlapping(extents: list[tuple[int, int, str]]) -> Steps[set[str]]:
@@ -86,7 +86,7 @@ class StraightBatch:
 
 
 def straight_batches(payloads: Mapping[str, list[Payload]]) -> Steps[list[StraightBatch]]:
-    """Group the payloads of each file by offset, at most 16 MiB in a batch; larger ones are cut at blocks."""
+    """Group the payloads of each file by offset, at most 16 MiB of them in a batch; larger ones are cut at blocks."""
     found: list[StraightBatch] = []
     for file, of_file in payloads.items():
         of_file.sort()

@@ -398,10 +398,11 @@ class _Load:
             return tuple(self.plan.tensors)
         if self.options.atomic:
             return ()
-        touched = {self.pointers[name] for name in self.reader.touched if name in self.pointers}
-        names = (name for name, pointer in self.pointers.items() if pointer in touched)
-        straight = (fqn for fqn in self.plan.straight.tensors if fqn in self.reader.touched)
-        return tuple(dict.fromkeys(chain(straight, (self.plan.local[name].fqn for name in names))))
+        straight = {fqn: tensor.data_ptr() for fqn, tensor in self.plan.straight.tensors.items()}
+        pointers = {**straight, **self.pointers}
+        touched = {pointers[name] for name in self.reader.touched if name in pointers}
+        names = (name for name, pointer in pointers.items() if pointer in touched)
+        return tuple(dict.fromkeys(name if name in straight else self.plan.local[name].fqn for name in names))
 
     def _prepare(self, values: Mapping[str, Any]) -> _Prepared:
         plan, entries = self.plan, self.manifest.entries

@@ -13,7 +13,7 @@ import torch
 from .._format.checksum import crc32
 from .._format.records import Chunk, TensorEntry
 from .._format.transforms import require
-from .._layout.checks import altered, check_digests
+from .._layout.checks import address_in, altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
 from .._layout.straight import Payload, Straight, StraightBatch, straight_batches
 from .._runtime.caller import call
@@ -113,7 +113,7 @@ class Reader:
     async def _read_batches(self, planned: Sequence[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
         def work(batch: _Batch, stop: Stop) -> int:
             assert files is not None
-            reads, scratch = self._reads(batch, targets)
+            reads, scratch = self._reads(batch, targets, stop)
             files.read(batch.file, reads, stop)
             self.scratch.give_back(scratch)
             return batch.nbytes
@@ -138,10 +138,12 @@ class Reader:
             self.nbytes += batch.nbytes
             self._tell(total)
 
-    def _reads(self, batch: _Batch, targets: Mapping[str, Wanted]) -> tuple[list[ReadRange], Memory | None]:
+    def _reads(
+        self, batch: _Batch, targets: Mapping[str, Wanted], stop: Stop | None = None
+    ) -> tuple[list[ReadRange], Memory | None]:
         """In a thread: what to read for a batch, and the scratch memory that this takes."""
         if isinstance(batch, StraightBatch):
-            return straight_reads(batch, self.straight.tensors, self.verify, self.touched, self.scratch)
+            return straight_reads(batch, self.straight.tensors, self.verify, self.touched, self.scratch, stop)
         buffers = _buffers(batch, targets, self.scratch)
         self.touched.update([one.fqn for one in batch.ranges if isinstance(one.into, Direct)])
         reads = [
@@ -301,10 +303,12 @@ def straight_reads(
     verify: Verify,
     touched: set[str],
     scratch: Scratch,
+    stop: Stop | None,
 ) -> tuple[list[ReadRange], Memory | None]:
     """What to read for a batch, and the scratch memory that this takes. ``touched`` gets the FQNs of tensors that may
-    have been written to."""
-    spans = _spans(batch.payloads)
+    have been written to. Neighbours are read together where ``stop`` ends what is done with them afterwards: a thread
+    that comes back from a hanging read must not write to tensors that its load has left."""
+    spans = [[payload] for payload in batch.payloads] if stop is None else _spans(batch.payloads)
     nbytes = sum(_aligned(_extent(span)) for span in spans if len(span) > 1)
     memory = scratch.take(nbytes) if nbytes else None
     position = 0
@@ -314,9 +318,10 @@ def straight_reads(
             reads.append(_read_one(batch.file, span[0], tensors, verify, touched))
             continue
         assert memory is not None
+        assert stop is not None
         view = memoryview(memory)[position : position + _extent(span)]
         position += _aligned(_extent(span))
-        spread = partial(_spread, batch.file, span, view, tensors, verify, touched)
+        spread = partial(_spread, batch.file, span, view, tensors, verify, touched, stop)
         reads.append(ReadRange(span[0][0], view, spread))
     return reads, memory
 
@@ -345,6 +350,7 @@ def _read_one(
     file: str, payload: Payload, tensors: Mapping[str, torch.Tensor], verify: Verify, touched: set[str]
 ) -> ReadRange:
     offset, nbytes, start, crcs, digests, fqn = payload
+    address_in(fqn, tensors[fqn], start, nbytes)
     into = memory_of(tensors[fqn], start, nbytes)
     touched.add(fqn)
     if verify != "always":
@@ -360,8 +366,10 @@ def _spread(
     tensors: Mapping[str, torch.Tensor],
     verify: Verify,
     touched: set[str],
+    stop: Stop,
 ) -> None:
-    """In the thread that has read them: check payloads that lie side by side, and copy them to their places."""
+    """In the thread that has read them: check payloads that lie side by side, and copy them to their places. Raises
+    ``Closed`` once ``stop`` is set."""
     source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)), span[0][0]
     for offset, nbytes, start, crcs, digests, fqn in politely(span):
         if verify == "always":
@@ -369,5 +377,6 @@ def _spread(
             if crc32(piece) != int.from_bytes(crcs, "little"):
                 raise altered(fqn, file, offset)
             check_digests(fqn, file, offset, piece, digests)
+        stop.check()
         touched.add(fqn)
-        move(source + offset - first, tensors[fqn].data_ptr() + start, nbytes)
+        move(source + offset - first, address_in(fqn, tensors[fqn], start, nbytes), nbytes)
