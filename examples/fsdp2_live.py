@@ -75,12 +75,15 @@ async def train(arguments: argparse.Namespace) -> None:
         if last is not None:
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         say(f"{dist.get_world_size()} ranks begin at step {0 if last is None else last + 1}")
-        losses = {}
+        losses, pending = {}, None
         with stager.guard(optimizer):  # a step waits until the copies of its weights have been made
             for step in range(0 if last is None else last + 1, arguments.steps):
                 losses[step] = train_step(model, optimizer, step)
-                if step == arguments.at and dist.get_rank() == arguments.lose:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if step == arguments.at:
+                    if pending is not None:
+                        await pending  # on every rank, so that there is a checkpoint to go on from
+                    if dist.get_rank() == arguments.lose:
+                        os.kill(os.getpid(), signal.SIGKILL)
                 if step % 10 == 9:
                     weights, moments = get_state_dict(model, optimizer)
                     pending = await checkpoints.save({"model": weights, "optimizer": moments}, step=step)

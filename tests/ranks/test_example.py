@@ -37,7 +37,7 @@ def test_goes_on_with_another_world_size(groups: Groups, tmp_path: Path) -> None
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert any(f"2 ranks begin at step {step}\n" in done.stdout for step in (10, 20)), done.stdout
+    assert "2 ranks begin at step 20\n" in done.stdout
     assert last_loss(done.stdout) == pytest.approx(last_loss(undisturbed.said[0]), rel=1e-4)
 
 
