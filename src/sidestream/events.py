@@ -12,6 +12,16 @@ from typing import Literal, TypeAlias
 
 __all__ = [
     "Event",
+    "LoadApplied",
+    "LoadContext",
+    "LoadEvent",
+    "LoadFailed",
+    "LoadFellBack",
+    "LoadOpened",
+    "LoadPlanned",
+    "LoadRead",
+    "LoadStarted",
+    "LoadVerified",
     "Observer",
     "PromiseLost",
     "RanksMissing",
@@ -178,7 +188,97 @@ class SaveSkipped(SaveEvent):
     reason: str
 
 
-Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | RanksMissing | SaveEvent
+@dataclass(frozen=True, slots=True)
+class LoadContext:
+    """The load that an event belongs to.
+
+    ``operation`` is the call: ``"load"``, ``"restore"``, or ``"dcp.load"`` for a load through ``dcp.StorageReader``.
+    ``url`` is the checkpoint. ``save_id``, ``step`` and ``generation`` are those of the checkpoint, and unknown
+    (``""``, None, 1) until it is open; ``save_id`` is empty if another writer made it. ``run`` is the URL of the run
+    that is restored. ``rank`` is the rank of this process among the ``world`` ranks that load together.
+    """
+
+    operation: Literal["load", "restore", "dcp.load"]
+    url: str
+    save_id: str = ""
+    run: str | None = None
+    step: int | None = None
+    generation: int = 1
+    rank: int = 0
+    world: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEvent:
+    """The base of the events in the life of a load: which one it is, and when, as in ``SaveEvent``. Every load that has
+    started ends with one of ``LoadApplied`` and ``LoadFailed``, on each rank. A ``restore`` that passes over a damaged
+    step is one load for each step that it tries."""
+
+    load: LoadContext
+    monotonic_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
+    time_ns: int = field(default_factory=time.time_ns, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStarted(LoadEvent):
+    """The checkpoint will be opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOpened(LoadEvent):
+    """The marker and the manifest were read and validated."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlanned(LoadEvent):
+    """The target fits the checkpoint, and it is known what this rank reads. Nothing was changed so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRead(LoadEvent):
+    """``nbytes`` of tensors were read by this rank."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadVerified(LoadEvent):
+    """What was read has the checksums that were saved. Emitted with ``verify="always"``. ``unverified`` is the number
+    of tensors of which some bytes had no checksum."""
+
+    unverified: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadApplied(LoadEvent):
+    """The target has its new state. ``nbytes`` is as in ``LoadRead``; ``seconds`` has the phases ``opened``,
+    ``planned``, ``read`` and ``applied``, counted from the start of the load."""
+
+    nbytes: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed(LoadEvent):
+    """The load raised an error of the class ``error_type``, or was cancelled (``"CancelledError"``), in ``phase``.
+    ``written`` is the number of tensors of the target that may have been changed."""
+
+    phase: Literal["open", "plan", "read", "apply"]
+    error_type: str
+    reason: str
+    written: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFellBack(LoadEvent):
+    """``restore`` has loaded ``taken`` in place of the step of this event, which is damaged as ``reason`` says. Emitted
+    for each damaged step after the load of the other one has ended, on each rank."""
+
+    taken: str
+    reason: str
+
+
+Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | RanksMissing | SaveEvent | LoadEvent
 Observer: TypeAlias = Callable[[Event], object]
 
 _observers: tuple[Observer, ...] = ()
@@ -203,7 +303,7 @@ def observe(observer: Observer) -> Iterator[None]:
 
 def emit(event: Event) -> None:
     """Call the observers. Troubles are logged too: a lost promise or process as a warning, all else for debugging."""
-    if not isinstance(event, SaveEvent):
+    if not isinstance(event, (SaveEvent, LoadEvent)):
         _log.log(logging.WARNING if isinstance(event, (PromiseLost, SaverGone)) else logging.DEBUG, "%s", event)
     for observer in _observers:
         try:

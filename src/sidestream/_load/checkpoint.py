@@ -31,9 +31,9 @@ from .._runtime.torch_probes import dtype_from_name
 from .._storage import Location, Where, locate_directory
 from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
 from ..options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
-from .api import NewTensors, new_tensors
 from .device_streams import Streams, streams_of
 from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
+from .new_tensors import NewTensors, new_tensors
 from .open.manifest import open_manifest
 from .open.mmap import map_tensors
 from .reader import Reader, Wanted, whole

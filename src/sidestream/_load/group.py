@@ -5,40 +5,53 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .._format.records import Manifest, ValueEntry
 from .._format.shared import Part, Root, join
 from .._format.validate import check_patterns, validate
 from .._group import Operation, Stopped
+from .._group import Part as PartOfGroup
 from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
+from .._runtime.abandoned import watch
 from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
 from .._storage import Location
 from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
-from .open.manifest import read_parts
+from .open.manifest import open_root, read_parts
 
-__all__ = ["agree_on", "outline", "read_needed", "stoppable"]
+__all__ = ["Outline", "agree_on", "open_outline", "stoppable", "together"]
 
 T = TypeVar("T")
 
 
-async def outline(root: Manifest | Root) -> Manifest:
-    """The checkpoint with everything that a template is compared with, and without the places of anything."""
-    if isinstance(root, Manifest):
-        return root
-    return await io_threads().run_sliced(join, root, {}, ())
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A checkpoint as one of several ranks opens it: ``manifest`` has everything that a template is compared with. If
+    ranks have saved it, the places of the bytes are missing, because each rank reads only the parts that it needs."""
+
+    manifest: Manifest
+    _root: Manifest | Root
+
+    async def read_needed(self, location: Location, plan: LoadPlan) -> Manifest:
+        """Return the checkpoint as far as ``plan`` needs it, validated: the parts of those ranks that wrote some of
+        it."""
+        root = self._root
+        if isinstance(root, Manifest):
+            return root
+        rows, ranks = await io_threads().run(_needed, root, plan)
+        parts = await read_parts(location.store, location.name, root, sorted(ranks))
+        return await io_threads().run(_join, root, parts, rows)
 
 
-async def read_needed(location: Location, root: Manifest | Root, plan: LoadPlan) -> Manifest:
-    """The checkpoint as far as ``plan`` needs it, validated: the parts of those ranks that wrote some of it."""
-    if isinstance(root, Manifest):
-        return root
-    rows, ranks = await io_threads().run(_needed, root, plan)
-    parts = await read_parts(location.store, location.name, root, sorted(ranks))
-    return await io_threads().run(_join, root, parts, rows)
+async def open_outline(location: Location) -> tuple[Location, Outline]:
+    """Open the checkpoint at ``location``. Raises what ``open_root`` raises."""
+    location, root = await open_root(location)
+    known = root if isinstance(root, Manifest) else await io_threads().run_sliced(join, root, {}, ())
+    return location, Outline(known, root)
 
 
 @sliced
@@ -163,3 +176,20 @@ async def stoppable(operation: Operation, work: Coroutine[Any, Any, T]) -> T:
     if task.cancelled():
         raise Stopped
     return task.result()
+
+
+async def together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
+    """What all ranks do, so that it ends alike for all. Raises ``RankFailures``; its own cancel."""
+    watched = watch(PartOfGroup(operation))
+    try:
+        result = await work(operation)
+    except BaseException as error:
+        verdict = await operation.failed(error)
+        if not isinstance(error, Exception):
+            raise
+        verdict.written = getattr(error, "written", ())
+        raise verdict from error
+    finally:
+        watched.end()
+    operation.close()
+    return result

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from .._format.digest import DigestCheck
+from .._format.digest import DigestCheck, digest_check
+from .._format.records import Manifest
 from .._layout.objects import Allowed
 from .._runtime.public import public
 from ..errors import InvalidOption, SidestreamError
 from ..options import Progress, Trust, Verify, check_choice, check_timeout, check_verify
 
-__all__ = ["LoadOptions", "LoadReport", "PassedOver"]
+__all__ = ["LoadOptions", "LoadReport", "Loaded", "PassedOver", "report_of"]
 
 
 @public
@@ -53,6 +55,37 @@ class LoadReport:
     digest: DigestCheck | None = None
     passed_over: tuple[PassedOver, ...] = ()
     leased: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The part of a ``LoadReport`` that the target knows."""
+
+    loaded: tuple[str, ...]
+    not_asked_for: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+def report_of(
+    url: str, manifest: Manifest, digest: str | None, loaded: Loaded, nbytes: int, unverified: Collection[str]
+) -> LoadReport:
+    """Return the report of a load from ``url``. ``digest`` is the one that was compared, if any was."""
+    return LoadReport(
+        url=url,
+        save_id=manifest.save_id,
+        step=manifest.step,
+        generation=manifest.generation,
+        nbytes=nbytes,
+        loaded=loaded.loaded,
+        not_asked_for=loaded.not_asked_for,
+        unverified=tuple(sorted(unverified)),
+        missing=loaded.missing,
+        cast=loaded.cast,
+        ignored=loaded.ignored,
+        digest=digest_check(digest),
+    )
 
 
 @dataclass(frozen=True, slots=True)

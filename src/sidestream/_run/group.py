@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._group import Member, Operation, Part
-from .._load.api import LoadOptions, LoadReport, PassedOver, load_from, together
+from .._load.api import LoadOptions, LoadReport, load_from, together
 from .._load.open.steps import Step, look_at
 from .._runtime.abandoned import watch
 from .._runtime.threads import current_deadline
@@ -18,11 +17,11 @@ from .._storage import Location, Store
 from ..errors import CheckpointNotFound, Corrupt, NotShared, RankFailures, SidestreamError
 from .choose import Wish, choose
 from .leases import Lease, Leases
+from .restore import fell_back, restore_context
 
 __all__ = ["RestoringTogether", "call_together"]
 
 _RANKS_SHOWN = 10
-_log = logging.getLogger("sidestream")
 
 
 async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
@@ -89,9 +88,7 @@ class RestoringTogether:
                 return None
             assert attempt.step is not None
             self.step = attempt.step.step
-            for step, error in self._passed:
-                _log.warning("%s is damaged, %s was restored in its place: %s", step.name, attempt.step.name, error)
-            passed = tuple(PassedOver(one.step, one.generation, error) for one, error in self._passed)
+            passed = fell_back(self.url, self._passed, attempt.step, rank=operation.rank, world=operation.world)
             return replace(report, passed_over=passed, leased=attempt.leased)
 
 
@@ -115,12 +112,12 @@ class _Attempt:
         self.leased = answer["leased"]
         if answer["damage"] is not None:
             raise Corrupt(answer["damage"])
-        name = self.step.name
-        where = Location(restoring.store, name, f"{restoring.url}/{name}")
+        context = restore_context(restoring.url, self.step)
+        where = Location(restoring.store, self.step.name, context.url)
         options = restoring.options
         if restoring.wish.or_older and "partial" in options.strict:
             options = replace(options, atomic=True)
-        return await load_from(where, self._state, options, operation)
+        return await load_from(where, self._state, options, context, operation)
 
     async def _choose(self, _: Sequence[bytes]) -> bytes:
         """On rank 0."""

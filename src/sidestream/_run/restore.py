@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._load.api import LoadOptions, LoadReport, PassedOver, load_from
 from .._load.open.steps import Step, look_at
 from .._storage import Location, Store
-from ..errors import CheckpointNotFound, Corrupt, Incomplete
+from ..errors import CheckpointNotFound, Corrupt, Incomplete, SidestreamError
+from ..events import LoadContext, LoadFellBack, emit
 from .choose import Wish, choose
 from .leases import Leases
 
-__all__ = ["Restoring"]
+__all__ = ["Restoring", "fell_back", "restore_context"]
 
 _log = logging.getLogger("sidestream")
 
@@ -61,8 +62,7 @@ class Restoring:
                 if lease is not None:
                     await lease.release()
             self.step = step.step
-            self._tell(step)
-            passed = tuple(PassedOver(one.step, one.generation, error) for one, error in self._passed)
+            passed = fell_back(self.url, self._passed, step)
             return replace(report, passed_over=passed, leased=lease is not None)
 
     async def _load(self, step: Step, state: Mapping[str, Any]) -> LoadReport:
@@ -72,11 +72,8 @@ class Restoring:
         if self.wish.or_older and "partial" in options.strict:
             # What an older step lacks would keep what was read of the damaged one.
             options = replace(options, atomic=True)
-        return await load_from(Location(self.store, step.name, f"{self.url}/{step.name}"), state, options)
-
-    def _tell(self, taken: Step) -> None:
-        for step, error in self._passed:
-            _log.warning("%s is damaged, %s was restored in its place: %s", step.name, taken.name, error)
+        context = restore_context(self.url, step)
+        return await load_from(Location(self.store, step.name, context.url), state, options, context)
 
     def _give_up(self) -> None:
         """The damage of the newest one, if there is none that is good."""
@@ -87,3 +84,19 @@ class Restoring:
             error.add_note(f"{step.name} is damaged too: {other}")
         error.written = tuple(dict.fromkeys(fqn for _, each in self._passed for fqn in each.written))
         raise error
+
+
+def restore_context(run: str, step: Step, *, rank: int = 0, world: int = 1) -> LoadContext:
+    """Return the context of the load of ``step`` of the run at the URL ``run``."""
+    url, generation = f"{run}/{step.name}", step.generation
+    return LoadContext("restore", url, run=run, step=step.step, generation=generation, rank=rank, world=world)
+
+
+def fell_back(
+    run: str, passed: Sequence[tuple[Step, SidestreamError]], taken: Step, *, rank: int = 0, world: int = 1
+) -> tuple[PassedOver, ...]:
+    """Report the damaged steps in whose place ``taken`` was restored: a warning and an event for each."""
+    for step, error in passed:
+        _log.warning("%s is damaged, %s was restored in its place: %s", step.name, taken.name, error)
+        emit(LoadFellBack(restore_context(run, step, rank=rank, world=world), f"{run}/{taken.name}", str(error)))
+    return tuple(PassedOver(step.step, step.generation, error) for step, error in passed)

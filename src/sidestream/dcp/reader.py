@@ -6,9 +6,10 @@ import io
 import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
@@ -18,13 +19,15 @@ from .._format.records import Manifest
 from .._layout.objects import allowed_types
 from .._load.device_streams import current_streams
 from .._load.open.manifest import open_manifest
+from .._load.operation import LoadLifecycle
 from .._load.planner.items import in_batches, read_bytes, targets_of, values_of
 from .._load.planner.metadata import metadata_of
 from .._load.reader import Reader
 from .._runtime.threads import Deadline, io_threads
 from .._storage import Location
 from ..blocking import run_anywhere
-from ..errors import InvalidOption
+from ..errors import Aborted, InvalidOption
+from ..events import LoadContext
 from ..options import StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
 from .session import Address, Sessions, is_located
 from .stock_options import StockReaderOptions, check_stock_reader, one_url
@@ -39,6 +42,16 @@ class _Load:
     location: Location
     deadline: Deadline
     manifest: Manifest
+    lifecycle: LoadLifecycle
+    nbytes: int = 0
+    touched: set[str] = field(default_factory=set)
+    unverified: set[str] = field(default_factory=set)
+
+    def add(self, reader: Reader) -> None:
+        """Count what ``reader`` has read."""
+        self.nbytes += reader.nbytes
+        self.touched |= reader.touched
+        self.unverified |= reader.unverified
 
 
 @dataclass(slots=True)
@@ -105,16 +118,25 @@ class StorageReader(DcpStorageReader):
     # as one checkpoint here, and with collectives.
     def read_metadata(self, *_: Any, **options: Any) -> Metadata:
         session = self._sessions.current()
+        if session.load is not None:
+            session.load.lifecycle.failed(Aborted("DCP has not finished this load"), 0)
         session.load = None
         deadline = Deadline.after(self._timeout_s)
+        lifecycle = LoadLifecycle(_context(self.checkpoint_id))
 
         async def read() -> tuple[Location, Manifest, Metadata]:
             location, manifest = await open_manifest(self._address.located(session.wanted))
             metadata = await io_threads().run(metadata_of, manifest, location.url)
             return location, manifest, metadata
 
-        location, manifest, metadata = run_anywhere(read, deadline)
-        session.load = _Load(location, deadline, manifest)
+        lifecycle.started()
+        try:
+            location, manifest, metadata = run_anywhere(read, deadline)
+        except BaseException as error:
+            lifecycle.failed(error, 0)
+            raise
+        lifecycle.opened(manifest)
+        session.load = _Load(location, deadline, manifest, lifecycle)
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -130,11 +152,18 @@ class StorageReader(DcpStorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         session, load = self._sessions.current(), self._load()
-        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        self._read_values(load, values, planner)
-        for batch in in_batches([item for item in plan.items if item.type != LoadItemType.BYTE_IO]):
-            self._read_tensors(load, batch, planner)
-        session.load = session.wanted = None
+        load.lifecycle.planned()
+        try:
+            self._read(load, plan, planner)
+        except BaseException as error:
+            load.lifecycle.failed(error, len(load.touched))
+            raise
+        finally:
+            session.load = session.wanted = None
+        load.lifecycle.read(load.nbytes)
+        if self._verify == "always":
+            load.lifecycle.verified(len(load.unverified))
+        load.lifecycle.applied(load.nbytes)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -164,6 +193,12 @@ class StorageReader(DcpStorageReader):
             raise InvalidOption("read_metadata() comes first; DCP's load() calls everything in its order")
         return load
 
+    def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> None:
+        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        self._read_values(load, values, planner)
+        for batch in in_batches([item for item in plan.items if item.type != LoadItemType.BYTE_IO]):
+            self._read_tensors(load, batch, planner)
+
     def _read_values(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         entries = values_of(items, load.manifest, load.location.url)
         if not entries:
@@ -179,6 +214,15 @@ class StorageReader(DcpStorageReader):
         asked_for = targets_of(items, planner, load.manifest, load.location.url)
         streams = current_streams({target.device for _, target in asked_for.targets})
         reader = Reader(load.location.store, load.location.name, self._verify, None, streams)
-        with asked_for.telling(load.location.url):
-            run_anywhere(lambda: reader.read(asked_for.wanted, own=load.manifest.own), load.deadline)
+        try:
+            with asked_for.telling(load.location.url):
+                run_anywhere(lambda: reader.read(asked_for.wanted, own=load.manifest.own), load.deadline)
+        finally:
+            load.add(reader)
         asked_for.commit(planner)
+
+
+def _context(url: str) -> LoadContext:
+    if not dist.is_available() or not dist.is_initialized():
+        return LoadContext("dcp.load", url)
+    return LoadContext("dcp.load", url, rank=dist.get_rank(), world=dist.get_world_size())

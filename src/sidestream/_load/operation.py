@@ -1,0 +1,197 @@
+"""``LoadOperation``: every load, from opening the checkpoint to the report.
+
+What differs from load to load is its target: a state dict that is compared with the checkpoint, or one that a planner
+of torch reads into.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeVar
+
+from .._format.records import Manifest
+from .._group import Operation
+from .._runtime.tasks import finish
+from .._runtime.threads import io_threads, time_limit
+from ..errors import Corrupt, SidestreamError, printable
+from ..events import (
+    LoadApplied,
+    LoadContext,
+    LoadEvent,
+    LoadFailed,
+    LoadOpened,
+    LoadPlanned,
+    LoadRead,
+    LoadStarted,
+    LoadVerified,
+    emit,
+)
+from .group import stoppable
+from .report import Loaded, LoadOptions, LoadReport, report_of
+
+__all__ = ["LoadLifecycle", "LoadOperation", "Target"]
+
+T = TypeVar("T")
+
+_NAMES_SHOWN = 20
+
+
+class Target(Protocol):
+    """The state that a load changes. The methods are called in this order, once each."""
+
+    async def ask(self) -> None:
+        """Call the methods of the caller's objects that say what they need. On the event loop, the same on each
+        rank."""
+
+    async def open(self) -> Manifest:
+        """Read what the checkpoint says of itself. Raises ``CheckpointNotFound``, ``Corrupt``."""
+
+    async def plan(self) -> None:
+        """Decide what is read, and into which memory. Nothing of the target has changed when this raises."""
+
+    async def read(self) -> None:
+        """Read and verify. When this raises, tensors of the target may have changed, as ``written`` says."""
+
+    async def apply(self) -> None:
+        """Change what is more than the bytes of tensors. Shielded: it runs to its end."""
+
+    def finish(self) -> Loaded:
+        """Return what was loaded, and release what was known of the checkpoint. Called in a worker thread."""
+
+    def written(self) -> tuple[str, ...]:
+        """Return the tensors of the target that may have been changed, under all their names."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that were read."""
+
+    @property
+    def unverified(self) -> set[str]:
+        """The tensors that were read of which some bytes had no checksum."""
+
+
+class LoadLifecycle:
+    """The phases of one load: their times in seconds since it began, and an event for each."""
+
+    def __init__(self, load: LoadContext) -> None:
+        self.seconds: dict[str, float] = {}
+        self._load = load
+        self._phase: Literal["open", "plan", "read", "apply"] = "open"
+        self._began = time.monotonic()
+        self._open = False  # started, and not ended
+
+    def started(self) -> None:
+        self._open = True
+        emit(LoadStarted(self._load))
+
+    def opened(self, manifest: Manifest) -> None:
+        known = replace(self._load, save_id=manifest.save_id)
+        if manifest.step is not None:
+            known = replace(known, step=manifest.step, generation=manifest.generation)
+        self._load = known
+        self._end("opened", "plan", LoadOpened(known))
+
+    def planned(self) -> None:
+        self._end("planned", "read", LoadPlanned(self._load))
+
+    def read(self, nbytes: int) -> None:
+        self._end("read", "apply", LoadRead(self._load, nbytes))
+
+    def verified(self, unverified: int) -> None:
+        emit(LoadVerified(self._load, unverified))
+
+    def applied(self, nbytes: int) -> None:
+        self.seconds["applied"] = time.monotonic() - self._began
+        self._open = False
+        emit(LoadApplied(self._load, nbytes, MappingProxyType(dict(self.seconds))))
+
+    def failed(self, error: BaseException, written: int) -> None:
+        """Emit the end of a load, unless it has ended before or never started."""
+        if self._open:
+            self._open = False
+            emit(LoadFailed(self._load, self._phase, type(error).__name__, str(error), written))
+
+    def _end(self, phase: str, following: Literal["plan", "read", "apply"], event: LoadEvent) -> None:
+        self.seconds[phase] = time.monotonic() - self._began
+        self._phase = following
+        emit(event)
+
+
+@dataclass(slots=True)
+class LoadOperation:
+    """One load, or this rank's part in one. ``run`` it once."""
+
+    url: str
+    target: Target
+    options: LoadOptions
+    lifecycle: LoadLifecycle
+    together: Operation | None = None
+    """Set for a load of several ranks together."""
+
+    async def run(self) -> LoadReport:
+        """Change the target. An error says what of the target was written, in ``written`` and in a note."""
+        self.lifecycle.started()
+        try:
+            return await self._run()
+        except BaseException as raised:
+            written = self.target.written()
+            error = self._explained(raised, written)
+            verdict = error
+            if self.together is not None and isinstance(error, Exception):
+                verdict = await self.together.failed(error)
+            self.lifecycle.failed(verdict, len(written))
+            if error is raised:
+                raise
+            raise error from raised
+
+    async def _run(self) -> LoadReport:
+        target, lifecycle, together = self.target, self.lifecycle, self.together
+        await target.ask()
+        manifest = await self._stoppable(target.open())
+        lifecycle.opened(manifest)
+        await self._stoppable(target.plan())
+        lifecycle.planned()
+        if together is not None:
+            together.step = "read"
+        await self._stoppable(target.read())
+        lifecycle.read(target.nbytes)
+        if self.options.verify == "always":
+            lifecycle.verified(len(target.unverified))
+        if together is not None:
+            await together.agree("read")  # before anything changes that is more than bytes
+            together.step = "hand over"
+        # From here on the target changes as a whole: a cancel is raised when it has, and no deadline ends it.
+        with time_limit(None):
+            await finish(target.apply)
+        if together is not None:
+            await together.agree("hand over")
+        lifecycle.applied(target.nbytes)
+        return await self._report(manifest)
+
+    async def _stoppable(self, work: Coroutine[Any, Any, T]) -> T:
+        if self.together is None:
+            return await work
+        return await stoppable(self.together, work)
+
+    async def _report(self, manifest: Manifest) -> LoadReport:
+        target, digest = self.target, manifest.digest if self.options.verify == "always" else None
+        with time_limit(None):  # the load has succeeded
+            loaded = await io_threads().run(target.finish)
+        return report_of(self.url, manifest, digest, loaded, target.nbytes, target.unverified)
+
+    def _explained(self, error: BaseException, written: tuple[str, ...]) -> BaseException:
+        """Return the error to raise for ``error``: it says which tensors of the target were written."""
+        if not isinstance(error, (Exception, asyncio.CancelledError)):
+            return error
+        if written:
+            names = printable(", ".join(written[:_NAMES_SHOWN]))
+            error.add_note(f"{len(written)} tensors of the target were written already: {names}")
+        if isinstance(error, FileNotFoundError) and not isinstance(error, SidestreamError):
+            error = Corrupt(f"{self.url}: {error.filename} is missing")
+        if isinstance(error, SidestreamError):
+            error.written = written
+        return error

@@ -1,0 +1,235 @@
+"""``StateTarget``: a state dict that a checkpoint is loaded into, in place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from .._format.records import Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .._group import Operation
+from .._layout.ask import Answers
+from .._layout.match import LoadPlan, match
+from .._runtime.threads import Steps, gathered, io_threads, let_go, politely, run_sliced, sliced
+from .._runtime.torch_probes import plain_bytes
+from .._storage import Location
+from ..errors import Mismatch, allocating
+from .apply import Handover, hand_over, prepare
+from .device_streams import streams_of
+from .foreign.values import read_values, why_opaque
+from .group import Outline, agree_on, open_outline
+from .new_tensors import new_tensors
+from .open.manifest import open_manifest
+from .reader import Reader, Wanted, whole
+from .report import Loaded, LoadOptions
+
+__all__ = ["StateTarget"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is decided and allocated before the first byte of a tensor is read.
+
+    ``places``: where the tensors of the target are read to, by leader. ``again``: tensors that are tied in the target
+    and were saved one by one, as stock DCP does, are read aside too, to be compared.
+    """
+
+    plan: LoadPlan
+    reader: Reader
+    places: Mapping[str, torch.Tensor]
+    wanted: list[Wanted]
+    again: tuple[Wanted, ...]
+    handover: Handover
+    loaded: tuple[str, ...]
+    pointers: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class StateTarget:
+    """``state``, of which each tensor has its place in the checkpoint. ``together`` is set where several ranks load."""
+
+    location: Location
+    state: Mapping[str, Any]
+    options: LoadOptions
+    together: Operation | None
+    _answers: Answers = field(default_factory=Answers, init=False)
+    _outline: Outline | None = field(default=None, init=False)
+    _manifest: Manifest = field(init=False)
+    _prepared: _Prepared | None = field(default=None, init=False)
+    _applying: bool = field(default=False, init=False)
+
+    async def ask(self) -> None:
+        for _ in self._answers.ask(self.state):
+            await asyncio.sleep(0)
+
+    async def open(self) -> Manifest:
+        if self.together is None:
+            self.location, self._manifest = await open_manifest(self.location)
+        else:  # each rank compares its template with an outline, and reads of the rest what it needs
+            self.location, self._outline = await open_outline(self.location)
+            self._manifest = self._outline.manifest
+        return self._manifest
+
+    async def plan(self) -> None:
+        threads, location = io_threads(), self.location
+        plan = await threads.run(self._match)
+        await _refuse_opaque(location, self._manifest, plan)
+        if self.together is not None:
+            assert self._outline is not None
+            await agree_on(self.together, self._manifest, plan, location.url)
+            manifest = await self._outline.read_needed(location, plan)
+            if manifest is not self._manifest:
+                self._manifest = manifest
+                plan = await threads.run(self._match)
+        streams = await streams_of(await threads.run(_devices, plan))
+        verify, progress = self.options.verify, self.options.progress
+        reader = Reader(location.store, location.name, verify, progress, streams, plan.straight)
+        entries = await threads.run(_value_entries, plan)
+        allow, trust = self.options.allow, self.options.trust
+        values = await read_values(location.store, location.name, self._manifest, entries, allow, trust)
+        self._prepared = await threads.run(self._prepare, plan, reader, values)
+
+    async def read(self) -> None:
+        prepared = self._ready
+        await prepared.reader.read(prepared.wanted, own=self._manifest.own)
+        if prepared.again:
+            await io_threads().run(_check_ties, prepared)
+
+    async def apply(self) -> None:
+        self._applying = True
+        prepared = self._ready
+        if self.options.atomic:
+            await io_threads().run(_copy_all, prepared)
+        await io_threads().run(_count_versions, prepared.plan)
+        await hand_over(prepared.handover)
+
+    def finish(self) -> Loaded:
+        prepared, plan = self._ready, self._ready.plan
+        let_go(self._manifest.entries)
+        return Loaded(prepared.loaded, plan.not_asked_for, plan.missing, plan.cast, plan.ignored)
+
+    def written(self) -> tuple[str, ...]:
+        if self._prepared is None:
+            return ()
+        plan, reader = self._prepared.plan, self._prepared.reader
+        if self._applying:
+            return tuple(plan.tensors)
+        if self.options.atomic:
+            return ()
+        straight = {fqn: tensor.data_ptr() for fqn, tensor in plan.straight.tensors.items()}
+        pointers = {**straight, **self._prepared.pointers}
+        touched = {pointers[name] for name in reader.touched if name in pointers}
+        names = (name for name, pointer in pointers.items() if pointer in touched)
+        return tuple(dict.fromkeys(name if name in straight else plan.local[name].fqn for name in names))
+
+    @property
+    def nbytes(self) -> int:
+        return self._ready.reader.nbytes
+
+    @property
+    def unverified(self) -> set[str]:
+        return self._ready.reader.unverified
+
+    @property
+    def _ready(self) -> _Prepared:
+        assert self._prepared is not None
+        return self._prepared
+
+    # --- in threads ---
+
+    def _match(self) -> LoadPlan:
+        options, others = self.options, self.together is not None
+        found, url, in_place = self._manifest, self.location.url, not options.atomic
+        return run_sliced(match(self.state, self._answers, found, url, options.strict, in_place, others=others))
+
+    def _prepare(self, plan: LoadPlan, reader: Reader, values: Mapping[str, Any]) -> _Prepared:
+        manifest = self._manifest
+        entries = manifest.entries
+        new = new_tensors(entries, plan.new)
+        fresh = new.tensors
+        places = {leader: plan.local[leader].tensor for leader in plan.leaders.values()}
+        if self.options.atomic:
+            with allocating("memory to load into before the target is changed"):
+                empty = gathered((fqn, torch.empty(one.shape, dtype=one.dtype)) for fqn, one in places.items())
+                places = dict(empty)
+        distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed(places.items())}
+        wanted = gathered(self._want(plan, fqn, tensor) for fqn, tensor in reversed(distinct.values()))
+        wanted += new.wanted
+        ties_known = manifest.exact and not manifest.ranks
+        again = () if ties_known else tuple(self._aside(plan, fqn) for fqn, to in plan.leaders.items() if fqn != to)
+        handover = prepare(plan, values, {**fresh, **plan.tensors}, own=manifest.exact)
+        loaded = tuple(fqn for fqn in politely(entries) if fqn in plan.tensors or fqn in fresh or fqn in values)
+        pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in plan.local.items()))
+        return _Prepared(plan, reader, places, [*wanted, *again], again, handover, loaded, pointers)
+
+    def _aside(self, plan: LoadPlan, fqn: str) -> Wanted:
+        tensor = plan.local[fqn].tensor
+        return self._want(plan, fqn, torch.empty(tensor.shape, dtype=tensor.dtype))
+
+    def _want(self, plan: LoadPlan, name: str, tensor: torch.Tensor) -> Wanted:
+        local = plan.local.get(name)
+        entry = self._manifest.entries[name if local is None else local.fqn]
+        assert isinstance(entry, TensorEntry)
+        return Wanted(name, entry, whole(entry) if local is None or local.box is None else local.box, tensor)
+
+
+@sliced
+def _copy_all(prepared: _Prepared) -> Steps[None]:
+    streams = prepared.reader.streams
+    with streams.current():
+        for fqn, source in prepared.places.items():
+            yield
+            target = prepared.plan.local[fqn].tensor
+            with torch.inference_mode(target.is_inference()), torch.no_grad():
+                target.copy_(source)
+    streams.finish()
+
+
+def _check_ties(prepared: _Prepared) -> None:
+    for one in prepared.again:
+        leader = prepared.plan.leaders[one.fqn]
+        assert one.target is not None
+        if not torch.equal(plain_bytes(one.target.cpu()), plain_bytes(prepared.places[leader].cpu())):
+            raise Mismatch(
+                f"{one.fqn} shares its memory with {leader}, but they were saved with different values: "
+                "untie them, or load only one",
+                [one.fqn],
+            )
+
+
+def _value_entries(plan: LoadPlan) -> dict[str, ValueEntry]:
+    found = dict(gathered((leaf.fqn, entry) for leaf, entry in plan.values))
+    for stateful in plan.statefuls:
+        entries = politely(stateful.entries.items())
+        found.update((fqn, entry) for fqn, entry in entries if isinstance(entry, ValueEntry))
+    return found
+
+
+def _devices(plan: LoadPlan) -> set[torch.device]:
+    return set(gathered(one.tensor.device for one in plan.local.values()))
+
+
+@sliced
+def _count_versions(plan: LoadPlan) -> Steps[None]:
+    """Autograd sees that the tensors were written to."""
+    tensors = chain(plan.straight.tensors.values(), (one.tensor for one in plan.local.values()))
+    while some := list(islice(tensors, 64)):
+        torch.autograd.graph.increment_version([tensor for tensor in some if not tensor.is_inference()])
+        yield
+
+
+async def _refuse_opaque(location: Location, manifest: Manifest, plan: LoadPlan) -> None:
+    """Raise an error if the target requests tensors that cannot be read. It names the first and says how many."""
+    if not plan.opaque:
+        return
+    fqn = plan.opaque[0]
+    entry = manifest.entries[fqn]
+    assert isinstance(entry, OpaqueEntry)
+    error = await why_opaque(location.store, location.name, fqn, entry)
+    others = f"; the target requests {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
+    error.args = (f"{location.url}: {error.args[0]}{others} (nothing was changed)",)
+    raise error

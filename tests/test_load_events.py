@@ -1,0 +1,159 @@
+"""The events in the life of a load: one for each phase, in order, and one end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+import sidestream
+from sidestream import events
+from sidestream.dcp import StorageReader
+from sidestream.errors import CheckpointNotFound, Corrupt, Mismatch
+from sidestream.events import LoadEvent
+
+WHOLE = ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadRead", "LoadVerified", "LoadApplied"]
+
+
+@contextmanager
+def watched() -> Iterator[list[Any]]:
+    seen: list[Any] = []
+    with events.observe(lambda event: isinstance(event, LoadEvent) and seen.append(event)):
+        yield seen
+
+
+def names(seen: list[Any]) -> list[str]:
+    return [type(event).__name__ for event in seen]
+
+
+def state() -> dict[str, Any]:
+    return {"weights": torch.arange(100_000.0), "step": 7}
+
+
+def damage(directory: Path) -> None:
+    data = max(directory.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+
+
+@pytest.mark.parametrize("options", [{}, {"planner": DefaultLoadPlanner()}], ids=["native", "planner"])
+async def test_a_load(options: dict[str, Any], tmp_path: Path) -> None:
+    info = await sidestream.save(state(), tmp_path / "a")
+    with watched() as seen:
+        report = await sidestream.load(state(), tmp_path / "a", **options)
+    assert names(seen) == WHOLE
+    assert {(event.load.operation, event.load.url) for event in seen} == {("load", str(tmp_path / "a"))}
+    assert [event.load.save_id for event in seen] == ["", *[info.save_id] * 5]
+    last = seen[-1]
+    assert seen[3].nbytes == last.nbytes == report.nbytes
+    assert list(last.seconds) == ["opened", "planned", "read", "applied"]
+    assert list(last.seconds.values()) == sorted(last.seconds.values())
+    assert [event.monotonic_ns for event in seen] == sorted(event.monotonic_ns for event in seen)
+    for event in seen:
+        plain = {one.name: getattr(event, one.name) for one in dataclasses.fields(event)}
+        json.dumps(plain | {"load": dataclasses.asdict(event.load), "seconds": dict(plain.get("seconds", {}))})
+
+
+async def test_what_is_not_verified(tmp_path: Path) -> None:
+    await sidestream.save(state(), tmp_path / "a")
+    with watched() as seen:
+        await sidestream.load(state(), tmp_path / "a", verify="manifest")
+    assert names(seen) == [name for name in WHOLE if name != "LoadVerified"]
+
+
+async def test_nothing_to_load(tmp_path: Path) -> None:
+    with watched() as seen, pytest.raises(CheckpointNotFound):
+        await sidestream.load(state(), tmp_path / "a")
+    assert names(seen) == ["LoadStarted", "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].written) == ("open", "CheckpointNotFound", 0)
+
+
+async def test_a_target_that_does_not_fit(tmp_path: Path) -> None:
+    await sidestream.save(state(), tmp_path / "a")
+    with watched() as seen, pytest.raises(Mismatch):
+        await sidestream.load({"others": torch.zeros(1)}, tmp_path / "a")
+    assert names(seen) == ["LoadStarted", "LoadOpened", "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].written) == ("plan", 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"planner": DefaultLoadPlanner()}], ids=["native", "planner"])
+async def test_damage(options: dict[str, Any], tmp_path: Path) -> None:
+    await sidestream.save(state(), tmp_path / "a")
+    damage(tmp_path / "a")
+    with watched() as seen, pytest.raises(Corrupt) as raised:
+        await sidestream.load(state(), tmp_path / "a", **options)
+    assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].error_type) == ("read", "Corrupt")
+    assert seen[-1].written == len(raised.value.written) == 1
+
+
+async def test_an_object_that_refuses(tmp_path: Path) -> None:
+    class Refuses:
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": torch.zeros(3)}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise ValueError("no")
+
+    await sidestream.save({"one": Refuses()}, tmp_path / "a")
+    with watched() as seen, pytest.raises(sidestream.errors.StatefulRefused):
+        await sidestream.load({"one": Refuses()}, tmp_path / "a")
+    assert names(seen) == [*WHOLE[:-1], "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].written) == ("apply", 1)
+
+
+async def test_a_restore_that_falls_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    async with sidestream.Checkpointer(run) as checkpoints:
+        for step in (1, 2):
+            await (await checkpoints.save(state(), step=step))
+        damage(run / "step-2")
+        with watched() as seen:
+            assert await checkpoints.restore(state(), fallback="older") == 1
+    assert names(seen) == [*WHOLE[:3], "LoadFailed", *WHOLE, "LoadFellBack"]
+    assert {(event.load.operation, event.load.run) for event in seen} == {("restore", str(run))}
+    assert [event.load.step for event in seen] == [2] * 4 + [1] * 6 + [2]
+    assert seen[-1].taken == f"{run}/step-1"
+    assert seen[-1].reason == seen[3].reason
+
+
+def test_inside_dcp(tmp_path: Path) -> None:
+    sidestream.blocking.save(state(), tmp_path / "a")
+    target = {"weights": torch.zeros(100_000), "step": 0}
+    with watched() as seen:
+        dcp.load(target, storage_reader=StorageReader(tmp_path / "a"))
+    assert names(seen) == WHOLE
+    assert {event.load.operation for event in seen} == {"dcp.load"}
+    assert seen[-1].nbytes >= 400_000
+
+
+def test_damage_inside_dcp(tmp_path: Path) -> None:
+    sidestream.blocking.save(state(), tmp_path / "a")
+    damage(tmp_path / "a")
+    with watched() as seen, pytest.raises(CheckpointException):
+        dcp.load({"weights": torch.zeros(100_000)}, storage_reader=StorageReader(tmp_path / "a"))
+    assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].error_type) == ("read", "Corrupt")
+
+
+def test_a_load_that_dcp_does_not_finish(tmp_path: Path) -> None:
+    """DCP's planner finds that a key is missing, and calls the reader no more."""
+    sidestream.blocking.save(state(), tmp_path / "a")
+    reader = StorageReader(tmp_path / "a")
+    with watched() as seen, pytest.raises(CheckpointException):
+        dcp.load({"others": torch.zeros(1)}, storage_reader=reader)
+    assert names(seen) == ["LoadStarted", "LoadOpened"]
+    with watched() as seen:
+        dcp.load({"weights": torch.zeros(100_000)}, storage_reader=reader)
+    assert names(seen) == ["LoadFailed", *WHOLE]
+    assert (seen[0].phase, seen[0].error_type) == ("plan", "Aborted")
