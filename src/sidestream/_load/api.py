@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ from .._runtime.threads import (
     time_limit,
 )
 from .._runtime.torch_probes import dtype_from_name, plain_bytes
-from .._storage import Location, Where, locate_directory
+from .._storage import Location, RangeSource, Where, locate_directory
 from ..errors import Corrupt, Mismatch, SidestreamError, allocating, printable
 from ..options import (
     RANK_WAIT_S,
@@ -159,16 +160,18 @@ async def _load_by(
         from .planner.load import load_planned  # imports DCP, as the planner has done
 
         return await load_planned(location, state, options, operation)
-    if operation is None:
-        location, manifest = await open_manifest(location)
-        answers = await _ask(state)
-        strict, in_place = options.strict, not options.atomic
-        plan = await io_threads().run_sliced(match, state, answers, manifest, location.url, strict, in_place)
-        await _refuse_opaque(location, manifest, plan)
-    else:
-        work = _match_together(location, state, await _ask(state), options, operation)
-        location, manifest, plan = await stoppable(operation, work)
-    report = await _load(location, manifest, plan, options, operation)
+    with ExitStack() as opened:
+        if operation is None:
+            source, manifest = await open_manifest(location)
+            opened.enter_context(closing(source))
+            answers = await _ask(state)
+            strict, in_place = options.strict, not options.atomic
+            plan = await io_threads().run_sliced(match, state, answers, manifest, location.url, strict, in_place)
+            await _refuse_opaque(source, location.url, manifest, plan)
+        else:
+            work = _match_together(location, state, await _ask(state), options, operation, opened)
+            source, manifest, plan = await stoppable(operation, work)
+        report = await _load(source, location.url, manifest, plan, options, operation)
     with time_limit(None):  # the load has succeeded
         await io_threads().run(let_go, manifest.entries)
     return report
@@ -182,40 +185,48 @@ async def _ask(state: Mapping[str, Any]) -> Answers:
 
 
 async def _match_together(
-    location: Location, state: Mapping[str, Any], answers: Answers, options: LoadOptions, operation: Operation
-) -> tuple[Location, Manifest, LoadPlan]:
-    """Each rank compares its template with an outline of the checkpoint, and reads of its description what it needs."""
+    location: Location,
+    state: Mapping[str, Any],
+    answers: Answers,
+    options: LoadOptions,
+    operation: Operation,
+    opened: ExitStack,
+) -> tuple[RangeSource, Manifest, LoadPlan]:
+    """Each rank compares its template with an outline of the checkpoint, and reads of its description what it needs.
+    ``opened`` closes the source."""
     threads, url = io_threads(), location.url
 
     def compare(manifest: Manifest) -> LoadPlan:
         return run_sliced(match(state, answers, manifest, url, options.strict, not options.atomic, others=True))
 
-    location, root = await open_root(location)
+    source, root = await open_root(location)
+    opened.enter_context(closing(source))
     found = await outline(root)
     plan = await threads.run(compare, found)
-    await _refuse_opaque(location, found, plan)
+    await _refuse_opaque(source, url, found, plan)
     await agree_on(operation, found, plan, url)
-    manifest = await read_needed(location, root, plan)
+    manifest = await read_needed(source, root, plan)
     if manifest is not found:
         plan = await threads.run(compare, manifest)
-    return location, manifest, plan
+    return source, manifest, plan
 
 
-async def _refuse_opaque(location: Location, manifest: Manifest, plan: LoadPlan) -> None:
+async def _refuse_opaque(source: RangeSource, url: str, manifest: Manifest, plan: LoadPlan) -> None:
     """Raise an error if the target requests tensors that cannot be read. It names the first and says how many."""
     if not plan.opaque:
         return
     fqn = plan.opaque[0]
     entry = manifest.entries[fqn]
     assert isinstance(entry, OpaqueEntry)
-    error = await why_opaque(location.store, location.name, fqn, entry)
+    error = await why_opaque(source, fqn, entry)
     others = f"; the target requests {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
-    error.args = (f"{location.url}: {error.args[0]}{others} (nothing was changed)",)
+    error.args = (f"{url}: {error.args[0]}{others} (nothing was changed)",)
     raise error
 
 
 async def _load(
-    location: Location,
+    source: RangeSource,
+    url: str,
     manifest: Manifest,
     plan: LoadPlan,
     options: LoadOptions,
@@ -223,8 +234,8 @@ async def _load(
 ) -> LoadReport:
     threads = io_threads()
     streams = await streams_of(await threads.run(_devices, plan.local))
-    reader = Reader(location.store, location.name, options.verify, options.progress, streams, plan.straight)
-    return await _telling(_Load(location, manifest, plan, reader, options, operation))
+    reader = Reader(source, options.verify, options.progress, streams, plan.straight)
+    return await _telling(_Load(url, manifest, plan, reader, options, operation))
 
 
 async def _telling(work: _Load) -> LoadReport:
@@ -237,7 +248,7 @@ async def _telling(work: _Load) -> LoadReport:
             names = printable(", ".join(written[:20]))
             error.add_note(f"{len(written)} tensors of the target were written already: {names}")
         if isinstance(error, FileNotFoundError) and not isinstance(error, SidestreamError):
-            raise _tell(Corrupt(f"{work.location.url}: {error.filename} is missing"), written) from error
+            raise _tell(Corrupt(f"{work.url}: {error.filename} is missing"), written) from error
         if isinstance(error, SidestreamError):
             _tell(error, written)
         raise
@@ -335,7 +346,7 @@ class _Prepared:
 
 @dataclass(slots=True)
 class _Load:
-    location: Location
+    url: str
     manifest: Manifest
     plan: LoadPlan
     reader: Reader
@@ -347,9 +358,8 @@ class _Load:
     async def run(self) -> LoadReport:
         threads = io_threads()
         entries = await threads.run(self._value_entries)
-        store, directory = self.location.store, self.location.name
         allow, trust = self.options.allow, self.options.trust
-        values = await read_values(store, directory, self.manifest, entries, allow, trust)
+        values = await read_values(self.reader.source, self.manifest, entries, allow, trust)
         prepared = await threads.run(self._prepare, values)
         self.pointers = prepared.pointers
         if self.operation is None:
@@ -373,7 +383,7 @@ class _Load:
         if self.operation is not None:
             await self.operation.agree("hand over")
         return LoadReport(
-            url=self.location.url,
+            url=self.url,
             save_id=self.manifest.save_id,
             step=self.manifest.step,
             generation=self.manifest.generation,

@@ -16,7 +16,7 @@ from .._group import Operation, Stopped
 from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
 from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
-from .._storage import Location
+from .._storage import RangeSource
 from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
 from .open.manifest import read_parts
 
@@ -32,12 +32,12 @@ async def outline(root: Manifest | Root) -> Manifest:
     return await io_threads().run_sliced(join, root, {}, ())
 
 
-async def read_needed(location: Location, root: Manifest | Root, plan: LoadPlan) -> Manifest:
+async def read_needed(source: RangeSource, root: Manifest | Root, plan: LoadPlan) -> Manifest:
     """The checkpoint as far as ``plan`` needs it, validated: the parts of those ranks that wrote some of it."""
     if isinstance(root, Manifest):
         return root
     rows, ranks = await io_threads().run(_needed, root, plan)
-    parts = await read_parts(location.store, location.name, root, sorted(ranks))
+    parts = await read_parts(source, root, sorted(ranks))
     return await io_threads().run(_join, root, parts, rows)
 
 

@@ -22,7 +22,7 @@ from .._load.planner.items import in_batches, read_bytes, targets_of, values_of
 from .._load.planner.metadata import metadata_of
 from .._load.reader import Reader
 from .._runtime.threads import Deadline, io_threads
-from .._storage import Location
+from .._storage import RangeSource
 from ..blocking import run_anywhere
 from ..errors import InvalidOption
 from ..options import StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
@@ -36,7 +36,8 @@ __all__ = ["StorageReader"]
 class _Load:
     """One load, as one rank sees it."""
 
-    location: Location
+    source: RangeSource
+    url: str
     deadline: Deadline
     manifest: Manifest
 
@@ -46,6 +47,12 @@ class _Session:
     wanted: str | os.PathLike[str] | None = None
     load: _Load | None = None
     load_id: str = ""
+
+    def end(self) -> None:
+        """Release what the load has opened."""
+        if self.load is not None:
+            self.load.source.close()
+        self.load = None
 
 
 class StorageReader(DcpStorageReader):
@@ -99,22 +106,28 @@ class StorageReader(DcpStorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         session = self._sessions.current()
+        session.end()
         session.wanted, session.load_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
 
     # Without a parameter named kwargs, so that DCP does not ask once more for the metadata of one rank: they are read
     # as one checkpoint here, and with collectives.
     def read_metadata(self, *_: Any, **options: Any) -> Metadata:
         session = self._sessions.current()
-        session.load = None
+        session.end()
         deadline = Deadline.after(self._timeout_s)
 
-        async def read() -> tuple[Location, Manifest, Metadata]:
-            location, manifest = await open_manifest(self._address.located(session.wanted))
-            metadata = await io_threads().run(metadata_of, manifest, location.url)
-            return location, manifest, metadata
+        location = self._address.located(session.wanted)
 
-        location, manifest, metadata = run_anywhere(read, deadline)
-        session.load = _Load(location, deadline, manifest)
+        async def read() -> Metadata:
+            source, manifest = await open_manifest(location)
+            session.load = _Load(source, location.url, deadline, manifest)
+            return await io_threads().run(metadata_of, manifest, location.url)
+
+        try:
+            metadata = run_anywhere(read, deadline)
+        except BaseException:
+            session.end()
+            raise
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -131,10 +144,13 @@ class StorageReader(DcpStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         session, load = self._sessions.current(), self._load()
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        self._read_values(load, values, planner)
-        for batch in in_batches([item for item in plan.items if item.type != LoadItemType.BYTE_IO]):
-            self._read_tensors(load, batch, planner)
-        session.load = session.wanted = None
+        try:
+            self._read_values(load, values, planner)
+            for batch in in_batches([item for item in plan.items if item.type != LoadItemType.BYTE_IO]):
+                self._read_tensors(load, batch, planner)
+        finally:
+            session.end()
+        session.wanted = None
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -165,20 +181,20 @@ class StorageReader(DcpStorageReader):
         return load
 
     def _read_values(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        entries = values_of(items, load.manifest, load.location.url)
+        entries = values_of(items, load.manifest, load.url)
         if not entries:
             return
         found = run_anywhere(
-            lambda: read_bytes(load.location, load.manifest, entries, allow=self._allow, trust=self._trust),
+            lambda: read_bytes(load.source, load.manifest, entries, allow=self._allow, trust=self._trust),
             load.deadline,
         )
         for item in items:
             planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
 
     def _read_tensors(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        asked_for = targets_of(items, planner, load.manifest, load.location.url)
+        asked_for = targets_of(items, planner, load.manifest, load.url)
         streams = current_streams({target.device for _, target in asked_for.targets})
-        reader = Reader(load.location.store, load.location.name, self._verify, None, streams)
-        with asked_for.telling(load.location.url):
+        reader = Reader(load.source, self._verify, None, streams)
+        with asked_for.telling(load.url):
             run_anywhere(lambda: reader.read(asked_for.wanted, own=load.manifest.own), load.deadline)
         asked_for.commit(planner)

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..._runtime.state_dict_calls import Found, ask, in_order, key_order, watche
 from ..._runtime.tasks import finish
 from ..._runtime.threads import io_threads, politely, time_limit
 from ..._runtime.torch_probes import Stateful, dtype_name
-from ..._storage import Location
+from ..._storage import Location, RangeSource
 from ...errors import InvalidOption, NotShared, PlannerFailed, SidestreamError, StatefulRefused, indented, printable
 from ..device_streams import streams_of
 from ..group import stoppable
@@ -77,9 +78,9 @@ class _Load:
         state_dict = self._state_dict()
         work = self._plan_and_read(location, state_dict)
         if operation is None:
-            location, manifest, plan, values = await work
+            manifest, plan, values = await work
         else:
-            location, manifest, plan, values = await stoppable(operation, work)
+            manifest, plan, values = await stoppable(operation, work)
             await operation.agree("read")  # before anything changes that is more than bytes
             operation.step = "hand over"
 
@@ -111,24 +112,31 @@ class _Load:
 
     async def _plan_and_read(
         self, location: Location, state_dict: dict[str, Any]
-    ) -> tuple[Location, Manifest, LoadPlan, Mapping[str, bytes]]:
+    ) -> tuple[Manifest, LoadPlan, Mapping[str, bytes]]:
+        source, manifest = await open_manifest(location)
+        with closing(source):
+            plan, found = await self._read(source, location.url, manifest, state_dict)
+        return manifest, plan, found
+
+    async def _read(
+        self, source: RangeSource, url: str, manifest: Manifest, state_dict: dict[str, Any]
+    ) -> tuple[LoadPlan, Mapping[str, bytes]]:
         threads = io_threads()
-        location, manifest = await open_manifest(location)
-        local = await threads.run(self._local, state_dict, manifest, location.url)
-        merged = await self._merge(local, manifest, location.url)
+        local = await threads.run(self._local, state_dict, manifest, url)
+        merged = await self._merge(local, manifest, url)
         plan = await threads.run(self.planner.finish_plan, merged)
         values, tensors = await threads.run(_kinds, plan)
-        entries = await threads.run(values_of, values, manifest, location.url)
+        entries = await threads.run(values_of, values, manifest, url)
         if self.operation is not None:
             self.operation.step = "read"
         found: Mapping[str, bytes] = {}
         if entries:
             allow, trust = self.options.allow, self.options.trust
-            found = await read_bytes(location, manifest, entries, allow=allow, trust=trust)
+            found = await read_bytes(source, manifest, entries, allow=allow, trust=trust)
         self.total, batches = await threads.run(_apportioned, tensors, manifest)
         for batch in batches:
-            await self._read_batch(location, manifest, batch)
-        return location, manifest, plan, found
+            await self._read_batch(source, url, manifest, batch)
+        return plan, found
 
     def _local(self, state_dict: dict[str, Any], manifest: Manifest, url: str) -> LoadPlan:
         first = self.operation is None or self.operation.rank == 0
@@ -183,15 +191,15 @@ class _Load:
             raise PlannerFailed(f"{name}.create_global_plan made {len(plans)} plans of {len(local)}")
         return plans
 
-    async def _read_batch(self, location: Location, manifest: Manifest, items: Sequence[ReadItem]) -> None:
+    async def _read_batch(self, source: RangeSource, url: str, manifest: Manifest, items: Sequence[ReadItem]) -> None:
         threads, planner = io_threads(), self.planner
-        asked_for = await threads.run(targets_of, items, planner, manifest, location.url)  # type: ignore[arg-type]
+        asked_for = await threads.run(targets_of, items, planner, manifest, url)  # type: ignore[arg-type]
         devices = {target.device for _, target in asked_for.targets}
         streams = await streams_of(devices)
-        reader = Reader(location.store, location.name, self.options.verify, self._tell, streams)
+        reader = Reader(source, self.options.verify, self._tell, streams)
         dest = {name: item.dest_index.fqn for name, (item, _) in zip(asked_for.names, asked_for.targets, strict=True)}
         try:
-            with asked_for.telling(location.url):
+            with asked_for.telling(url):
                 await reader.read(asked_for.wanted, own=manifest.own)
         finally:
             self.touched.update((dest[name], None) for name in reader.touched)
