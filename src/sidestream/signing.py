@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ._load.open.manifest import read_manifest
 from ._load.verify import VerifyReport, verify_manifest
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
-from ._storage import Location, Where, locate_directory
+from ._storage import Location, RangeSource, Where, locate_directory
 from ._storage.bodies import BytesBody
 from .errors import BadSignature, CheckpointNotFound, Conflict, InvalidOption, MissingExtra
 from .options import Progress, StorePolicy, check_timeout
@@ -58,8 +59,9 @@ async def sign(
 
 
 async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], password: str | None) -> str:
-    manifest = await _signable(location)
-    files = await _signed_files(location, manifest)
+    with closing(location.source()) as source:
+        manifest = await _signable(source, location)
+        files = await _signed_files(source, location.url, manifest)
     secret = None if password is None else password.encode()
 
     def make(model: Path, signature: Path) -> bytes:
@@ -106,9 +108,20 @@ async def verify(
 async def _verify(
     location: Location, verifying: Any, key: str | os.PathLike[str], progress: Progress | None
 ) -> VerifyReport:
-    manifest = await _signable(location)
-    files = await _signed_files(location, manifest)
-    bundle = await _signature(location, manifest)
+    with closing(location.source()) as source:
+        return await _verify_source(source, location, verifying, key, progress)
+
+
+async def _verify_source(
+    source: RangeSource,
+    location: Location,
+    verifying: Any,
+    key: str | os.PathLike[str],
+    progress: Progress | None,
+) -> VerifyReport:
+    manifest = await _signable(source, location)
+    files = await _signed_files(source, location.url, manifest)
+    bundle = await _signature(source, location.url, manifest)
 
     def check(model: Path, signature: Path) -> bytes:
         try:
@@ -125,7 +138,7 @@ async def _verify(
         return b""
 
     await io_threads().run(_with_files, files, bundle, check)
-    report = await verify_manifest(location, manifest, progress)
+    report = await verify_manifest(source, location.url, manifest, progress)
     if report.damaged or report.digest != "verified":
         first = report.damaged[0].message if report.damaged else "its digests were not compared"
         raise BadSignature(f"{location.url}: the signature is good, the files are not what was signed: {first}")
@@ -140,33 +153,33 @@ def _package(part: str) -> Any:
     return {"signing": signing, "verifying": verifying}[part]
 
 
-async def _signable(location: Location) -> Manifest:
-    manifest = await read_manifest(location.store, location.name, location.url)
+async def _signable(source: RangeSource, location: Location) -> Manifest:
+    manifest = await read_manifest(source, location)
     if manifest.digest is None:
         what = "was saved without digests" if manifest.own else "is not one of ours, and has no digests"
         raise InvalidOption(f'{location.url} {what}: save it with digest="blake3" to sign it')
     return manifest
 
 
-async def _signed_files(location: Location, manifest: Manifest) -> dict[str, bytes]:
-    sizes = await location.store.sizes(location.name)
+async def _signed_files(source: RangeSource, url: str, manifest: Manifest) -> dict[str, bytes]:
+    sizes = await source.sizes()
     files = {}
     root = manifest_name(manifest.save_id)
     parts = (part_name(root, rank) for rank in range(manifest.ranks))
     for name in (root, METADATA_NAME, *(part for part in parts if part in sizes)):
         try:
-            files[name] = bytes(await read_file(location.store, f"{location.name}/{name}", sizes[name]))
+            files[name] = bytes(await read_file(source, name, sizes[name]))
         except (KeyError, FileNotFoundError) as error:
-            raise CheckpointNotFound(f"{location.url} was deleted while it was read") from error
+            raise CheckpointNotFound(f"{url} was deleted while it was read") from error
     return files
 
 
-async def _signature(location: Location, manifest: Manifest) -> bytes:
+async def _signature(source: RangeSource, url: str, manifest: Manifest) -> bytes:
     name = f"{manifest_name(manifest.save_id)}.sig"
-    sizes = await location.store.sizes(location.name)
+    sizes = await source.sizes()
     if not 0 < sizes.get(name, 0) <= _MOST_SIGNATURE_BYTES:
-        raise BadSignature(f"{location.url} carries no signature ({name})")
-    return bytes(await read_file(location.store, f"{location.name}/{name}", sizes[name]))
+        raise BadSignature(f"{url} carries no signature ({name})")
+    return bytes(await read_file(source, name, sizes[name]))
 
 
 def _with_files(files: dict[str, bytes], bundle: bytes, work: Callable[[Path, Path], bytes]) -> bytes:

@@ -7,6 +7,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -37,7 +38,7 @@ from .._runtime.threads import (
 )
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
-from .._storage import Location, ReadRange, Transaction, Where, locate_directory
+from .._storage import Location, RangeSource, ReadRange, Transaction, Where, locate_directory
 from ..errors import Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
 from .operation import run_here
@@ -104,10 +105,12 @@ async def copy(
     where = locate_directory(target, Where(target_options, None, store_policy))
     location = locate_directory(source, Where(storage_options, None, store_policy))
     with time_limit(deadline):
-        found = await _look(location)
-        order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
-        copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)
-        await run_here(order, copying.write, _CopiedLayout(found.sizes))
+        files, manifest = await open_manifest(location)
+        with closing(files):
+            found = await _look(files, location, manifest)
+            order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
+            copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)
+            await run_here(order, copying.write, _CopiedLayout(found.sizes))
     return CopyReport(
         url=where.url,
         files=tuple(found.sizes),
@@ -122,10 +125,11 @@ async def copy(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The files in the directory ``location``, in the order in which they are written: the last one makes them a
-    checkpoint. ``single`` says that there is but one, which is the target itself."""
+    """The files of ``source``, in the order in which they are written: the last one makes them a checkpoint.
+    ``single`` says that there is but one, which is the target itself."""
 
-    location: Location
+    source: RangeSource
+    url: str
     sizes: Mapping[str, int]
     single: bool
     pieces: Mapping[str, Sequence[Piece]]
@@ -134,29 +138,27 @@ class _Found:
     marker_crc: int = 0
 
 
-async def _look(location: Location) -> _Found:
-    directory, manifest = await open_manifest(location)
-    single = directory.name != location.name
+async def _look(source: RangeSource, location: Location, manifest: Manifest) -> _Found:
+    single, url = source.name != location.name, location.url
     if not single and not location.store.capabilities.listing:
-        raise InvalidOption(f"{location.url}: a server without listings does not say which files are in a directory")
-    verification = Verification(directory, manifest)
+        raise InvalidOption(f"{url}: a server without listings does not say which files are in a directory")
+    verification = Verification(source, url, manifest)
     pieces, left_out = await io_threads().run(_apart, await verification.plan())
     await verification.check_whole_items()
     if verification.damages:
         first = next(iter(verification.damages.values()))
-        raise Corrupt(f"{location.url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
+        raise Corrupt(f"{url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
     names = await io_threads().run(_names, manifest)
     unverified = frozenset(verification.unverified | verification.unreadable | left_out)
     if single:
-        return _Found(directory, manifest.files, True, pieces, names, unverified)
-    listed = await location.store.sizes(location.name)
+        return _Found(source, url, manifest.files, True, pieces, names, unverified)
+    listed = await source.sizes()
     sizes = await io_threads().run(_in_order, listed, manifest)
     marker_crc = 0
     if METADATA_NAME in sizes:
-        name = f"{location.name}/{METADATA_NAME}"
-        raw = await read_file(location.store, name, sizes[METADATA_NAME], most_bytes=MOST_METADATA_BYTES)
+        raw = await read_file(source, METADATA_NAME, sizes[METADATA_NAME], most_bytes=MOST_METADATA_BYTES)
         marker_crc = await io_threads().run(crc32, raw)
-    return _Found(location, sizes, False, pieces, names, unverified, marker_crc)
+    return _Found(source, url, sizes, False, pieces, names, unverified, marker_crc)
 
 
 def _names(manifest: Manifest) -> list[str]:
@@ -281,15 +283,15 @@ class _Copy:
         return None
 
     async def _marker(self) -> bytes:
-        found, location, nbytes = self.found, self.found.location, self.found.sizes[METADATA_NAME]
-        raw = await read_file(location.store, f"{location.name}/{METADATA_NAME}", nbytes)
+        found, nbytes = self.found, self.found.sizes[METADATA_NAME]
+        raw = await read_file(found.source, METADATA_NAME, nbytes)
         if crc32(raw) != found.marker_crc:
-            raise Corrupt(f"{location.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME)
+            raise Corrupt(f"{found.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME)
         self._tell(2 * nbytes)
         return bytes(raw)
 
     async def _write(self, files: Sequence[_CopiedFile], into: Transaction) -> None:
-        found, location = self.found, self.found.location
+        found = self.found
         names = {file.name: next(iter(found.sizes)) if found.single else file.name for file in files}
 
         async def fill(file: WindowedFile, index: int, view: memoryview) -> None:
@@ -297,7 +299,7 @@ class _Copy:
             begins = range(0, len(view), PIECE_BYTES)
             ranges = [ReadRange(start + begin, view[begin : begin + PIECE_BYTES]) for begin in begins]
             try:
-                await location.store.read(f"{location.name}/{names[file.name]}", ranges)
+                await found.source.read(names[file.name], ranges)
             except FileNotFoundError as error:
                 raise Corrupt(f"{error.filename} was deleted while it was copied", file=names[file.name]) from error
             self._tell(len(view))

@@ -42,7 +42,7 @@ from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Steps, burst, gathered, io_threads, sliced
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import EVERYDAY, Location, ReadRange, Store, Transaction, Where, locate_directory
+from .._storage import EVERYDAY, RangeSource, ReadRange, Transaction, Where, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpoint, allocating
 from ..options import Progress, Verify
 from .targets import Slice, TargetFile
@@ -91,29 +91,38 @@ class SourceOpaque:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    store: Store
-    directory: str
+    """What is converted. ``files`` is open until ``close``."""
+
+    files: RangeSource
     url: str
     entries: Mapping[str, SourceTensor | SourceValue | SourceOpaque]
     own: bool = False
     unverified: frozenset[str] = field(default_factory=frozenset)
 
+    def close(self) -> None:
+        self.files.close()
+
 
 async def open_source(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Source:
-    """Raises what opening a checkpoint raises; reads no payload of a tensor."""
-    location, manifest = await open_manifest(locate_directory(url, where))
-    return await _of_manifest(location, manifest)
+    """Raises what opening a checkpoint raises; reads no payload of a tensor. The caller closes the result."""
+    location = locate_directory(url, where)
+    files, manifest = await open_manifest(location)
+    try:
+        return await _of_manifest(files, location.url, manifest)
+    except BaseException:
+        files.close()
+        raise
 
 
-async def _of_manifest(location: Location, manifest: Manifest) -> Source:
+async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Source:
     threads = io_threads()
     tensors, wanted = await threads.run(sorted_out, manifest.entries)
     opaque = await threads.run(opaque_entries, manifest.entries)
-    values = await read_values(location.store, location.name, manifest, wanted)
+    values = await read_values(files, manifest, wanted)
     located: dict[str, Located] = {}
     refused: dict[str, SidestreamError] = {}
     for fqn, one in opaque.items():
-        refused[fqn] = await why_opaque(location.store, location.name, fqn, one)
+        refused[fqn] = await why_opaque(files, fqn, one)
     if not manifest.own:
         located, closed = await threads.run(located_already, tensors)
         queue = iter(closed.items())
@@ -121,17 +130,18 @@ async def _of_manifest(location: Location, manifest: Manifest) -> Source:
         async def work() -> None:
             for fqn, entry in queue:
                 try:
-                    located[fqn] = await locate_tensor(location.store, location.name, fqn, entry)
+                    located[fqn] = await locate_tensor(files, fqn, entry)
                 except UnsupportedCheckpoint as error:
                     refused[fqn] = error
 
         await in_parallel(work)
-    return await threads.run(_described, location, manifest, values, located, refused)
+    return await threads.run(_described, files, url, manifest, values, located, refused)
 
 
 @sliced
 def _described(
-    location: Location,
+    files: RangeSource,
+    url: str,
     manifest: Manifest,
     values: Mapping[str, Any],
     located: Mapping[str, Located],
@@ -157,8 +167,8 @@ def _described(
             entries[fqn] = _foreign_tensor(fqn, entry, located[fqn], checked)
             if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
                 unverified.add(fqn)
-    _check_views(manifest, location.url)
-    return Source(location.store, location.name, location.url, entries, manifest.own, frozenset(unverified))
+    _check_views(manifest, url)
+    return Source(files, url, entries, manifest.own, frozenset(unverified))
 
 
 @sliced
@@ -247,7 +257,7 @@ class Pipeline:
                 memory = self._scratch.take(piece.nbytes)
                 view = memoryview(memory)[: piece.nbytes]
                 read = ReadRange(piece.offset, view, partial(piece.check, view, burst))
-                await self.source.store.read(f"{self.source.directory}/{piece.file}", [read])
+                await self.source.files.read(piece.file, [read])
                 self._scratch.give_back(memory)
 
         await in_parallel(work)
@@ -317,8 +327,7 @@ class Pipeline:
         await self._reader().read(wanted, own=self.source.own, located=located)
 
     def _reader(self) -> Reader:
-        source = self.source
-        return Reader(source.store, source.directory, self.verify, scratch=self._scratch)
+        return Reader(self.source.files, self.verify, scratch=self._scratch)
 
     def _tell(self, nbytes: int) -> None:
         self._done_bytes += nbytes

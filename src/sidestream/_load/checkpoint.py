@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -28,13 +28,13 @@ from .._runtime.threads import (
     time_limit,
 )
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import Location, Where, locate_directory
+from .._storage import Location, RangeSource, Where, locate_directory
 from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
 from ..options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
 from .device_streams import Streams, streams_of
 from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
 from .new_tensors import NewTensors, new_tensors
-from .open.manifest import open_manifest
+from .open.manifest import check_not_replaced, open_manifest
 from .open.mmap import map_tensors
 from .reader import Reader, Wanted, whole
 from .verify import VerifyReport, verify_manifest
@@ -88,8 +88,9 @@ async def open_from(
     check_timeout(timeout_s)
     allowed = allowed_types(allow)
     with time_limit(Deadline.after(timeout_s)):
-        location, manifest = await open_manifest(location)
-    return Checkpoint(location, manifest, verify, timeout_s, allowed, trust)
+        source, manifest = await open_manifest(location)
+        source.close()
+    return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust)
 
 
 @public
@@ -161,14 +162,16 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         ``InvalidOption`` for a slice with a step or a device that this machine does not have, ``UnsupportedCheckpoint``
         for a tensor of a kind that this version does not read, ``Corrupt``. A cancel leaves nothing behind.
         """
-        await self._refuse({fqn: one} if isinstance(one := self._entry(fqn), OpaqueEntry) else {})
+        if isinstance(one := self._entry(fqn), OpaqueEntry):
+            async with self._files() as source:
+                await self._refuse(source, {fqn: one})
         info = self.info(fqn)
         where = _device(device)
         entry = self._manifest.entries[fqn]
         assert isinstance(entry, TensorEntry)
         box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
 
-        with self._time_limit():
+        async with self._files() as source:
             streams = await streams_of([where])
 
             def new() -> torch.Tensor:
@@ -176,7 +179,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
                     return torch.empty(box.sizes, dtype=info.dtype, device=where)
 
             target = await io_threads().run(new)
-            await self._read([Wanted(fqn, entry, box, target)], None, streams)
+            await self._read(source, [Wanted(fqn, entry, box, target)], None, streams)
             return target
 
     async def value(self, fqn: str) -> Any:
@@ -184,7 +187,10 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         entry = self._entry(fqn)
         if isinstance(entry, TensorEntry | OpaqueEntry):
             return await self.tensor(fqn)
-        return (await self._values({fqn: entry} if isinstance(entry, ValueEntry) else {})).get(fqn, {})
+        if not isinstance(entry, ValueEntry):
+            return {}
+        async with self._files() as source:
+            return (await self._values(source, {fqn: entry}))[fqn]
 
     async def state_dict(
         self,
@@ -209,25 +215,28 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         version does not read is requested. A cancel leaves nothing behind.
         """
         device = None if memory == "host" else _memory(memory)
-        with self._time_limit():
-            return await self._state_dict(memory, device, progress, select)
+        async with self._files() as source:
+            return await self._state_dict(source, memory, device, progress, select)
 
     async def _state_dict(
         self,
+        source: RangeSource,
         memory: Memory,
         device: torch.device | None,
         progress: Progress | None,
         select: str | Collection[str] | None,
     ) -> dict[Any, Any]:
         entries = await io_threads().run(self._selected, select)
-        await self._refuse(await io_threads().run(opaque_entries, entries))
+        await self._refuse(source, await io_threads().run(opaque_entries, entries))
         found, value_entries = await io_threads().run(sorted_out, entries)
         fqns = found.keys()
-        values = await self._values(value_entries)
+        values = await self._values(source, value_entries)
         mapped = {}
         if memory == "mapped":
+            if not self._location.store.capabilities.mapping:
+                raise InvalidOption(f'{self.url} is not on this machine; use memory="host"')
             with self._all_there():
-                mapped = await map_tensors(self._location, self._manifest, fqns)
+                mapped = await map_tensors(source, self._manifest, fqns)
         streams = await streams_of([] if device is None else [device])
 
         def prepare() -> NewTensors:
@@ -239,27 +248,35 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
 
         new = await io_threads().run(prepare)
         tensors = new.tensors
-        await self._read(new.wanted, progress, streams)
+        await self._read(source, new.wanted, progress, streams)
         return await io_threads().run(_nested, entries, ChainMap(mapped, tensors, values))
 
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
         """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is."""
-        with self._time_limit():
-            return await verify_manifest(self._location, self._manifest, progress)
+        with self._time_limit(), closing(self._location.source()) as source:
+            return await verify_manifest(source, self.url, self._manifest, progress)
 
     def _time_limit(self) -> AbstractContextManager[None]:
         return time_limit(Deadline.after(self._timeout_s))
+
+    @asynccontextmanager
+    async def _files(self) -> AsyncIterator[RangeSource]:
+        """The files of the checkpoint, for one call and under its time limit. Raises ``Corrupt``."""
+        with self._time_limit(), closing(self._location.source()) as source:
+            with self._all_there():
+                await check_not_replaced(source, self._location, self._manifest)
+            yield source
 
     def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries
         return entries if select is None else {fqn: entries[fqn] for fqn in selected(entries, select, self.url)}
 
-    async def _refuse(self, opaque: Mapping[str, OpaqueEntry]) -> None:
+    async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:
         """Raise an error for the first of these tensors, if there are any, with their number."""
         if not opaque:
             return
-        with self._time_limit(), self._all_there():
-            error = await why_opaque(self._location.store, self._location.name, *next(iter(opaque.items())))
+        with self._all_there():
+            error = await why_opaque(source, *next(iter(opaque.items())))
         others = f"; {len(opaque)} such tensors were requested: leave them out with select=" if len(opaque) > 1 else ""
         error.args = (f"{self.url}: {error.args[0]}{others}",)
         raise error
@@ -270,8 +287,10 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         except KeyError:
             raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
 
-    async def _read(self, wanted: list[Wanted], progress: Progress | None, streams: Streams) -> None:
-        reader = Reader(self._location.store, self._location.name, self._verify, progress, streams)
+    async def _read(
+        self, source: RangeSource, wanted: list[Wanted], progress: Progress | None, streams: Streams
+    ) -> None:
+        reader = Reader(source, self._verify, progress, streams)
         with self._all_there():
             await reader.read(wanted, own=self._manifest.own)
 
@@ -283,10 +302,9 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         except FileNotFoundError as error:
             raise Corrupt(f"{self.url}: {error.filename} is missing") from error
 
-    async def _values(self, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
-        store, directory = self._location.store, self._location.name
-        with self._time_limit(), self._all_there():
-            return await read_values(store, directory, self._manifest, entries, self._allow, self._trust)
+    async def _values(self, source: RangeSource, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
+        with self._all_there():
+            return await read_values(source, self._manifest, entries, self._allow, self._trust)
 
 
 def _opaque_info(fqn: str, entry: OpaqueEntry) -> TensorInfo:

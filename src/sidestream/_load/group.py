@@ -19,7 +19,7 @@ from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
 from .._runtime.abandoned import watch
 from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
-from .._storage import Location
+from .._storage import Location, RangeSource
 from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
 from .open.manifest import open_root, read_parts
 
@@ -36,22 +36,26 @@ class Outline:
     manifest: Manifest
     _root: Manifest | Root
 
-    async def read_needed(self, location: Location, plan: LoadPlan) -> Manifest:
+    async def read_needed(self, source: RangeSource, plan: LoadPlan) -> Manifest:
         """Return the checkpoint as far as ``plan`` needs it, validated: the parts of those ranks that wrote some of
         it."""
         root = self._root
         if isinstance(root, Manifest):
             return root
         rows, ranks = await io_threads().run(_needed, root, plan)
-        parts = await read_parts(location.store, location.name, root, sorted(ranks))
+        parts = await read_parts(source, root, sorted(ranks))
         return await io_threads().run(_join, root, parts, rows)
 
 
-async def open_outline(location: Location) -> tuple[Location, Outline]:
-    """Open the checkpoint at ``location``. Raises what ``open_root`` raises."""
-    location, root = await open_root(location)
-    known = root if isinstance(root, Manifest) else await io_threads().run_sliced(join, root, {}, ())
-    return location, Outline(known, root)
+async def open_outline(location: Location) -> tuple[RangeSource, Outline]:
+    """Open the checkpoint at ``location``. The caller closes the source. Raises what ``open_root`` raises."""
+    source, root = await open_root(location)
+    try:
+        known = root if isinstance(root, Manifest) else await io_threads().run_sliced(join, root, {}, ())
+    except BaseException:
+        source.close()
+        raise
+    return source, Outline(known, root)
 
 
 @sliced

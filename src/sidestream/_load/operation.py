@@ -41,7 +41,8 @@ _NAMES_SHOWN = 20
 
 
 class Target(Protocol):
-    """The state that a load changes. The methods are called in this order, once each."""
+    """The state that a load changes. ``ask``, ``open``, ``plan``, ``read``, ``apply`` and ``finish`` are called in this
+    order, once each."""
 
     async def ask(self) -> None:
         """Call the methods of the caller's objects that say what they need. On the event loop, the same on each
@@ -58,6 +59,10 @@ class Target(Protocol):
 
     async def apply(self) -> None:
         """Change what is more than the bytes of tensors. Shielded: it runs to its end."""
+
+    def close(self) -> None:
+        """Release the files of the checkpoint. Does not block; called at the end of every load, also of one that has
+        opened nothing."""
 
     def finish(self) -> Loaded:
         """Return what was loaded, and release what was known of the checkpoint. Called in a worker thread."""
@@ -147,6 +152,8 @@ class LoadOperation:
             if error is raised:
                 raise
             raise error from raised
+        finally:
+            self.target.close()
 
     async def _run(self) -> LoadReport:
         target, lifecycle, together = self.target, self.lifecycle, self.together

@@ -21,7 +21,7 @@ from .._runtime.tasks import in_parallel
 from .._runtime.threads import Steps, Stop, gathered, io_threads, let_go, politely, sliced
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
 from .._staging.host import move
-from .._storage import ReadRange, Store
+from .._storage import RangeSource, ReadRange
 from ..options import Progress, Verify
 from .buffers import Check, Memory, Scratch, memory_of
 from .device_streams import Streams
@@ -72,15 +72,14 @@ def whole(entry: TensorEntry) -> Box:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads from the checkpoint in ``directory``.
+    """Reads from the checkpoint in ``source``.
 
     ``straight``: tensors that are read beside those that ``read`` is called for, without a change of their bytes.
     ``touched`` has the FQNs of the tensors that may have been written to so far, ``unverified`` those of which some
     byte had no checksum, ``nbytes`` what was read. A reader is good for one ``read``.
     """
 
-    store: Store
-    directory: str
+    source: RangeSource
     verify: Verify
     progress: Progress | None = None
     streams: Streams = field(default_factory=Streams)
@@ -120,7 +119,7 @@ class Reader:
 
         done, progress = self.nbytes, self.progress
         jobs = Jobs(planned, work, None if progress is None else lambda read: call(progress, done + read, total))
-        files = self.store.files(self.directory, jobs.waiting)
+        files = self.source.files(jobs.waiting)
         if files is None:
             queue = iter(planned)
             await in_parallel(lambda: self._request(queue, targets, total))
@@ -133,7 +132,7 @@ class Reader:
     async def _request(self, queue: Iterator[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
         for batch in queue:
             reads, scratch = await io_threads().run(self._reads, batch, targets)
-            await self.store.read(f"{self.directory}/{batch.file}", reads)
+            await self.source.read(batch.file, reads)
             self.scratch.give_back(scratch)
             self.nbytes += batch.nbytes
             self._tell(total)
@@ -173,7 +172,7 @@ class Reader:
 
     async def _work_packed(self, queue: Iterator[tuple[Wanted, Chunk]], total: int) -> None:
         for one, chunk in queue:
-            raw = await read_item(self.store, self.directory, chunk)
+            raw = await read_item(self.source, chunk)
             await io_threads().run(self._finish_packed, one, chunk, raw)
             self.nbytes += len(raw)
             self._tell(total)
@@ -197,7 +196,7 @@ class Reader:
 
         async def work() -> None:
             for fqn, entry in queue:
-                located[fqn] = await locate_tensor(self.store, self.directory, fqn, entry)
+                located[fqn] = await locate_tensor(self.source, fqn, entry)
 
         await in_parallel(work)
         return located

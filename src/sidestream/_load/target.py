@@ -16,7 +16,7 @@ from .._layout.ask import Answers
 from .._layout.match import LoadPlan, match
 from .._runtime.threads import Steps, gathered, io_threads, let_go, politely, run_sliced, sliced
 from .._runtime.torch_probes import plain_bytes
-from .._storage import Location
+from .._storage import Location, RangeSource
 from ..errors import Mismatch, allocating
 from .apply import Handover, hand_over, prepare
 from .device_streams import streams_of
@@ -57,6 +57,7 @@ class StateTarget:
     options: LoadOptions
     together: Operation | None
     _answers: Answers = field(default_factory=Answers, init=False)
+    _source: RangeSource | None = field(default=None, init=False)
     _outline: Outline | None = field(default=None, init=False)
     _manifest: Manifest = field(init=False)
     _prepared: _Prepared | None = field(default=None, init=False)
@@ -68,29 +69,30 @@ class StateTarget:
 
     async def open(self) -> Manifest:
         if self.together is None:
-            self.location, self._manifest = await open_manifest(self.location)
+            self._source, self._manifest = await open_manifest(self.location)
         else:  # each rank compares its template with an outline, and reads of the rest what it needs
-            self.location, self._outline = await open_outline(self.location)
+            self._source, self._outline = await open_outline(self.location)
             self._manifest = self._outline.manifest
         return self._manifest
 
     async def plan(self) -> None:
-        threads, location = io_threads(), self.location
+        threads, url, source = io_threads(), self.location.url, self._source
+        assert source is not None
         plan = await threads.run(self._match)
-        await _refuse_opaque(location, self._manifest, plan)
+        await _refuse_opaque(source, url, self._manifest, plan)
         if self.together is not None:
             assert self._outline is not None
-            await agree_on(self.together, self._manifest, plan, location.url)
-            manifest = await self._outline.read_needed(location, plan)
+            await agree_on(self.together, self._manifest, plan, url)
+            manifest = await self._outline.read_needed(source, plan)
             if manifest is not self._manifest:
                 self._manifest = manifest
                 plan = await threads.run(self._match)
         streams = await streams_of(await threads.run(_devices, plan))
         verify, progress = self.options.verify, self.options.progress
-        reader = Reader(location.store, location.name, verify, progress, streams, plan.straight)
+        reader = Reader(source, verify, progress, streams, plan.straight)
         entries = await threads.run(_value_entries, plan)
         allow, trust = self.options.allow, self.options.trust
-        values = await read_values(location.store, location.name, self._manifest, entries, allow, trust)
+        values = await read_values(source, self._manifest, entries, allow, trust)
         self._prepared = await threads.run(self._prepare, plan, reader, values)
 
     async def read(self) -> None:
@@ -106,6 +108,10 @@ class StateTarget:
             await io_threads().run(_copy_all, prepared)
         await io_threads().run(_count_versions, prepared.plan)
         await hand_over(prepared.handover)
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
 
     def finish(self) -> Loaded:
         prepared, plan = self._ready, self._ready.plan
@@ -222,14 +228,14 @@ def _count_versions(plan: LoadPlan) -> Steps[None]:
         yield
 
 
-async def _refuse_opaque(location: Location, manifest: Manifest, plan: LoadPlan) -> None:
+async def _refuse_opaque(source: RangeSource, url: str, manifest: Manifest, plan: LoadPlan) -> None:
     """Raise an error if the target requests tensors that cannot be read. It names the first and says how many."""
     if not plan.opaque:
         return
     fqn = plan.opaque[0]
     entry = manifest.entries[fqn]
     assert isinstance(entry, OpaqueEntry)
-    error = await why_opaque(location.store, location.name, fqn, entry)
+    error = await why_opaque(source, fqn, entry)
     others = f"; the target requests {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
-    error.args = (f"{location.url}: {error.args[0]}{others} (nothing was changed)",)
+    error.args = (f"{url}: {error.args[0]}{others} (nothing was changed)",)
     raise error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from .._runtime.threads import (
     sliced,
     time_limit,
 )
-from .._storage import Location, ReadRange, Where, locate_directory
+from .._storage import Location, RangeSource, ReadRange, Where, locate_directory
 from ..errors import (
     Corrupt,
     NotCovered,
@@ -140,15 +140,18 @@ async def verify_at(location: Location, progress: Progress | None = None) -> Ver
     """``verify``, of a resolved location."""
     with noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at):
         try:
-            location, manifest = await open_manifest(location)
+            source, manifest = await open_manifest(location)
         except (Corrupt, NotCovered) as damage:
             return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
-        return await verify_manifest(location, manifest, progress)
+        with closing(source):
+            return await verify_manifest(source, location.url, manifest, progress)
 
 
-async def verify_manifest(location: Location, manifest: Manifest, progress: Progress | None = None) -> VerifyReport:
-    """``verify``, of a checkpoint whose manifest was read and validated."""
-    verification = Verification(location, manifest, progress)
+async def verify_manifest(
+    source: RangeSource, url: str, manifest: Manifest, progress: Progress | None = None
+) -> VerifyReport:
+    """``verify``, of a checkpoint whose manifest was read from ``source`` and validated."""
+    verification = Verification(source, url, manifest, progress)
     await verification.run()
     return await io_threads().run(verification.report)
 
@@ -157,7 +160,8 @@ async def verify_manifest(location: Location, manifest: Manifest, progress: Prog
 class Verification:
     """One checkpoint's. ``damages`` by FQN, or by file where no FQN is known."""
 
-    location: Location
+    source: RangeSource
+    url: str
     manifest: Manifest
     progress: Progress | None = None
     damages: dict[str, Damage] = field(default_factory=dict)
@@ -177,7 +181,7 @@ class Verification:
         fqns = (fqn for fqn, one in politely(manifest.entries.items()) if isinstance(one, (TensorEntry, ValueEntry)))
         apart = unverified | unreadable | damaged.keys()
         return VerifyReport(
-            url=self.location.url,
+            url=self.url,
             save_id=manifest.save_id,
             step=manifest.step,
             generation=manifest.generation,
@@ -223,19 +227,16 @@ class Verification:
         await self._in_parallel(whole, lambda item: self._check_whole(*item))
         for fqn, chunk in self._opaque:
             with self._noting(fqn):
-                await check_opaque_item(self.location.store, self.location.name, fqn, chunk)
+                await check_opaque_item(self.source, fqn, chunk)
             self._tell(chunk.item_bytes)
 
     async def _compare_metadata(self) -> None:
         """Both files derive from one plan; stock DCP believes the one, and we the other."""
-        location = self.location
         if self.manifest.parts:
             await self._compare_parts()
             return
-        sizes = await location.store.sizes(location.name)
-        nbytes = sizes.get(METADATA_NAME, 0)
-        name = f"{location.name}/{METADATA_NAME}"
-        read = await read_file(location.store, name, nbytes, most_bytes=MOST_METADATA_BYTES)
+        nbytes = (await self.source.sizes()).get(METADATA_NAME, 0)
+        read = await read_file(self.source, METADATA_NAME, nbytes, most_bytes=MOST_METADATA_BYTES)
 
         def compare() -> None:
             with self._noting(METADATA_NAME):
@@ -258,19 +259,13 @@ class Verification:
 
     async def _compare_parts(self) -> None:
         """Of ranks that saved apart: what stock DCP reads of each."""
-        location = self.location
-        sizes = await location.store.sizes(location.name)
+        sizes = await self.source.sizes()
         for marker in self.manifest.parts:
             name = part_metadata_name(marker.rank)
             with self._noting(name):
-                part = await read_part(location.store, location.name, sizes, marker)
+                part = await read_part(self.source, sizes, marker)
                 part = replace(part, save_id=marker.save_id)  # storage_meta has this one, the manifest its own
-                raw = await read_file(
-                    location.store,
-                    f"{location.name}/{name}",
-                    sizes.get(name, 0),
-                    most_bytes=MOST_METADATA_BYTES,
-                )
+                raw = await read_file(self.source, name, sizes.get(name, 0), most_bytes=MOST_METADATA_BYTES)
                 found = await io_threads().run(_differences, part, raw, PART_ATTRIBUTE, name)
                 for difference in found:
                     difference.file = name
@@ -291,7 +286,6 @@ class Verification:
 
     async def _locate(self) -> dict[str, Located]:
         """Locate the tensors whose places only the zips record. Tensors whose zips are damaged are left out."""
-        store, directory = self.location.store, self.location.name
         tensors, _ = await io_threads().run(sorted_out, self.manifest.entries)
         located, closed = await io_threads().run(located_already, tensors)
 
@@ -299,7 +293,7 @@ class Verification:
             fqn, entry = named
             with self._noting(fqn):
                 try:
-                    located[fqn] = await locate_tensor(store, directory, fqn, entry, records="all")
+                    located[fqn] = await locate_tensor(self.source, fqn, entry, records="all")
                 except UnsupportedCheckpoint:
                     self._put_aside(fqn, entry)
 
@@ -329,7 +323,7 @@ class Verification:
 
     async def _plan_opaque(self, fqn: str, entry: OpaqueEntry) -> None:
         with self._noting(fqn):
-            why = await why_opaque(self.location.store, self.location.name, fqn, entry)
+            why = await why_opaque(self.source, fqn, entry)
             if not isinstance(why, UnsupportedCheckpoint):
                 raise why
             self._put_aside(fqn, entry)
@@ -355,10 +349,9 @@ class Verification:
         return found
 
     async def _check_whole(self, fqn: str, entry: TensorEntry | ValueEntry, item: Chunk | ValueEntry) -> None:
-        store, directory = self.location.store, self.location.name
         with self._noting(fqn):
             try:
-                if not await check_item_records(store, directory, fqn, entry, item, self._budgets):
+                if not await check_item_records(self.source, fqn, entry, item, self._budgets):
                     self.unverified.add(fqn)
             except UnsupportedCheckpoint:
                 self.unreadable.add(fqn)
@@ -374,7 +367,7 @@ class Verification:
             reads.append(ReadRange(piece.offset, view, partial(self._check, piece, view)))
             position += piece.nbytes
         with self._noting(run[0].file):
-            await self.location.store.read(f"{self.location.name}/{run[0].file}", reads)
+            await self.source.read(run[0].file, reads)
         self._tell(len(memory))
 
     def _check(self, piece: Piece, view: memoryview) -> None:

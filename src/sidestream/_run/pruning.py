@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,7 +182,8 @@ class Pruner:
         metadata: dict[str, Any] = {}
         if needs_metadata(self.keep):
             try:
-                metadata = await metadata_of(self.store, step.name, step.marker)
+                with closing(self.store.source(step.name)) as source:
+                    metadata = await metadata_of(source, step.marker)
             except (Corrupt, FileNotFoundError) as error:
                 if await look_at(self.store, step) is not None:  # and not deleted by another process
                     self._damaged[step.name] = _unreadable(step, error)

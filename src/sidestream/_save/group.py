@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -214,7 +215,8 @@ class Group:
     async def _seen(self) -> Outcome:
         location = self._order.location
         try:
-            marker = await read_marker(location.store, location.name)
+            with closing(location.source()) as source:
+                marker = await read_marker(source)
         except FileNotFoundError:
             return "absent"
         except (SidestreamError, OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .bodies import Body
 from .local.store import LocalStore
-from .store import Files, Leftover, ReadRange, Store
+from .store import Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
 
@@ -19,6 +19,7 @@ __all__ = [
     "LocalStore",
     "Location",
     "Outcome",
+    "RangeSource",
     "ReadRange",
     "Store",
     "StoreAddress",

@@ -12,7 +12,7 @@ from ..options import Capabilities, Durability
 from .bodies import Body
 from .transaction import Attempt, StoreAddress, Transaction
 
-__all__ = ["Files", "Leftover", "ReadRange", "Store"]
+__all__ = ["Files", "Leftover", "RangeSource", "ReadRange", "Store", "StoreSource"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,47 @@ class Files(Protocol):
 
     def read(self, name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
         """``Store.read``, in the calling thread. Raises ``Closed`` once ``stop`` is set."""
+
+
+class RangeSource(Protocol):
+    """What a reader reads from: the files of one directory, by their names in it.
+
+    A local directory is opened by the first request, in the thread that makes it, and every file is opened relative to
+    it: all requests see one directory, also if it is renamed meanwhile and another one takes its place. Requests raise
+    what those of a ``Store`` raise, and ``Closed`` after ``close``.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the directory in its store."""
+
+    def path_of(self, file: str) -> str:
+        """Return the name of a file in the store, for messages."""
+
+    async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
+        """``Store.read``."""
+
+    def files(self, waiting: Callable[[], None]) -> Files | None:
+        """Return what threads read the files with; None where a read is a request to a server.
+
+        ``waiting`` is called once, in one of these threads, when reads turn out to wait for a device or a network
+        rather than for the processor: more of them at a time are faster then."""
+
+    async def read_tail(self, file: str, nbytes: int) -> bytes:
+        """``Store.read_tail``."""
+
+    async def size(self, file: str) -> int:
+        """``Store.size``."""
+
+    async def sizes(self) -> dict[str, int]:
+        """``Store.sizes`` of the directory."""
+
+    async def map(self, file: str, nbytes: int) -> mmap:
+        """``Store.map``."""
+
+    def close(self) -> None:
+        """Release the directory. Never blocks. A thread that still uses the directory keeps it open until it has
+        ended its system call. Does nothing if the source is closed."""
 
 
 class Store(Protocol):
@@ -96,11 +137,9 @@ class Store(Protocol):
 
         Ranges that lie close together are one request; how close is the store's own affair."""
 
-    def files(self, directory: str, waiting: Callable[[], None]) -> Files | None:
-        """Return what threads read the files of ``directory`` with; None where a read is a request to a server.
-
-        ``waiting`` is called once, in one of these threads, when reads turn out to wait for a device or a network
-        rather than for the processor: more of them at a time are faster then."""
+    def source(self, directory: str) -> RangeSource:
+        """Return what the files of ``directory`` are read from. Nothing is opened, and nothing is raised, before the
+        first request. The caller closes it."""
 
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         """The last ``nbytes`` of a small file, or all of it. Raises ``FileNotFoundError``."""
@@ -120,3 +159,35 @@ class Store(Protocol):
         copies of its pages, never the file.
 
         Raises ``Corrupt`` if the file is shorter, ``FileNotFoundError`` if there is none."""
+
+
+class StoreSource:
+    """The ``RangeSource`` of a store that finds a file by its name at every request."""
+
+    def __init__(self, store: Store, directory: str) -> None:
+        self._store = store
+        self.name = directory
+
+    def path_of(self, file: str) -> str:
+        return file if self.name == "." else f"{self.name}/{file}"
+
+    async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
+        await self._store.read(self.path_of(file), ranges)
+
+    def files(self, waiting: Callable[[], None]) -> None:
+        return None
+
+    async def read_tail(self, file: str, nbytes: int) -> bytes:
+        return await self._store.read_tail(self.path_of(file), nbytes)
+
+    async def size(self, file: str) -> int:
+        return await self._store.size(self.path_of(file))
+
+    async def sizes(self) -> dict[str, int]:
+        return await self._store.sizes(self.name)
+
+    async def map(self, file: str, nbytes: int) -> mmap:
+        return await self._store.map(self.path_of(file), nbytes)
+
+    def close(self) -> None:
+        """Nothing is open between two requests."""

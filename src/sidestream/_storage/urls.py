@@ -22,7 +22,7 @@ from .clients.fsspec import FsspecEngine
 from .clients.lazy import Kept, frozen
 from .local.store import LocalStore
 from .object_store.store import ObjectStore
-from .store import Store
+from .store import RangeSource, Store
 from .transaction import StoreAddress
 from .wrappers.file_cache import FileCache
 
@@ -44,6 +44,10 @@ class Location:
     store: Store
     name: str
     url: str
+
+    def source(self) -> RangeSource:
+        """Return what the files of the directory are read from. The caller closes it."""
+        return self.store.source(self.name)
 
 
 @dataclass(frozen=True, slots=True)

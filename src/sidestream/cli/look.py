@@ -70,6 +70,7 @@ class Row:
 def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     """Raises ``MissingKeys`` where nothing is named like ``pattern``."""
     source = blocking.run(lambda: open_source(url, Where(options)), Deadline.after(_TIMEOUT_S))
+    source.close()
     found = []
     for name, one in source.entries.items():
         if not fnmatchcase(name, pattern):

@@ -24,7 +24,7 @@ from .._load.planner.items import in_batches, read_bytes, targets_of, values_of
 from .._load.planner.metadata import metadata_of
 from .._load.reader import Reader
 from .._runtime.threads import Deadline, io_threads
-from .._storage import Location
+from .._storage import RangeSource
 from ..blocking import run_anywhere
 from ..errors import Aborted, InvalidOption
 from ..events import LoadContext
@@ -39,7 +39,8 @@ __all__ = ["StorageReader"]
 class _Load:
     """One load, as one rank sees it."""
 
-    location: Location
+    source: RangeSource
+    url: str
     deadline: Deadline
     manifest: Manifest
     lifecycle: LoadLifecycle
@@ -59,6 +60,13 @@ class _Session:
     wanted: str | os.PathLike[str] | None = None
     load: _Load | None = None
     load_id: str = ""
+
+    def end(self) -> None:
+        """Release what the load has opened. A load that is still under way has failed."""
+        if self.load is not None:
+            self.load.lifecycle.failed(Aborted("DCP has not finished this load"), 0)
+            self.load.source.close()
+        self.load = None
 
 
 class StorageReader(DcpStorageReader):
@@ -112,31 +120,32 @@ class StorageReader(DcpStorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         session = self._sessions.current()
+        session.end()
         session.wanted, session.load_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
 
     # Without a parameter named kwargs, so that DCP does not ask once more for the metadata of one rank: they are read
     # as one checkpoint here, and with collectives.
     def read_metadata(self, *_: Any, **options: Any) -> Metadata:
         session = self._sessions.current()
-        if session.load is not None:
-            session.load.lifecycle.failed(Aborted("DCP has not finished this load"), 0)
-        session.load = None
+        session.end()
         deadline = Deadline.after(self._timeout_s)
-        lifecycle = LoadLifecycle(_context(self.checkpoint_id))
+        location = self._address.located(session.wanted)
+        lifecycle = LoadLifecycle(_context(location.url))
 
-        async def read() -> tuple[Location, Manifest, Metadata]:
-            location, manifest = await open_manifest(self._address.located(session.wanted))
-            metadata = await io_threads().run(metadata_of, manifest, location.url)
-            return location, manifest, metadata
+        async def read() -> Metadata:
+            source, manifest = await open_manifest(location)
+            session.load = _Load(source, location.url, deadline, manifest, lifecycle)
+            return await io_threads().run(metadata_of, manifest, location.url)
 
         lifecycle.started()
         try:
-            location, manifest, metadata = run_anywhere(read, deadline)
+            metadata = run_anywhere(read, deadline)
         except BaseException as error:
             lifecycle.failed(error, 0)
+            session.end()
             raise
-        lifecycle.opened(manifest)
-        session.load = _Load(location, deadline, manifest, lifecycle)
+        assert session.load is not None
+        lifecycle.opened(session.load.manifest)
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -159,6 +168,7 @@ class StorageReader(DcpStorageReader):
             load.lifecycle.failed(error, len(load.touched))
             raise
         finally:
+            load.source.close()
             session.load = session.wanted = None
         load.lifecycle.read(load.nbytes)
         if self._verify == "always":
@@ -200,22 +210,22 @@ class StorageReader(DcpStorageReader):
             self._read_tensors(load, batch, planner)
 
     def _read_values(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        entries = values_of(items, load.manifest, load.location.url)
+        entries = values_of(items, load.manifest, load.url)
         if not entries:
             return
         found = run_anywhere(
-            lambda: read_bytes(load.location, load.manifest, entries, allow=self._allow, trust=self._trust),
+            lambda: read_bytes(load.source, load.manifest, entries, allow=self._allow, trust=self._trust),
             load.deadline,
         )
         for item in items:
             planner.load_bytes(item, io.BytesIO(found[item.storage_index.fqn]))
 
     def _read_tensors(self, load: _Load, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        asked_for = targets_of(items, planner, load.manifest, load.location.url)
+        asked_for = targets_of(items, planner, load.manifest, load.url)
         streams = current_streams({target.device for _, target in asked_for.targets})
-        reader = Reader(load.location.store, load.location.name, self._verify, None, streams)
+        reader = Reader(load.source, self._verify, None, streams)
         try:
-            with asked_for.telling(load.location.url):
+            with asked_for.telling(load.url):
                 run_anywhere(lambda: reader.read(asked_for.wanted, own=load.manifest.own), load.deadline)
         finally:
             load.add(reader)

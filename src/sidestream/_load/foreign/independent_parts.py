@@ -21,7 +21,7 @@ from ..._format.records import Manifest, ValueEntry
 from ..._format.values import is_stored
 from ..._runtime.tasks import in_parallel
 from ..._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
-from ..._storage import Store
+from ..._storage import RangeSource
 from ...errors import Corrupt, Incomplete
 from .manifests import read_file
 from .values import agree
@@ -29,7 +29,7 @@ from .values import agree
 __all__ = ["check_sizes", "is_whole", "read_apart", "read_part", "read_part_markers"]
 
 
-async def read_part_markers(store: Store, directory: str, names: Mapping[str, int]) -> dict[int, PartMarker | None]:
+async def read_part_markers(source: RangeSource, names: Mapping[str, int]) -> dict[int, PartMarker | None]:
     """What there is of each rank, among the files ``names``: None where another writer made it. Raises ``Corrupt``."""
     ranks = await io_threads().run_sliced(ranks_among, names)
     found: dict[int, PartMarker | None] = dict.fromkeys(ranks)
@@ -37,18 +37,18 @@ async def read_part_markers(store: Store, directory: str, names: Mapping[str, in
 
     async def work() -> None:
         for rank in queue:
-            name = f"{directory}/{part_metadata_name(rank)}"
-            found[rank] = find_part_marker(await store.read_tail(name, TAIL_BYTES), rank)
+            tail = await source.read_tail(part_metadata_name(rank), TAIL_BYTES)
+            found[rank] = find_part_marker(tail, rank)
 
     await in_parallel(work)
     return found
 
 
-async def is_whole(store: Store, directory: str, names: Mapping[str, int]) -> bool:
+async def is_whole(source: RangeSource, names: Mapping[str, int]) -> bool:
     """Whether it is a checkpoint in parts of ours. Raises ``Incomplete``, ``Corrupt``."""
     ranks = await io_threads().run_sliced(ranks_among, names)
     first = {part_metadata_name(rank): 0 for rank in ranks[:1]}
-    for one in (await read_part_markers(store, directory, first)).values():
+    for one in (await read_part_markers(source, first)).values():
         if one is not None and one.world_size != len(ranks):  # the other parts would add no information
             missing = await io_threads().run_sliced(missing_ranks, frozenset(ranks), one.world_size)
             raise Incomplete(
@@ -57,12 +57,12 @@ async def is_whole(store: Store, directory: str, names: Mapping[str, int]) -> bo
                 save_id=one.save_id,
                 missing=missing,
             )
-    markers = await read_part_markers(store, directory, names)
+    markers = await read_part_markers(source, names)
     return any(markers.values()) and bool(await io_threads().run_sliced(whole, markers))
 
 
 async def read_apart(
-    store: Store, directory: str, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None]
+    source: RangeSource, sizes: Mapping[str, int], markers: Mapping[int, PartMarker | None]
 ) -> Manifest:
     """The checkpoint that the parts make, not yet validated. Raises ``Incomplete``, ``Corrupt``."""
     found = await io_threads().run_sliced(whole, markers)
@@ -71,13 +71,13 @@ async def read_apart(
 
     async def work() -> None:
         for marker in queue:
-            read[marker.rank] = await read_part(store, directory, sizes, marker)
+            read[marker.rank] = await read_part(source, sizes, marker)
 
     await in_parallel(work)
     parts = [read[marker.rank] for marker in found]
     manifest, replicas, files = await io_threads().run(_merged, parts)
     for replica in replicas:
-        if not await agree(store, directory, replica):
+        if not await agree(source, replica):
             raise _differ(replica.fqn)
     return replace(
         manifest,
@@ -117,12 +117,12 @@ def _differ(fqn: str) -> Corrupt:
     )
 
 
-async def read_part(store: Store, directory: str, sizes: Mapping[str, int], marker: PartMarker) -> Manifest:
+async def read_part(source: RangeSource, sizes: Mapping[str, int], marker: PartMarker) -> Manifest:
     """The manifest of one rank. Raises ``Corrupt``."""
     name = part_manifest_name(marker.rank, marker.id)
     if sizes.get(name) != marker.manifest_bytes:
         raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
-    raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes)
+    raw = await read_file(source, name, marker.manifest_bytes)
 
     def parse() -> Manifest:
         if crc32(raw) != marker.manifest_crc:

@@ -32,9 +32,9 @@ from ..._format.torch_zip.file import FileTensor, FileValue, read_torch_file
 from ..._format.torch_zip.zip import other_zip
 from ..._format.validate import check_item
 from ..._runtime.threads import Steps, gathered, io_threads, politely, run_sliced, sliced
-from ..._storage import ReadRange, Store
+from ..._storage import RangeSource, ReadRange
 from ...errors import Corrupt, UnsafeObject, UnsupportedCheckpoint, allocating
-from .values import StoreFile, agree
+from .values import SourceFile, agree
 
 __all__ = [
     "FILE_SUFFIXES",
@@ -68,7 +68,7 @@ def is_foreign(sizes: Mapping[str, int]) -> bool:
     return not ours and any(name.endswith(SUFFIX) or is_rank_file(name) for name in sizes)
 
 
-async def read_foreign_manifest(store: Store, directory: str, sizes: Mapping[str, int]) -> Manifest:
+async def read_foreign_manifest(source: RangeSource, sizes: Mapping[str, int]) -> Manifest:
     """Everything about the checkpoint in ``directory``, whose files have these ``sizes``; not yet validated.
 
     Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``MissingExtra``.
@@ -76,17 +76,17 @@ async def read_foreign_manifest(store: Store, directory: str, sizes: Mapping[str
     threads = io_threads()
     ranks = [] if METADATA_NAME in sizes else await threads.run_sliced(rank_files, sizes)
     if METADATA_NAME in sizes:
-        manifest = await _read_metadata(store, directory, METADATA_NAME, sizes)
+        manifest = await _read_metadata(source, METADATA_NAME, sizes)
     elif ranks:
-        manifest = await _read_ranks(store, directory, ranks, sizes)
+        manifest = await _read_ranks(source, ranks, sizes)
     else:
-        manifest = await _read_safetensors(store, directory, sizes)
+        manifest = await _read_safetensors(source, sizes)
     return await threads.run(_with_files, manifest, sizes)
 
 
-async def _read_metadata(store: Store, directory: str, name: str, sizes: Mapping[str, int]) -> Manifest:
+async def _read_metadata(source: RangeSource, name: str, sizes: Mapping[str, int]) -> Manifest:
     threads = io_threads()
-    raw = await read_file(store, f"{directory}/{name}", sizes[name], most_bytes=MOST_METADATA_BYTES)
+    raw = await read_file(source, name, sizes[name], most_bytes=MOST_METADATA_BYTES)
     try:
         manifest = await threads.run(_stock_metadata, raw)
     except Corrupt as error:
@@ -95,7 +95,7 @@ async def _read_metadata(store: Store, directory: str, name: str, sizes: Mapping
     shards = await threads.run(_present_shards, manifest, sizes)
     if not shards:
         return manifest
-    headers = {file: await _read_header(store, directory, file, start, sizes[file]) for file, start in shards}
+    headers = {file: await _read_header(source, file, start, sizes[file]) for file, start in shards}
     return await threads.run_sliced(locate_shards, manifest, headers)
 
 
@@ -119,14 +119,14 @@ def _present_shards(manifest: Manifest, sizes: Mapping[str, int]) -> list[tuple[
     return [(file, start) for file, start in run_sliced(shards_of(manifest, sizes)).items() if file in sizes]
 
 
-async def _read_ranks(store: Store, directory: str, names: list[str], sizes: Mapping[str, int]) -> Manifest:
-    parts = [await _read_metadata(store, directory, name, sizes) for name in names]
+async def _read_ranks(source: RangeSource, names: list[str], sizes: Mapping[str, int]) -> Manifest:
+    parts = [await _read_metadata(source, name, sizes) for name in names]
     manifest, replicas = await io_threads().run_sliced(merge_ranks, parts)
     for replica in replicas:
         for item in (replica.first, replica.other):
             place = item if isinstance(item, ValueEntry) else item[1]
             check_item(sizes, replica.fqn, place.file, place.item_offset, place.item_bytes)
-        if not await agree(store, directory, replica):
+        if not await agree(source, replica):
             raise Corrupt(
                 f"{replica.fqn}: the ranks saved different values of it, so it has none as a whole; load this "
                 "checkpoint with torch.distributed.checkpoint, on as many ranks",
@@ -135,17 +135,17 @@ async def _read_ranks(store: Store, directory: str, names: list[str], sizes: Map
     return manifest
 
 
-async def _read_safetensors(store: Store, directory: str, sizes: Mapping[str, int]) -> Manifest:
+async def _read_safetensors(source: RangeSource, sizes: Mapping[str, int]) -> Manifest:
     threads = io_threads()
     index = None
     if INDEX_NAME in sizes:
         nbytes = sizes[INDEX_NAME]
-        raw = await read_file(store, f"{directory}/{INDEX_NAME}", nbytes, most_bytes=MOST_JSON_BYTES)
+        raw = await read_file(source, INDEX_NAME, nbytes, most_bytes=MOST_JSON_BYTES)
         index = await threads.run(parse_index, raw)
         files = await threads.run(_files_of_index, index, sizes)
     else:
         files = await threads.run(_files_without_index, sizes)
-    headers = {file: await _read_header(store, directory, file, 0, sizes[file]) for file in files}
+    headers = {file: await _read_header(source, file, 0, sizes[file]) for file in files}
     return await threads.run_sliced(manifest_of_headers, headers, index)
 
 
@@ -184,38 +184,38 @@ def _wanted(stem: str, count: str) -> Iterator[str]:
     return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in politely(range(1, int(count) + 1)))
 
 
-async def read_safetensors_file(store: Store, directory: str, file: str, sizes: Mapping[str, int]) -> Manifest:
+async def read_safetensors_file(source: RangeSource, file: str, sizes: Mapping[str, int]) -> Manifest:
     """One safetensors file as a checkpoint; not yet validated."""
-    header = await _read_header(store, directory, file, 0, sizes[file])
+    header = await _read_header(source, file, 0, sizes[file])
     manifest = await io_threads().run_sliced(manifest_of_headers, {file: header}, None)
     return replace(manifest, files={file: sizes[file]})
 
 
-async def _read_header(store: Store, directory: str, file: str, start: int, file_bytes: int) -> Header:
+async def _read_header(source: RangeSource, file: str, start: int, file_bytes: int) -> Header:
     prefix = bytearray(PREFIX_BYTES)
     begin = start + PREFIX_BYTES
     try:
         if start < 0 or begin > file_bytes:
             raise Corrupt(f"{file} has {file_bytes} bytes, too few for safetensors at {start}", file=file)
-        await store.read(f"{directory}/{file}", [ReadRange(start, memoryview(prefix))])
+        await source.read(file, [ReadRange(start, memoryview(prefix))])
         nbytes = header_bytes(prefix, file_bytes - begin, file)
         with allocating(f"reading the header of {file}"):
             raw = bytearray(nbytes)
-        await store.read(f"{directory}/{file}", [ReadRange(begin, memoryview(raw))])
+        await source.read(file, [ReadRange(begin, memoryview(raw))])
         return await io_threads().run_sliced(parse_header, raw, begin + len(raw), file_bytes, file)
     except Corrupt as error:
-        what = await find_other_kind(store, f"{directory}/{file}", file_bytes)
+        what = await find_other_kind(source, file, file_bytes)
         if what is None or start:
             raise
         raise UnsupportedCheckpoint(f"{file} is not a safetensors file: {what}") from error
 
 
-async def find_other_kind(store: Store, name: str, nbytes: int) -> str | None:
+async def find_other_kind(source: RangeSource, file: str, nbytes: int) -> str | None:
     """Say what kind of file this is, if it could not be read as its name suggests, and what to do with it; None if the
     kind is unknown. Only its beginning is read."""
     head = bytearray(min(nbytes, HEAD_BYTES))
-    await store.read(name, [ReadRange(0, memoryview(head))])
-    return other_kind(bytes(head), name)
+    await source.read(file, [ReadRange(0, memoryview(head))])
+    return other_kind(bytes(head), file)
 
 
 def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:
@@ -231,12 +231,13 @@ def _files(entry: Entry) -> Iterator[str]:
         yield entry.file
 
 
-async def read_file(store: Store, name: str, nbytes: int, *, most_bytes: int = MOST_MANIFEST_BYTES) -> bytearray:
+async def read_file(source: RangeSource, file: str, nbytes: int, *, most_bytes: int = MOST_MANIFEST_BYTES) -> bytearray:
     """Read a whole file that describes other files and whose size is known, in pieces.
 
     Raises ``Corrupt`` before reading if the file is larger than ``most_bytes``, and while reading if most of it is
     empty, because a sparse file can have any size without using space. Raises ``OutOfMemory``.
     """
+    name = source.path_of(file)
     if nbytes > most_bytes:
         raise Corrupt(f"{name} has {nbytes} bytes, more than the limit of {most_bytes}", file=name)
     content = _Content(name)
@@ -244,7 +245,7 @@ async def read_file(store: Store, name: str, nbytes: int, *, most_bytes: int = M
         with allocating(f"reading {name}"):
             piece = bytearray(min(_PIECE_BYTES, nbytes - start))
         read = ReadRange(start, memoryview(piece), partial(content.take, piece))
-        await store.read(name, [read])
+        await source.read(file, [read])
     return content.raw
 
 
@@ -276,13 +277,13 @@ FILE_SUFFIXES = (SUFFIX, *TORCH_SUFFIXES)
 """What the names of single files end with."""
 
 
-async def read_file_manifest(store: Store, name: str, nbytes: int) -> Manifest:
-    """Of a file at the root of ``store``; not yet validated. Everything in it is data, and no payload is read.
+async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Manifest:
+    """Of one file; not yet validated. Everything in it is data, and no payload is read.
 
     Raises ``Corrupt``, ``UnsafeObject``, ``UnsupportedCheckpoint``, ``KeyCollision``."""
     if name.endswith(SUFFIX):
-        return await read_safetensors_file(store, ".", name, {name: nbytes})
-    reader = StoreFile(store, name, nbytes)
+        return await read_safetensors_file(source, name, {name: nbytes})
+    reader = SourceFile(source, name, nbytes)
 
     def read(file: BinaryIO) -> Manifest:
         try:
@@ -301,7 +302,7 @@ async def read_file_manifest(store: Store, name: str, nbytes: int) -> Manifest:
             raise UnsupportedCheckpoint(
                 f"{name} is one file of a checkpoint: use the path of the directory that contains it"
             ) from error
-        what = await find_other_kind(store, name, nbytes)
+        what = await find_other_kind(source, name, nbytes)
         if what is not None:
             raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
         raise

@@ -35,14 +35,14 @@ from ..._runtime.threads import (
     run_sliced,
     sliced,
 )
-from ..._storage import ReadRange, Store
+from ..._storage import RangeSource, ReadRange
 from ...errors import Closed, Corrupt, SidestreamError, UnsafeObject, UnsupportedCheckpoint, allocating
 from ...options import Trust
 
 __all__ = [
     "MAX_VALUE_BYTES",
     "Located",
-    "StoreFile",
+    "SourceFile",
     "ValueBudgets",
     "agree",
     "check_item_records",
@@ -75,8 +75,7 @@ T = TypeVar("T")
 
 
 async def read_values(
-    store: Store,
-    directory: str,
+    source: RangeSource,
     manifest: Manifest,
     entries: Mapping[str, ValueEntry],
     allow: Allowed = NOTHING_ALLOWED,
@@ -90,7 +89,7 @@ async def read_values(
     values, rest = await io_threads().run(_told_values, entries, manifest.own)
     budgets = ValueBudgets()
     for fqn, entry in rest.items():
-        values[fqn] = await _read_value(store, directory, fqn, entry, allow, trust, budgets)
+        values[fqn] = await _read_value(source, fqn, entry, allow, trust, budgets)
     return values
 
 
@@ -140,8 +139,7 @@ def opaque_entries(entries: Mapping[str, Entry]) -> dict[str, OpaqueEntry]:
 
 
 async def _read_value(
-    store: Store,
-    directory: str,
+    source: RangeSource,
     fqn: str,
     entry: ValueEntry,
     allow: Allowed,
@@ -155,7 +153,7 @@ async def _read_value(
         )
     if entry.item_bytes > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {entry.item_bytes} bytes", file=entry.file, fqn=fqn)
-    raw = await read_item(store, directory, entry)
+    raw = await read_item(source, entry)
     return await io_threads().run(_open_value, raw, fqn, entry, allow, trust, budgets)
 
 
@@ -181,8 +179,7 @@ def _unpickle(content: bytearray) -> Any:
 
 
 async def locate_tensor(
-    store: Store,
-    directory: str,
+    source: RangeSource,
     fqn: str,
     entry: TensorEntry,
     *,
@@ -196,7 +193,7 @@ async def locate_tensor(
     few = len(entry.chunks) <= _FEW_CHUNKS  # done faster than a thread starts
     opened: _Opened = {}
     for chunk in _closed(entry) if few else await threads.run(_closed, entry):
-        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk)
+        ends = await _read_ends(source, chunk)
         opened[chunk] = await threads.run(_open_ends, fqn, entry, chunk, ends, records)
     return _located(entry, opened) if few else await threads.run(_located, entry, opened)
 
@@ -262,8 +259,7 @@ def _open_chunk(
 
 
 async def check_item_records(
-    store: Store,
-    directory: str,
+    source: RangeSource,
     fqn: str,
     entry: Entry,
     item: Chunk | ValueEntry,
@@ -277,7 +273,7 @@ async def check_item_records(
     ``budgets``."""
     if isinstance(item, ValueEntry) and item.item_bytes > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {item.item_bytes} bytes", file=item.file, fqn=fqn)
-    raw = await read_item(store, directory, item)
+    raw = await read_item(source, item)
 
     def check() -> bool:
         with _about(item, fqn):
@@ -302,13 +298,13 @@ def _check_records(content: bytearray) -> None:
     TorchZip(io.BytesIO(content), len(content)).check()
 
 
-async def check_opaque_item(store: Store, directory: str, fqn: str, chunk: Chunk) -> None:
+async def check_opaque_item(source: RangeSource, fqn: str, chunk: Chunk) -> None:
     """Read an item that only its writer can decode in pieces, and verify the checksums of all its records.
 
     Compressed items are skipped."""
     if chunk.transform:
         return
-    item = StoreFile(store, f"{directory}/{chunk.file}", chunk.item_bytes, chunk.item_offset)
+    item = SourceFile(source, chunk.file, chunk.item_bytes, chunk.item_offset)
 
     def check(file: BinaryIO) -> None:
         with _about(chunk, fqn):
@@ -317,7 +313,7 @@ async def check_opaque_item(store: Store, directory: str, fqn: str, chunk: Chunk
     await item.run(check, _END_BYTES)
 
 
-async def why_opaque(store: Store, directory: str, fqn: str, entry: OpaqueEntry) -> SidestreamError:
+async def why_opaque(source: RangeSource, fqn: str, entry: OpaqueEntry) -> SidestreamError:
     """Return the error to raise when an ``OpaqueEntry`` is requested. Only the ends of its items are read: they show
     whether the tensor is of a kind that this version does not read (``UnsupportedCheckpoint``) or damaged
     (``Corrupt``)."""
@@ -325,7 +321,7 @@ async def why_opaque(store: Store, directory: str, fqn: str, entry: OpaqueEntry)
     for chunk in entry.chunks:
         if chunk.transform:
             continue
-        ends = await _read_ends(store, f"{directory}/{chunk.file}", chunk)
+        ends = await _read_ends(source, chunk)
         try:
             await io_threads().run(_open_ends, fqn, tensor, chunk, ends)
         except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
@@ -348,46 +344,46 @@ def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
         raise
 
 
-async def read_item(store: Store, directory: str, item: Chunk | ValueEntry) -> bytearray:
+async def read_item(source: RangeSource, item: Chunk | ValueEntry) -> bytearray:
     """All bytes of an item as they stand in the file."""
     with allocating(f"reading an item of {item.file}"):
         raw = bytearray(item.item_bytes)
-    await store.read(f"{directory}/{item.file}", [ReadRange(item.item_offset, memoryview(raw))])
+    await source.read(item.file, [ReadRange(item.item_offset, memoryview(raw))])
     return raw
 
 
-async def agree(store: Store, directory: str, replica: Replica) -> bool:
+async def agree(source: RangeSource, replica: Replica) -> bool:
     """Whether two ranks wrote the same. Of tensors the checksums are compared, where the files have some."""
     first, other = replica.first, replica.other
     if isinstance(first, ValueEntry) and isinstance(other, ValueEntry):
-        return await _same_value(store, directory, replica.fqn, first, other)
+        return await _same_value(source, replica.fqn, first, other)
     if isinstance(first, ValueEntry) or isinstance(other, ValueEntry):
         return False
-    one = await _digest(store, directory, replica.fqn, *first)
-    return one == await _digest(store, directory, replica.fqn, *other)
+    one = await _digest(source, replica.fqn, *first)
+    return one == await _digest(source, replica.fqn, *other)
 
 
-async def _same_value(store: Store, directory: str, fqn: str, first: ValueEntry, other: ValueEntry) -> bool:
+async def _same_value(source: RangeSource, fqn: str, first: ValueEntry, other: ValueEntry) -> bool:
     if max(first.item_bytes, other.item_bytes) > MAX_VALUE_BYTES:
         raise Corrupt(f"{fqn}: a plain value of {first.item_bytes} bytes", file=first.file, fqn=fqn)
-    items = [await read_item(store, directory, entry) for entry in (first, other)]
+    items = [await read_item(source, entry) for entry in (first, other)]
     return first.transform == other.transform and items[0] == items[1]
 
 
-async def _digest(store: Store, directory: str, fqn: str, entry: TensorEntry, chunk: Chunk) -> object:
+async def _digest(source: RangeSource, fqn: str, entry: TensorEntry, chunk: Chunk) -> object:
     if chunk.transform:
         require()
-        raw = await read_item(store, directory, chunk)
+        raw = await read_item(source, chunk)
         _, (_, payloads) = await io_threads().run(unpack_chunk, fqn, entry, chunk, raw)
         return next(iter(payloads.values()))
     if chunk.payload_offset is None:
-        _, payloads = await locate_tensor(store, directory, fqn, replace(entry, chunks=(chunk,)))
+        _, payloads = await locate_tensor(source, fqn, replace(entry, chunks=(chunk,)))
         return next(iter(payloads.values()))
     crc = 0
     for start in range(0, chunk.item_bytes, PIECE_BYTES):
         nbytes = min(PIECE_BYTES, chunk.item_bytes - start)
         part = replace(chunk, item_offset=chunk.item_offset + start, item_bytes=nbytes)
-        crc = await io_threads().run(crc32, await read_item(store, directory, part), crc)
+        crc = await io_threads().run(crc32, await read_item(source, part), crc)
     return crc
 
 
@@ -403,9 +399,9 @@ def _ends_of(chunk: Chunk) -> list[tuple[int, int]]:
     return [(chunk.item_offset, _END_BYTES), (chunk.item_offset + chunk.item_bytes - _END_BYTES, _END_BYTES)]
 
 
-async def _read_ends(store: Store, name: str, chunk: Chunk) -> list[bytes]:
+async def _read_ends(source: RangeSource, chunk: Chunk) -> list[bytes]:
     ends = [(start, bytearray(nbytes)) for start, nbytes in _ends_of(chunk)]
-    await store.read(name, [ReadRange(start, memoryview(raw)) for start, raw in ends])
+    await source.read(chunk.file, [ReadRange(start, memoryview(raw)) for start, raw in ends])
     return [bytes(raw) for _, raw in ends]
 
 
@@ -439,16 +435,17 @@ class _Seekable(io.RawIOBase):
         return self._position
 
 
-class StoreFile(_Seekable):
-    """A readable view of ``nbytes`` of a file in a store, from ``start`` on, for code in a worker thread.
+class SourceFile(_Seekable):
+    """A readable view of ``nbytes`` of a file in a source, from ``start`` on, for code in a worker thread.
 
     The loop on which this object was created reads the bytes, and ``run`` runs the code. A thread of the shared pool
     must not wait for these reads, because they need a thread of that pool themselves.
     """
 
-    def __init__(self, store: Store, name: str, nbytes: int, start: int = 0) -> None:
+    def __init__(self, source: RangeSource, file: str, nbytes: int, start: int = 0) -> None:
         super().__init__(nbytes)
-        self._store, self._name, self._start = store, name, start
+        self._source, self._file, self._start = source, file, start
+        self._name = source.path_of(file)
         self._loop = asyncio.get_running_loop()
         self._failure: BaseException | None = None
 
@@ -480,7 +477,7 @@ class StoreFile(_Seekable):
 
     def _read(self, into: memoryview) -> None:
         one = ReadRange(self._start + self._position, into)
-        read = self._store.read(self._name, [one])
+        read = self._source.read(self._file, [one])
         try:
             future = asyncio.run_coroutine_threadsafe(read, self._loop)
         except RuntimeError as error:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager
 from typing import Any
 
 from ..._format.checksum import crc32
@@ -15,113 +14,158 @@ from ..._format.shared import Part, Root, join, parse_part, part_name
 from ..._format.validate import validate
 from ..._layout.metadata import decode_metadata
 from ..._runtime.threads import io_threads, run_sliced
-from ..._storage import Location, Store
+from ..._storage import Location, RangeSource, Store
 from ...errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
 from ..foreign.independent_parts import check_sizes, is_whole, read_apart, read_part_markers
 from ..foreign.manifests import FILE_SUFFIXES, is_foreign, read_file, read_file_manifest, read_foreign_manifest
 from .instead import what_is_there
 from .steps import about, own_manifest_among, read_marker
 
-__all__ = ["metadata_of", "open_manifest", "open_root", "read_manifest", "read_metadata", "read_parts", "read_root"]
+__all__ = [
+    "check_not_replaced",
+    "metadata_of",
+    "open_manifest",
+    "open_root",
+    "read_manifest",
+    "read_metadata",
+    "read_parts",
+    "read_root",
+]
 
 
 async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
     """What the user noted about a checkpoint, without reading the rest of it; empty for one of another writer.
 
     Raises ``FileNotFoundError``, ``Corrupt``."""
-    try:
-        marker = await read_marker(store, directory)
-    except FileNotFoundError:
-        if not await is_whole(store, directory, await store.sizes(directory)):
-            raise
-        return decode_metadata((await read_manifest(store, directory, directory)).metadata)
-    return {} if marker is None else await metadata_of(store, directory, marker)
+    with closing(store.source(directory)) as source:
+        try:
+            marker = await read_marker(source)
+        except FileNotFoundError:
+            if not await is_whole(source, await source.sizes()):
+                raise
+            return decode_metadata((await read_manifest(source, Location(store, directory, directory))).metadata)
+        return {} if marker is None else await metadata_of(source, marker)
 
 
-async def metadata_of(store: Store, directory: str, marker: Marker) -> dict[str, Any]:
+async def metadata_of(source: RangeSource, marker: Marker) -> dict[str, Any]:
     """``read_metadata`` of a checkpoint whose marker is known."""
     if not marker.metadata_bytes:
         return {}
     name = manifest_name(marker.save_id)
-    line = await store.read_tail(f"{directory}/{name}", marker.metadata_bytes)
+    line = await source.read_tail(name, marker.metadata_bytes)
     if crc32(line) != marker.metadata_crc:
-        raise Corrupt(f"{directory}: the metadata line of {name} was altered", file=name)
+        raise Corrupt(f"{source.name}: the metadata line of {name} was altered", file=name)
     return decode_metadata(parse_metadata_line(line))
 
 
-async def open_manifest(location: Location) -> tuple[Location, Manifest]:
-    """``read_manifest`` of what stands at ``location``, be it a directory or a single file, and the directory that its
-    files are in.
+async def open_manifest(location: Location) -> tuple[RangeSource, Manifest]:
+    """``read_manifest`` of what is at ``location``, a directory or a single file, and the source of its files, from
+    which the manifest was read. The caller closes the source; where this raises, nothing is left open.
 
     Where nothing is listed, a name that ends as those of files do is taken for a file."""
-    location, root = await open_root(location)
+    source, root = await open_root(location)
     if isinstance(root, Manifest):
-        return location, root
-    return location, await _whole(location.store, location.name, location.url, root)
+        return source, root
+    with _closed_on_error(source):
+        return source, await _whole(source, location.url, root)
 
 
-async def open_root(location: Location) -> tuple[Location, Manifest | Root]:
+async def open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
     """As ``open_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated."""
-    store, name, url = location.store, location.name, location.url
-    listed = await _listed(store, name)
-    if listed is None and (store.capabilities.listing or name.endswith(FILE_SUFFIXES)):
-        try:
-            nbytes = await store.size(name)
-            manifest = await read_file_manifest(store, name, nbytes)
-            await io_threads().run_sliced(validate, manifest)
-        except FileNotFoundError as error:
-            what = await what_is_there(store, name, url, {}) if store.capabilities.listing else ""
-            raise CheckpointNotFound(
-                f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. "
-                f"{what or _INTERRUPTED}"
-            ) from error
-        except SidestreamError as error:
-            raise about(error, url) from error
-        return replace(location, name="."), manifest
-    return location, await read_root(store, name, url, listed)
+    source, store = location.source(), location.store
+    with _closed_on_error(source):
+        listed = await _listed(store, source)
+        if listed is not None or not (store.capabilities.listing or location.name.endswith(FILE_SUFFIXES)):
+            return source, await read_root(source, location, listed)
+    source.close()
+    source = store.source(".")
+    with _closed_on_error(source):
+        return source, await _read_single(source, location)
 
 
-async def _listed(store: Store, name: str) -> Mapping[str, int] | None:
+@contextmanager
+def _closed_on_error(source: RangeSource) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        source.close()
+        raise
+
+
+async def _listed(store: Store, source: RangeSource) -> Mapping[str, int] | None:
     """The files of a directory and their sizes; None if there is no such directory, or nothing is listed here."""
     if not store.capabilities.listing:
         return None
     try:
-        return await store.sizes(name)
+        return await source.sizes()
     except FileNotFoundError:
         return None
 
 
-async def read_manifest(store: Store, directory: str, url: str) -> Manifest:
-    """Everything about the committed checkpoint in ``directory``, validated against the sizes of its files.
+async def _read_single(source: RangeSource, location: Location) -> Manifest:
+    """The file that ``location`` names, as a checkpoint. ``source`` is the directory that it is in."""
+    store, name, url = location.store, location.name, location.url
+    try:
+        manifest = await read_file_manifest(source, name, await source.size(name))
+        await io_threads().run_sliced(validate, manifest)
+    except FileNotFoundError as error:
+        what = await what_is_there(store, name, url, {}) if store.capabilities.listing else ""
+        raise CheckpointNotFound(
+            f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. "
+            f"{what or _INTERRUPTED}"
+        ) from error
+    except SidestreamError as error:
+        raise about(error, url) from error
+    return manifest
+
+
+async def check_not_replaced(source: RangeSource, location: Location, manifest: Manifest) -> None:
+    """Raise ``Corrupt`` if the checkpoint that is now at ``location`` is not the one that ``manifest`` belongs to.
+
+    Only where its files may have the names of those of the other one: object storage has no rename, so names there
+    contain the id of the save, as names of parts do everywhere."""
+    if not location.store.capabilities.rename or not manifest.own or manifest.parts:
+        return
+    marker = await read_marker(source)
+    if marker is None or marker.save_id != manifest.save_id:
+        raise Corrupt(f"{location.url}: another checkpoint has replaced this one since it was opened: open it again")
+
+
+async def read_manifest(source: RangeSource, location: Location) -> Manifest:
+    """Everything about the committed checkpoint in the directory ``source``, which is at ``location``, validated
+    against the sizes of its files.
 
     Raises ``CheckpointNotFound`` if there is none, ``Corrupt`` or ``UnsupportedCheckpoint``.
     """
-    root = await read_root(store, directory, url)
+    root = await read_root(source, location)
     if isinstance(root, Manifest):
         return root
-    return await _whole(store, directory, url, root)
+    return await _whole(source, location.url, root)
 
 
-async def _whole(store: Store, directory: str, url: str, root: Root) -> Manifest:
+async def _whole(source: RangeSource, url: str, root: Root) -> Manifest:
     with _telling(url):
-        parts = await read_parts(store, directory, root, range(len(root.parts)))
+        parts = await read_parts(source, root, range(len(root.parts)))
         manifest = await io_threads().run_sliced(join, root, parts)
         await io_threads().run_sliced(validate, manifest)
     return manifest
 
 
-async def read_root(store: Store, directory: str, url: str, listed: Mapping[str, int] | None = None) -> Manifest | Root:
+async def read_root(
+    source: RangeSource, location: Location, listed: Mapping[str, int] | None = None
+) -> Manifest | Root:
     """As ``read_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated.
     ``listed`` are the sizes of its files, if they are known."""
+    store, url = location.store, location.url
     if not store.capabilities.listing:
-        return await _read_unlisted(store, directory, url)
+        return await _read_unlisted(source, url)
     sizes: Mapping[str, int] = {}
     try:
-        sizes = await store.sizes(directory) if listed is None else listed
+        sizes = await source.sizes() if listed is None else listed
         unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes)
-        marker = None if unmarked else await read_marker(store, directory)
+        marker = None if unmarked else await read_marker(source)
     except FileNotFoundError as error:
-        what = await what_is_there(store, directory, url, sizes)
+        what = await what_is_there(store, location.name, url, sizes)
         raise CheckpointNotFound(
             f"no committed checkpoint at {url}: there is no {METADATA_NAME}. {what or _INTERRUPTED}"
         ) from error
@@ -133,9 +177,9 @@ async def read_root(store: Store, directory: str, url: str, listed: Mapping[str,
             if ours is not None:
                 what = f"it names no manifest, but {ours} is there"
                 raise Corrupt(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
-            manifest: Manifest | Root = await _read_unmarked(store, directory, sizes)
+            manifest: Manifest | Root = await _read_unmarked(source, sizes)
         else:
-            manifest = await _own_manifest(store, directory, marker, sizes)
+            manifest = await _own_manifest(source, marker, sizes)
         if isinstance(manifest, Manifest):
             await io_threads().run_sliced(validate, manifest)
     return manifest
@@ -144,16 +188,16 @@ async def read_root(store: Store, directory: str, url: str, listed: Mapping[str,
 _INTERRUPTED = "An interrupted save leaves no such file"
 
 
-async def _read_unmarked(store: Store, directory: str, sizes: Mapping[str, int]) -> Manifest:
+async def _read_unmarked(source: RangeSource, sizes: Mapping[str, int]) -> Manifest:
     """What ranks saved apart, or what another writer made. Raises ``Incomplete``."""
     if METADATA_NAME not in sizes:
-        markers = await read_part_markers(store, directory, sizes)
+        markers = await read_part_markers(source, sizes)
         if any(markers.values()):
-            return await read_apart(store, directory, sizes, markers)
-    return await read_foreign_manifest(store, directory, sizes)
+            return await read_apart(source, sizes, markers)
+    return await read_foreign_manifest(source, sizes)
 
 
-async def read_parts(store: Store, directory: str, root: Root, ranks: Iterable[int]) -> dict[int, Part]:
+async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> dict[int, Part]:
     """The parts of these ranks. Raises ``Corrupt``, ``FileNotFoundError``."""
     parts: dict[int, Part] = {}
     for rank in ranks:
@@ -162,7 +206,7 @@ async def read_parts(store: Store, directory: str, root: Root, ranks: Iterable[i
             parts[rank] = Part({}, {})
             continue
         name = part_name(manifest_name(root.manifest.save_id), rank)
-        raw = await read_file(store, f"{directory}/{name}", nbytes)
+        raw = await read_file(source, name, nbytes)
         parts[rank] = await io_threads().run(_parse_part, name, raw, crc)
     return parts
 
@@ -184,11 +228,11 @@ def _telling(url: str) -> Iterator[None]:
         raise about(error, url) from error
 
 
-async def _read_unlisted(store: Store, directory: str, url: str) -> Manifest | Root:
+async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
     """Where nothing is listed, the marker says how large the manifest is, and the manifest which files there are."""
     try:
-        sizes = {METADATA_NAME: await store.size(f"{directory}/{METADATA_NAME}")}
-        marker = await read_marker(store, directory)
+        sizes = {METADATA_NAME: await source.size(METADATA_NAME)}
+        marker = await read_marker(source)
     except FileNotFoundError as error:
         raise CheckpointNotFound(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
     except Corrupt as error:
@@ -200,22 +244,22 @@ async def _read_unlisted(store: Store, directory: str, url: str) -> Manifest | R
         )
     with _telling(url):
         name = manifest_name(marker.save_id)
-        sizes[name] = await store.size(f"{directory}/{name}")
-        raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes)
+        sizes[name] = await source.size(name)
+        raw = await read_file(source, name, marker.manifest_bytes)
         named = await io_threads().run(_parse, name, raw, marker)
         for file in _head(named).files:
-            sizes[file] = await store.size(f"{directory}/{file}")
-        manifest = await _own_manifest(store, directory, marker, sizes)
+            sizes[file] = await source.size(file)
+        manifest = await _own_manifest(source, marker, sizes)
         if isinstance(manifest, Manifest):
             await io_threads().run_sliced(validate, manifest)
     return manifest
 
 
-async def _own_manifest(store: Store, directory: str, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
+async def _own_manifest(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
     name = manifest_name(marker.save_id)
     if sizes.get(name) != marker.manifest_bytes:
         raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
-    raw = await read_file(store, f"{directory}/{name}", marker.manifest_bytes)
+    raw = await read_file(source, name, marker.manifest_bytes)
     manifest = await io_threads().run(_parse, name, raw, marker)
     head = _head(manifest)
     if (head.save_id, head.step, head.generation) != (marker.save_id, marker.step, marker.generation):

@@ -11,25 +11,20 @@ import torch
 from ..._format.records import Entry, Manifest, TensorEntry, itemsize
 from ..._runtime.threads import Steps, gathered, io_threads, sliced
 from ..._runtime.torch_probes import dtype_from_name
-from ..._storage import Location
-from ...errors import InvalidOption
+from ..._storage import RangeSource
 
 __all__ = ["map_tensors"]
 
 
-async def map_tensors(location: Location, manifest: Manifest, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
+async def map_tensors(source: RangeSource, manifest: Manifest, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
     """Those of the tensors that lie in their file in one piece, as torch needs them; tied ones are one tensor.
 
-    Nothing is read or verified. Raises ``InvalidOption`` where files cannot be mapped, ``Corrupt``,
-    ``FileNotFoundError``.
+    Nothing is read or verified. Raises ``Corrupt``, ``FileNotFoundError``.
     """
-    store = location.store
-    if not store.capabilities.mapping:
-        raise InvalidOption(f'{location.url} is not on this machine; use memory="host"')
     entries = await io_threads().run(_mappable, manifest.entries, fqns)
     files = {}
     for file in await io_threads().run(_files, entries):
-        files[file] = await store.map(f"{location.name}/{file}", manifest.files[file])
+        files[file] = await source.map(file, manifest.files[file])
     return await io_threads().run(_over, entries, files)
 
 

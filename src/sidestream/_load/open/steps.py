@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker
 from ..._runtime.threads import gathered, io_threads, politely
-from ..._storage import Store
+from ..._storage import RangeSource, Store
 from ..._storage.names import parse_step
 from ...errors import Corrupt, Incomplete, SidestreamError
 from ..foreign.independent_parts import is_whole
@@ -37,17 +38,22 @@ class Step:
         return self.step, self.generation
 
 
-async def read_marker(store: Store, directory: str) -> Marker | None:
+async def read_marker(source: RangeSource) -> Marker | None:
     """The marker of a checkpoint; None if another writer made it. Raises ``FileNotFoundError``, ``Corrupt``."""
-    return find_marker(await store.read_tail(f"{directory}/{METADATA_NAME}", TAIL_BYTES))
+    return find_marker(await source.read_tail(METADATA_NAME, TAIL_BYTES))
 
 
 async def look_at(store: Store, found: Step) -> Step | None:
     """``found`` if it is a committed checkpoint, ours or one that stock DCP wrote under such a name; with ``damage`` if
     it was one of ours once. None for what never was: where directories appear whole, none of that name has a manifest
     before it is published."""
+    with closing(store.source(found.name)) as source:
+        return await _look_at(source, found, renamed=store.capabilities.rename)
+
+
+async def _look_at(source: RangeSource, found: Step, *, renamed: bool) -> Step | None:
     try:
-        marker = await read_marker(store, found.name)
+        marker = await read_marker(source)
     except FileNotFoundError:
         marker = None
         missing = True
@@ -57,17 +63,17 @@ async def look_at(store: Store, found: Step) -> Step | None:
         missing = False
     if marker is None:
         try:
-            names = await store.sizes(found.name)
+            names = await source.sizes()
         except FileNotFoundError:  # removed since it was listed
             return None
         few = len(names) <= _FEW_NAMES  # checked faster than a thread starts
         ours = own_manifest_among(names) if few else await io_threads().run(own_manifest_among, names)
-        if ours is not None and (store.capabilities.rename or not missing):
+        if ours is not None and (renamed or not missing):
             return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
         if not missing:
             return found
         try:
-            return found if await is_whole(store, found.name, names) else None
+            return found if await is_whole(source, names) else None
         except Incomplete:
             return None
         except Corrupt as damage:

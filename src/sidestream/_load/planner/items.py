@@ -21,7 +21,7 @@ from ..._layout.objects import Allowed
 from ..._layout.ranges import Box
 from ..._runtime.threads import io_threads, politely, run_sliced
 from ..._runtime.torch_probes import check_tensor, dtype_name
-from ..._storage import Location
+from ..._storage import RangeSource
 from ...errors import (
     Corrupt,
     DtypeMismatch,
@@ -110,7 +110,7 @@ def values_of(items: Iterable[ReadItem], manifest: Manifest, url: str) -> dict[s
 
 
 async def read_bytes(
-    location: Location,
+    source: RangeSource,
     manifest: Manifest,
     entries: Mapping[str, ValueEntry],
     *,
@@ -120,17 +120,17 @@ async def read_bytes(
     """For each of ``entries`` what ``torch.load`` makes the value of; with ``trust="pickle"`` the bytes that were
     saved. Raises ``UnsafeObject``, ``Corrupt``."""
     if trust == "pickle" and not any(entry.told for entry in entries.values()):
-        return {fqn: await _as_saved(location, entry) for fqn, entry in entries.items()}
+        return {fqn: await _as_saved(source, entry) for fqn, entry in entries.items()}
     try:
-        values = await read_values(location.store, location.name, manifest, entries, allow)
+        values = await read_values(source, manifest, entries, allow)
     except UnsafeObject as error:
         error.add_note('StorageReader(allow=[...]) takes its type, trust="pickle" hands its bytes to the planner')
         raise
     return await io_threads().run(lambda: {fqn: _saved(value) for fqn, value in values.items()})
 
 
-async def _as_saved(location: Location, entry: ValueEntry) -> bytes:
-    raw = await read_item(location.store, location.name, entry)
+async def _as_saved(source: RangeSource, entry: ValueEntry) -> bytes:
+    raw = await read_item(source, entry)
 
     def checked() -> bytes:
         content = run_sliced(unpack(raw, _MAX_BYTES)) if entry.transform else raw

@@ -18,7 +18,7 @@ from ..._runtime.caller import call
 from ..._runtime.state_dict_calls import Found, ask, in_order, key_order, watched
 from ..._runtime.threads import io_threads, let_go, politely
 from ..._runtime.torch_probes import Stateful, dtype_name
-from ..._storage import Location
+from ..._storage import Location, RangeSource
 from ...errors import InvalidOption, NotShared, PlannerFailed, StatefulRefused, indented
 from ..device_streams import streams_of
 from ..open.manifest import open_manifest
@@ -42,6 +42,7 @@ class PlannerTarget:
     unverified: set[str] = field(default_factory=set, init=False)
     _planner: Asked = field(init=False)
     _state_dict: dict[str, Any] = field(init=False)
+    _source: RangeSource | None = field(default=None, init=False)
     _manifest: Manifest = field(init=False)
     _plan: LoadPlan = field(init=False)
     _values: Mapping[str, bytes] = field(default_factory=dict, init=False)
@@ -64,7 +65,7 @@ class PlannerTarget:
         self._state_dict = {key: answers.get(id(self.state[key]), self.state[key]) for key in keys}
 
     async def open(self) -> Manifest:
-        self.location, self._manifest = await open_manifest(self.location)
+        self._source, self._manifest = await open_manifest(self.location)
         return self._manifest
 
     async def plan(self) -> None:
@@ -73,19 +74,24 @@ class PlannerTarget:
         self._plan = await threads.run(self._planner.finish_plan, merged)
 
     async def read(self) -> None:
-        threads, manifest = io_threads(), self._manifest
+        threads, manifest, source = io_threads(), self._manifest, self._source
+        assert source is not None
         values, tensors = await threads.run(_kinds, self._plan)
         entries = await threads.run(values_of, values, manifest, self.location.url)
         if entries:
             allow, trust = self.options.allow, self.options.trust
-            self._values = await read_bytes(self.location, manifest, entries, allow=allow, trust=trust)
+            self._values = await read_bytes(source, manifest, entries, allow=allow, trust=trust)
         self._total, batches = await threads.run(_apportioned, tensors, manifest)
         for batch in batches:
-            await self._read_batch(batch)
+            await self._read_batch(source, batch)
 
     async def apply(self) -> None:
         await io_threads().run(self._hand_over_values)
         self._hand_over()
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
 
     def finish(self) -> Loaded:
         entries, items = self._manifest.entries, self._plan.items
@@ -162,15 +168,15 @@ class PlannerTarget:
 
     # --- reading ---
 
-    async def _read_batch(self, items: Sequence[ReadItem]) -> None:
-        threads, planner, location, manifest = io_threads(), self._planner, self.location, self._manifest
-        asked_for = await threads.run(targets_of, items, planner, manifest, location.url)  # type: ignore[arg-type]
+    async def _read_batch(self, source: RangeSource, items: Sequence[ReadItem]) -> None:
+        threads, planner, url, manifest = io_threads(), self._planner, self.location.url, self._manifest
+        asked_for = await threads.run(targets_of, items, planner, manifest, url)  # type: ignore[arg-type]
         devices = {target.device for _, target in asked_for.targets}
         streams = await streams_of(devices)
-        reader = Reader(location.store, location.name, self.options.verify, self._tell, streams)
+        reader = Reader(source, self.options.verify, self._tell, streams)
         dest = {name: item.dest_index.fqn for name, (item, _) in zip(asked_for.names, asked_for.targets, strict=True)}
         try:
-            with asked_for.telling(location.url):
+            with asked_for.telling(url):
                 await reader.read(asked_for.wanted, own=manifest.own)
         finally:
             self._touched.update((dest[name], None) for name in reader.touched)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from ..._format.independent_parts import part_metadata_name
 from ..._format.marker import METADATA_NAME
 from ..._load.foreign.independent_parts import read_part_markers
@@ -68,16 +70,18 @@ class Independent(Solo):
         Return the names that there is nothing to say against, which are not looked into again."""
         location, apart, known = self._order.location, self._order.apart, self._known
         assert apart is not None
-        try:
-            found = await location.store.sizes(location.name)
-        except FileNotFoundError:
-            return known
-        found = {name: nbytes for name, nbytes in found.items() if name not in known}
-        own = part_metadata_name(apart.rank)
-        for name in found:
-            if name in (METADATA_NAME, own) or name.startswith("manifest-"):
-                raise Conflict(f"{location.url} has {name} already: save to a new directory")
-        for rank, marker in (await read_part_markers(location.store, location.name, found)).items():
+        with closing(location.source()) as source:
+            try:
+                found = await source.sizes()
+            except FileNotFoundError:
+                return known
+            found = {name: nbytes for name, nbytes in found.items() if name not in known}
+            own = part_metadata_name(apart.rank)
+            for name in found:
+                if name in (METADATA_NAME, own) or name.startswith("manifest-"):
+                    raise Conflict(f"{location.url} has {name} already: save to a new directory")
+            markers = await read_part_markers(source, found)
+        for rank, marker in markers.items():
             if marker is None or (marker.save_id, marker.world_size) != (apart.save_id, apart.world_size):
                 other = "another writer" if marker is None else f"{marker.save_id!r} of {marker.world_size} ranks"
                 raise Conflict(

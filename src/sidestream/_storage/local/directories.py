@@ -1,4 +1,4 @@
-"""What is done to directories and names, each in one step: make, look at, sync, link, take away, remove."""
+"""What is done to directories and names, each in one step: make, open, look at, sync, link, take away, remove."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import errno
 import os
 import shutil
 import stat
+import threading
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...errors import from_os_error
+from ...errors import Closed, from_os_error
 from ...options import Durability
 
 __all__ = [
     "RACES",
     "RETIRED",
+    "OpenDirectory",
     "is_directory",
     "is_vacant",
     "link_new",
@@ -32,6 +35,78 @@ RACES = 100
 """So often in a row another process may make, or remove, the directory that this one needs or removes."""
 
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+
+
+class OpenDirectory:
+    """The directory that ``path`` named when it was first used, for threads that open files in it.
+
+    The descriptor is closed when ``close`` was called and no thread uses it: a thread may still be in a system call
+    when its caller has given up on it, and the number of a closed descriptor is soon that of another file. Without
+    ``close`` it is closed with the object, which each thread that uses it refers to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()  # never held during a system call that may hang
+        self._descriptor: int | None = None
+        self._users = 0
+        self._closed = False
+
+    @contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """Keep the directory open meanwhile; the first thread opens it. Raises ``OSError``, ``Closed``."""
+        descriptor = self._acquire()
+        if descriptor is None:
+            descriptor = self._acquire_new(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        try:
+            yield descriptor
+        finally:
+            self._release()
+
+    def _acquire(self) -> int | None:
+        with self._lock:
+            if self._closed:
+                raise Closed(f"{self.path} was closed by the operation that had opened it")
+            if self._descriptor is not None:
+                self._users += 1
+            return self._descriptor
+
+    def _acquire_new(self, opened: int) -> int:
+        """Use ``opened``, unless another thread was faster: all threads use one directory."""
+        with self._lock:
+            first = self._descriptor is None and not self._closed
+            if first:
+                self._descriptor = opened
+                self._users += 1
+        if first:
+            return opened
+        os.close(opened)
+        descriptor = self._acquire()
+        assert descriptor is not None
+        return descriptor
+
+    def _release(self) -> None:
+        with self._lock:
+            self._users -= 1
+        self._close_if_unused()
+
+    def close(self) -> None:
+        """Close the directory, or have the last thread that uses it close it. Never blocks."""
+        with self._lock:
+            self._closed = True
+        self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        with self._lock:
+            if self._users or not self._closed:
+                return
+            descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)  # of a directory: there is nothing to write back
+
+    def __del__(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
 
 def make_root(root: Path, durability: Durability, made: list[Path]) -> None:

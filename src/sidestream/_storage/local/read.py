@@ -7,13 +7,15 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..._runtime.threads import Stop, current_deadline
 from ...errors import Corrupt, SidestreamError, from_os_error
 from ..coalesce import coalesce
 from ..store import ReadRange
+from .directories import OpenDirectory
 
 __all__ = ["LocalFiles", "map_file", "read_ranges", "read_tail", "size_of", "sizes_in"]
 
@@ -28,12 +30,23 @@ _WAITS = 0.5  # of the time of a call; otherwise it copies from the page cache
 _RUN_RANGES = 512  # with the gaps between them, what one readv takes (IOV_MAX)
 
 
-def _open_regular(path: str, flags: int) -> int:
+@contextmanager
+def _place(path: Path, within: OpenDirectory | None) -> Iterator[tuple[str, int | None]]:
+    """What to give to a system call: the path, or the name in a directory that is kept open."""
+    if within is None:
+        yield str(path), None
+    else:
+        with within.descriptor() as descriptor:
+            yield path.name, descriptor
+
+
+def _open_regular(path: Path, within: OpenDirectory | None) -> int:
     """Follows no link, and does not wait for the other end of a pipe."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with _place(path, within) as (name, directory):
+        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Corrupt(f"{path} is not a regular file", file=os.path.basename(path))
+            raise Corrupt(f"{path} is not a regular file", file=path.name)
     except BaseException:
         os.close(descriptor)
         raise
@@ -45,9 +58,14 @@ class LocalFiles:
     device or a server: ``waiting`` is called then."""
 
     def __init__(
-        self, directory: Path, waiting: Callable[[], None] | None = None, call_bytes: int = _CALL_BYTES
+        self,
+        directory: Path,
+        within: OpenDirectory | None,
+        waiting: Callable[[], None] | None = None,
+        call_bytes: int = _CALL_BYTES,
     ) -> None:
         self._directory = directory
+        self._within = within
         self._waiting = waiting
         self._call_bytes = call_bytes
 
@@ -55,7 +73,7 @@ class LocalFiles:
         path = self._directory / name
         deadline = current_deadline()
         try:
-            descriptor = _open_regular(str(path), os.O_RDONLY)
+            descriptor = _open_regular(path, self._within)
             try:
                 for run in coalesce(ranges, gap_bytes=_GAP_BYTES, most=_RUN_RANGES, most_bytes=self._call_bytes):
                     stop.check()
@@ -99,13 +117,13 @@ class LocalFiles:
             waiting()
 
 
-def read_ranges(path: Path, ranges: Sequence[ReadRange], stop: Stop) -> None:
-    LocalFiles(path.parent, call_bytes=_MOST_CALL_BYTES).read(path.name, ranges, stop)
+def read_ranges(path: Path, within: OpenDirectory | None, ranges: Sequence[ReadRange], stop: Stop) -> None:
+    LocalFiles(path.parent, within, call_bytes=_MOST_CALL_BYTES).read(path.name, ranges, stop)
 
 
-def map_file(path: Path, nbytes: int) -> mmap.mmap:
+def map_file(path: Path, within: OpenDirectory | None, nbytes: int) -> mmap.mmap:
     try:
-        descriptor = _open_regular(str(path), os.O_RDONLY)
+        descriptor = _open_regular(path, within)
         try:
             if os.fstat(descriptor).st_size < nbytes:  # to touch a page behind the end would kill the process
                 raise Corrupt(f"{path} is shorter than the {nbytes} bytes that were saved", file=path.name)
@@ -117,9 +135,9 @@ def map_file(path: Path, nbytes: int) -> mmap.mmap:
         raise _translated(error, "mapping", str(path)) from error
 
 
-def read_tail(path: Path, nbytes: int) -> bytes:
+def read_tail(path: Path, within: OpenDirectory | None, nbytes: int) -> bytes:
     try:
-        with open(path, "rb", opener=_open_regular) as file:
+        with open(_open_regular(path, within), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
             return file.read(nbytes)
     except OSError as error:
@@ -155,24 +173,40 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def size_of(path: Path) -> int:
+def size_of(path: Path, within: OpenDirectory | None) -> int:
     try:
-        return path.stat(follow_symlinks=False).st_size
+        with _place(path, within) as (name, directory):
+            return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
     except OSError as error:
         raise _translated(error, "looking at", str(path)) from error
 
 
-def sizes_in(directory: Path) -> dict[str, int]:
+def sizes_in(directory: Path, within: OpenDirectory | None) -> dict[str, int]:
     try:
-        with os.scandir(directory) as entries:
-            return {one.name: one.stat().st_size for one in entries if one.is_file(follow_symlinks=False)}
+        if within is None:
+            return _sizes(directory)
+        with within.descriptor() as descriptor:
+            # Opened once more: all who list a directory through one descriptor share its position.
+            listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=descriptor)
+            try:
+                return _sizes(listed)
+            finally:
+                os.close(listed)
     except OSError as error:
         raise _translated(error, "listing", str(directory)) from error
 
 
+def _sizes(directory: Path | int) -> dict[str, int]:
+    with os.scandir(directory) as entries:
+        return {one.name: one.stat().st_size for one in entries if one.is_file(follow_symlinks=False)}
+
+
 def _translated(error: OSError, doing: str, path: str) -> Exception:
-    if isinstance(error, (SidestreamError, FileNotFoundError)):
-        return error  # what is missing means something else to each caller
+    if isinstance(error, SidestreamError):
+        return error
+    if isinstance(error, FileNotFoundError):  # what is missing means something else to each caller
+        error.filename = path
+        return error
     if error.errno == errno.ENOTDIR:
         return FileNotFoundError(errno.ENOENT, "no such directory", path)
     if error.errno == errno.ELOOP:

@@ -8,26 +8,23 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple
 
-from ..._runtime.threads import Stop, current_deadline, io_threads
+from ..._runtime.threads import Stop
 from ...errors import Conflict, StorageError, from_os_error
 from ...options import Capabilities, Durability
 from ..bodies import Body
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import RACES, RETIRED, make_root, remove_tree, sync_directory, take_away
-from .read import LocalFiles, map_file, read_ranges, read_tail, size_of, sizes_in
+from .read import map_file, read_ranges, read_tail, size_of, sizes_in
+from .source import LocalSource, run_io
 from .transaction import LocalTransaction
 from .write import write_file
 
 __all__ = ["LocalStore"]
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 _ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
@@ -53,52 +50,47 @@ class LocalStore:
 
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         stop = Stop()
-        await _io(_put, self.root, self.root / name, body, durability, stop, stop=stop)
+        await run_io(_put, self.root, self.root / name, body, durability, stop, stop=stop)
 
     async def discard(self, leftover: str) -> None:
-        await _io(_discard, self.root, leftover)
+        await run_io(_discard, self.root, leftover)
 
     async def retire(self, directory: str, *, durability: Durability) -> None:
-        await _io(_retire, self.root, directory, durability)
+        await run_io(_retire, self.root, directory, durability)
 
     async def leftovers(self) -> list[Leftover]:
-        return await _io(_leftovers, self.root)
+        return await run_io(_leftovers, self.root)
 
     async def remove(self, names: Sequence[str]) -> None:
-        await _io(_remove, self.root, tuple(names))
+        await run_io(_remove, self.root, tuple(names))
 
     async def ages(self, directory: str) -> dict[str, float]:
-        return await _io(_ages, self.root / directory)
+        return await run_io(_ages, self.root / directory)
 
     async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
         stop = Stop()
-        await _io(read_ranges, self.root / name, ranges, stop, stop=stop)
+        await run_io(read_ranges, self.root / name, None, ranges, stop, stop=stop)
 
-    def files(self, directory: str, waiting: Callable[[], None]) -> LocalFiles:
-        return LocalFiles(self.root / directory, waiting)
+    def source(self, directory: str) -> LocalSource:
+        return LocalSource(self.root / directory, directory)
 
     async def map(self, name: str, nbytes: int) -> mmap.mmap:
-        return await _io(map_file, self.root / name, nbytes)
+        return await run_io(map_file, self.root / name, None, nbytes)
 
     async def read_tail(self, name: str, nbytes: int) -> bytes:
-        return await _io(read_tail, self.root / name, nbytes)
+        return await run_io(read_tail, self.root / name, None, nbytes)
 
     async def size(self, name: str) -> int:
-        return await _io(size_of, self.root / name)
+        return await run_io(size_of, self.root / name, None)
 
     async def sizes(self, directory: str) -> dict[str, int]:
-        return await _io(sizes_in, self.root / directory)
+        return await run_io(sizes_in, self.root / directory, None)
 
     async def directories(self, directory: str = ".") -> list[str]:
-        return await _io(_directories, self.root / directory)
+        return await run_io(_directories, self.root / directory)
 
 
 # --- what runs in threads; each function owns the descriptors that it opens ---
-
-
-async def _io(fn: Callable[[*Ts], T], *args: *Ts, stop: Stop | None = None) -> T:
-    current_deadline()  # a caller that has none would wait for ever where a disk hangs
-    return await io_threads().run(fn, *args, stop=stop)
 
 
 def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop) -> None:

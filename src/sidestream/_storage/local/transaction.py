@@ -52,7 +52,7 @@ class LocalTransaction(Transaction):
         return StoreAddress(str(self._root))
 
     async def read_tail(self, name: str, nbytes: int) -> bytes:
-        return await io_threads().run(read_tail, self._root / name, nbytes)
+        return await io_threads().run(read_tail, self._root / name, None, nbytes)
 
     def committed_name(self, name: str) -> str:
         return name

@@ -17,7 +17,7 @@ from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
 from ..clients.io_loop import on_io_loop
 from ..coalesce import coalesce
-from ..store import Leftover, ReadRange
+from ..store import Leftover, ReadRange, StoreSource
 from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket
@@ -92,8 +92,8 @@ class ObjectStore:
         if runs:
             await self._io(lambda: self._read(name, runs), f"reading {name}")
 
-    def files(self, directory: str, waiting: Callable[[], None]) -> None:
-        """Return None: reads are requests, on the loop of the storage clients."""
+    def source(self, directory: str) -> StoreSource:
+        return StoreSource(self, directory)
 
     async def _read(self, name: str, runs: Sequence[Sequence[ReadRange]]) -> None:
         queue = iter(runs)

@@ -1,0 +1,347 @@
+"""A reader sees the files of one directory, also if that is renamed meanwhile, and leaves no descriptor open."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from states import assert_same
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+import sidestream
+from sidestream import errors
+from sidestream._runtime import threads
+from sidestream._storage.local.directories import OpenDirectory
+from sidestream.dcp import StorageReader
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable.*:UserWarning"),
+]
+
+OLD = {f"t{index}": torch.full((1 << 16,), float(index)) for index in range(4)} | {"step": 1}
+NEW = {f"t{index}": torch.full((1 << 16,), 100.0 + index) for index in range(4)} | {"step": 2}
+
+
+def blank() -> dict[str, Any]:
+    return {name: torch.zeros_like(one) if isinstance(one, torch.Tensor) else 0 for name, one in OLD.items()}
+
+
+class Place:
+    """A checkpoint, and another one that can take its place."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.folder, self.replaced = folder / "c", folder, 0
+
+    def replace(self) -> None:
+        """Rename both, once."""
+        self.replaced += 1
+        if self.replaced == 1:
+            self.path.rename(self.folder / "old")
+            (self.folder / "new").rename(self.path)
+
+    def progress(self, done: int, total: int) -> None:
+        """Called with 0 when the manifest has been read, and nothing else."""
+        self.replace()
+
+    def open(self) -> list[str]:
+        """The files and directories here that this process has open."""
+        found = []
+        for one in os.listdir("/proc/self/fd"):
+            try:
+                target = os.readlink(f"/proc/self/fd/{one}")
+            except FileNotFoundError:  # the descriptor of the listing itself
+                continue
+            if target.startswith(str(self.folder)):
+                found.append(target)
+        return found
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> Place:
+    await sidestream.save(OLD, tmp_path / "c")
+    await sidestream.save(NEW, tmp_path / "new")
+    return Place(tmp_path)
+
+
+# --- a directory that is replaced -------------------------------------------------------------------------------------
+
+
+async def load_plainly(place: Place) -> Any:
+    state = blank()
+    await sidestream.load(state, place.path, verify="manifest", progress=place.progress)
+    return state
+
+
+async def load_atomically(place: Place) -> Any:
+    state = blank()
+    await sidestream.load(state, place.path, verify="manifest", atomic=True, progress=place.progress)
+    return state
+
+
+class Replacing(DefaultLoadPlanner):
+    """Replaces the checkpoint when its metadata has been read."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    def create_local_plan(self) -> Any:
+        self._place.replace()
+        return super().create_local_plan()
+
+
+async def load_with_a_planner(place: Place) -> Any:
+    state = blank()
+    await sidestream.load(state, place.path, verify="manifest", planner=Replacing(place))
+    return state
+
+
+async def load_by_dcp(place: Place) -> Any:
+    state = blank()
+    reader = StorageReader(place.path, verify="manifest")
+    await asyncio.to_thread(dcp.load, state, storage_reader=reader, planner=Replacing(place), no_dist=True)
+    return state
+
+
+async def convert(place: Place) -> Any:
+    target = place.folder / "converted"
+    await sidestream.convert(place.path, target, format="dcp", verify="manifest", progress=place.progress)
+    return await (await sidestream.open_checkpoint(target)).state_dict()
+
+
+async def copy(place: Place) -> Any:
+    await sidestream.copy(place.path, place.folder / "copied", progress=place.progress)
+    return await (await sidestream.open_checkpoint(place.folder / "copied")).state_dict()
+
+
+async def read_all(place: Place) -> Any:
+    checkpoint = await sidestream.open_checkpoint(place.path, verify="manifest")
+    return await checkpoint.state_dict(progress=place.progress)
+
+
+@pytest.mark.parametrize(
+    "read", [load_plainly, load_atomically, load_with_a_planner, load_by_dcp, convert, copy, read_all]
+)
+async def test_a_checkpoint_that_is_replaced_is_read_to_its_end(
+    read: Callable[[Place], Awaitable[Any]], place: Place
+) -> None:
+    found = await read(place)
+    assert place.replaced
+    assert_same(OLD, found)
+    assert not place.open()
+
+
+async def test_a_checkpoint_that_is_replaced_is_verified_to_its_end(place: Place) -> None:
+    save_id = (await sidestream.open_checkpoint(place.path)).save_id
+    report = await sidestream.verify(place.path, progress=place.progress)
+    assert place.replaced
+    assert report.ok, report.damaged
+    assert report.save_id == save_id
+    assert not place.open()
+
+
+async def test_an_open_checkpoint_that_was_replaced(place: Place) -> None:
+    """It holds nothing open: files of the other one, which have the same names, are never taken for its own."""
+    checkpoint = await sidestream.open_checkpoint(place.path, verify="manifest")
+    place.replace()
+    for call in (checkpoint.tensor("t0"), checkpoint.value("step"), checkpoint.state_dict()):
+        with pytest.raises(errors.Corrupt, match="another checkpoint has replaced this one"):
+            await call
+    assert not place.open()
+    again = await sidestream.open_checkpoint(place.path, verify="manifest")
+    assert_same(NEW, await again.state_dict())
+
+
+@pytest.mark.parametrize("link", [False, True])
+async def test_another_writers_checkpoint_that_is_replaced(link: bool, tmp_path: Path) -> None:
+    """Its items are located after the manifest was read. The URL may be a symbolic link to the directory."""
+    for name, state in (("at", OLD), ("new", NEW)):
+        dcp.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    place = Place(tmp_path)
+    if link:
+        place.path.symlink_to("at")
+    else:
+        (tmp_path / "at").rename(place.path)
+    found = await load_with_a_planner(place)
+    assert_same(OLD, found)
+    assert not place.open()
+
+
+# --- descriptors ------------------------------------------------------------------------------------------------------
+
+
+async def test_nothing_stays_open_after_a_load(place: Place) -> None:
+    await sidestream.load(blank(), place.path)
+    checkpoint = await sidestream.open_checkpoint(place.path)
+    assert not place.open()
+    await checkpoint.tensor("t0")
+    await checkpoint.value("step")
+    await checkpoint.state_dict()
+    assert (await checkpoint.verify()).ok
+    assert not place.open()
+    mapped = await checkpoint.state_dict(memory="mapped")
+    assert str(place.path) not in place.open()
+    assert_same(OLD, mapped)
+
+
+async def damaged(place: Place) -> None:
+    data = max(place.path.iterdir(), key=lambda one: one.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 3] ^= 1
+    data.write_bytes(raw)
+    await sidestream.load(blank(), place.path)
+
+
+async def without_a_file(place: Place) -> None:
+    def remove(done: int, total: int) -> None:
+        max(place.path.iterdir(), key=lambda one: one.stat().st_size).unlink(missing_ok=True)
+
+    await sidestream.load(blank(), place.path, progress=remove)
+
+
+async def of_another_shape(place: Place) -> None:
+    await sidestream.load({"t0": torch.zeros(3)}, place.path)
+
+
+async def without_a_manifest(place: Place) -> None:
+    for one in place.path.glob("manifest-*"):
+        one.unlink()
+    await sidestream.load(blank(), place.path)
+
+
+async def without_a_marker(place: Place) -> None:
+    (place.path / ".metadata").unlink()
+    await sidestream.load(blank(), place.path)
+
+
+async def of_a_planner_that_fails(place: Place) -> None:
+    state = {"other": torch.zeros(3)}
+    await sidestream.load(state, place.path, planner=DefaultLoadPlanner())
+
+
+async def of_a_file_that_is_none(place: Place) -> None:
+    await sidestream.load(blank(), place.path / ".metadata")
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        damaged,
+        without_a_file,
+        of_another_shape,
+        without_a_manifest,
+        without_a_marker,
+        of_a_planner_that_fails,
+        of_a_file_that_is_none,
+    ],
+)
+async def test_nothing_stays_open_after_a_load_that_fails(
+    load: Callable[[Place], Awaitable[None]], place: Place
+) -> None:
+    """Also while the error is kept, whose traceback refers to all that took part."""
+    with pytest.raises(errors.SidestreamError) as error:
+        await load(place)
+    assert not place.open()
+    assert error.value.__traceback__ is not None
+
+
+class Hanging:
+    """A system call that hangs for files of one kind, as it does on a server that has gone away."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+        self._open, self._suffix = os.open, suffix
+        self.directory: int | None = None
+        self.entered, self.goes_on, self.left = threading.Event(), threading.Event(), threading.Event()
+        monkeypatch.setattr(os, "open", self)
+
+    def __call__(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if not str(path).endswith(self._suffix):
+            return self._open(path, flags, mode, dir_fd=dir_fd)
+        self.directory = dir_fd
+        self.entered.set()
+        self.goes_on.wait(60)
+        try:
+            return self._open(path, flags, mode, dir_fd=dir_fd)
+        finally:
+            self.left.set()
+
+
+async def test_nothing_stays_open_after_a_load_that_is_cancelled(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = Hanging(monkeypatch, ".distcp")
+    loading = asyncio.create_task(sidestream.load(blank(), place.path))
+    assert await asyncio.to_thread(hanging.entered.wait, 60)
+    assert str(place.path) in place.open()
+    loading.cancel()
+    hanging.goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert not place.open()
+
+
+async def test_a_thread_that_is_left_behind_keeps_its_directory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor is not closed, and used for another file, while the system call that has it goes on."""
+    monkeypatch.setattr(threads, "_GRACE_S", 0.1)
+    hanging = Hanging(monkeypatch, ".distcp")
+    with pytest.raises(errors.DeadlineExceeded):
+        await sidestream.load(blank(), place.path, timeout_s=1.0)
+    assert hanging.directory is not None
+    assert os.readlink(f"/proc/self/fd/{hanging.directory}") == str(place.path)
+    hanging.goes_on.set()
+    assert await asyncio.to_thread(hanging.left.wait, 60)
+    for _ in range(600):
+        if not place.open():
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"still open: {place.open()}")
+
+
+def test_threads_that_open_a_directory_at_once_use_one_descriptor(place: Place) -> None:
+    directory, barrier = OpenDirectory(place.path), threading.Barrier(8)
+    found: list[int] = []
+
+    def use() -> None:
+        barrier.wait()
+        with directory.descriptor() as descriptor:
+            found.append(descriptor)
+            barrier.wait()
+
+    started = [threading.Thread(target=use) for _ in range(8)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join(60)
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert place.open() == [str(place.path)]
+    directory.close()
+    assert not place.open()
+
+
+def test_a_directory_is_closed_by_its_last_user(place: Place) -> None:
+    directory = OpenDirectory(place.path)
+    with directory.descriptor(), directory.descriptor():
+        directory.close()
+        with pytest.raises(errors.Closed), directory.descriptor():
+            pass
+        assert place.open()
+    assert not place.open()
+    directory.close()
+
+
+def test_a_directory_that_nobody_closes_is_closed_with_its_object(place: Place) -> None:
+    directory = OpenDirectory(place.path)
+    with directory.descriptor():
+        pass
+    assert place.open()
+    del directory
+    assert not place.open()
