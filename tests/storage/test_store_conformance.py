@@ -6,6 +6,7 @@ import gc
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,70 @@ async def test_ranges(store: Store) -> None:
             await store.read(name, [ReadRange(offset, memoryview(bytearray(2)))])
     with pytest.raises(FileNotFoundError):
         await store.read("ckpt/none", [ReadRange(0, memoryview(bytearray(2)))])
+
+
+async def test_a_source_has_the_files_of_its_directory(store: Store) -> None:
+    content = bytes(index % 251 for index in range(100_000))
+    transaction = written(store, {"__0_0.distcp": content})
+    await publish(transaction)
+    name = transaction.committed_name("__0_0.distcp")
+    with closing(store.source("ckpt")) as source:
+        assert source.name == "ckpt"
+        assert source.path_of(name) == f"ckpt/{name}"
+        assert await source.sizes() == {name: len(content), ".metadata": len(MARKER)}
+        assert await source.size(name) == len(content)
+        assert await source.read_tail(".metadata", 8) == MARKER[-8:]
+        whole, part = bytearray(len(content)), bytearray(10)
+        await source.read(name, [ReadRange(0, memoryview(whole)), ReadRange(90_000, memoryview(part))])
+        assert whole == content
+        assert part == content[90_000:90_010]
+        if store.capabilities.mapping:
+            mapped = await source.map(name, 1000)
+            assert mapped[:] == content[:1000]
+        files = source.files(lambda: None)
+        if files is not None:
+            threads, again = Threads("test", 1), bytearray(len(content))
+            try:
+                await threads.run(files.read, name, [ReadRange(0, memoryview(again))], Stop())
+            finally:
+                threads.close()
+            assert again == content
+    source.close()
+
+
+async def test_what_a_source_refuses(store: Store) -> None:
+    """Errors name the whole path, or the URL, of the file."""
+    transaction = written(store, {"__0_0.distcp": b"content"})
+    await publish(transaction)
+    name = transaction.committed_name("__0_0.distcp")
+    two = [ReadRange(6, memoryview(bytearray(2)))]
+    with closing(store.source("ckpt")) as source:
+        with pytest.raises(errors.Corrupt) as short:
+            await source.read(name, two)
+        assert f"{store.url}/ckpt/{name} ends at byte 7" in str(short.value)
+        assert short.value.file == name
+        for request in (source.read("none", two), source.read_tail("none", 8), source.size("none")):
+            with pytest.raises(FileNotFoundError) as missing:
+                await request
+            assert missing.value.filename == f"{store.url}/ckpt/none"
+    for directory in ("none", f"ckpt/{name}") if store.capabilities.rename else ("none",):  # nothing, and a file
+        source = store.source(directory)
+        for request in (source.sizes(), source.read_tail("a", 8), source.size("a"), source.read("a", two)):
+            with pytest.raises(FileNotFoundError) as missing:
+                await request
+            assert str(missing.value.filename).startswith(f"{store.url}/{directory}")
+        source.close()
+
+
+async def test_the_source_of_the_root(store: Store) -> None:
+    """As a file that is a checkpoint by itself is read."""
+    transaction = store.begin(Attempt("one.pt", "file", ID, "fsync"))
+    write(transaction, {"one.pt": b"content"})
+    await transaction.commit({})
+    with closing(store.source(".")) as source:
+        assert source.path_of("one.pt") == "one.pt"
+        assert await source.size("one.pt") == 7
+        assert await source.read_tail("one.pt", 3) == b"ent"
 
 
 async def test_what_arrives_may_fail(store: Store) -> None:
