@@ -21,6 +21,7 @@ from sidestream._run.leases import Leases
 from sidestream._run.pruning import Pruner
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
+from sidestream._storage.local.source import LocalSource
 from sidestream._storage.bodies import BytesBody
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 
@@ -435,10 +436,16 @@ async def test_of_two_saves_that_overlap_the_one_begun_later_is_the_last(tmp_pat
 class DeletedMeanwhile(LocalStore):
     """Another process deletes a step as soon as its shard is read."""
 
-    async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
-        if name.startswith("step-3/__"):
-            await self.retire("step-3", durability="flush")
-        await super().read(name, ranges)
+    def source(self, directory: str) -> LocalSource:
+        store = self
+
+        class Source(LocalSource):
+            async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
+                if directory == "step-3" and file.startswith("__"):
+                    await store.retire(directory, durability="flush")
+                await super().read(file, ranges)
+
+        return Source(self.root / directory, directory)
 
 
 async def test_a_step_that_is_deleted_while_it_is_verified_is_not_damaged(tmp_path: Path) -> None:
