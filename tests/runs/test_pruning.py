@@ -22,6 +22,7 @@ from sidestream._run.pruning import Pruner
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
+from sidestream._storage.local.source import LocalSource
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 
 
@@ -433,22 +434,40 @@ async def test_of_two_saves_that_overlap_the_one_begun_later_is_the_last(tmp_pat
 
 
 class DeletedMeanwhile(LocalStore):
-    """Another process deletes a step as soon as its shard is read."""
+    """Another process deletes a step as soon as its shard is read; ``how``: to the end, or as far as the rename that
+    makes it invisible."""
 
-    async def read(self, name: str, ranges: Sequence[ReadRange]) -> None:
-        if name.startswith("step-3/__"):
-            await self.retire("step-3", durability="flush")
-        await super().read(name, ranges)
+    def __init__(self, root: Path, how: str) -> None:
+        super().__init__(root)
+        self._how = how
+
+    def source(self, directory: str) -> LocalSource:
+        source = super().source(directory)
+        read = source.read
+
+        async def delete_and_read(file: str, ranges: Sequence[ReadRange]) -> None:
+            if directory == "step-3" and file.startswith("__") and (self.root / directory).exists():
+                if self._how == "deleted":
+                    await self.retire(directory, durability="flush")
+                else:
+                    (self.root / directory).rename(self.root / ".retired-step-3")
+            await read(file, ranges)
+
+        source.read = delete_and_read  # type: ignore[method-assign]
+        return source
 
 
-async def test_a_step_that_is_deleted_while_it_is_verified_is_not_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["deleted", "renamed"])
+async def test_a_step_that_is_deleted_while_it_is_verified_is_not_counted(tmp_path: Path, how: str) -> None:
+    """It is not damaged either. Its files may be read to the end, so that it verifies: older steps stay all the
+    same."""
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, 1, 2, 3)
-    store = DeletedMeanwhile(tmp_path)
+    store = DeletedMeanwhile(tmp_path, how)
     pruner = Pruner(
         store, str(tmp_path), KeepLast(1), Leases(store, 60.0), "flush", lease_s=60.0, abandoned_after_s=60.0
     )
     with time_limit(Deadline.after(60)):
         pruned = await pruner.run(tuple)
     assert (pruned.verified, pruned.deleted, pruned.damaged) == ("step-2", ("step-1",), ())
-    assert entries(tmp_path) == ["step-2"]
+    assert [name for name in entries(tmp_path) if not name.startswith(".")] == ["step-2"]
