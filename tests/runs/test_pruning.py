@@ -434,28 +434,40 @@ async def test_of_two_saves_that_overlap_the_one_begun_later_is_the_last(tmp_pat
 
 
 class DeletedMeanwhile(LocalStore):
-    """Another process deletes a step as soon as its shard is read."""
+    """Another process deletes a step as soon as its shard is read; ``how``: to the end, or as far as the rename that
+    makes it invisible."""
+
+    def __init__(self, root: Path, how: str) -> None:
+        super().__init__(root)
+        self._how = how
 
     def source(self, directory: str) -> LocalSource:
-        store = self
+        source = super().source(directory)
+        read = source.read
 
-        class Source(LocalSource):
-            async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
-                if directory == "step-3" and file.startswith("__"):
-                    await store.retire(directory, durability="flush")
-                await super().read(file, ranges)
+        async def delete_and_read(file: str, ranges: Sequence[ReadRange]) -> None:
+            if directory == "step-3" and file.startswith("__") and (self.root / directory).exists():
+                if self._how == "deleted":
+                    await self.retire(directory, durability="flush")
+                else:
+                    (self.root / directory).rename(self.root / ".retired-step-3")
+            await read(file, ranges)
 
-        return Source(self.root / directory, directory)
+        source.read = delete_and_read  # type: ignore[method-assign]
+        return source
 
 
-async def test_a_step_that_is_deleted_while_it_is_verified_is_not_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["deleted", "renamed"])
+async def test_a_step_that_is_deleted_while_it_is_verified_is_not_counted(tmp_path: Path, how: str) -> None:
+    """It is not damaged either. Its files may be read to the end, so that it verifies: older steps stay all the
+    same."""
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, 1, 2, 3)
-    store = DeletedMeanwhile(tmp_path)
+    store = DeletedMeanwhile(tmp_path, how)
     pruner = Pruner(
         store, str(tmp_path), KeepLast(1), Leases(store, 60.0), "flush", lease_s=60.0, abandoned_after_s=60.0
     )
     with time_limit(Deadline.after(60)):
         pruned = await pruner.run(tuple)
     assert (pruned.verified, pruned.deleted, pruned.damaged) == ("step-2", ("step-1",), ())
-    assert entries(tmp_path) == ["step-2"]
+    assert [name for name in entries(tmp_path) if not name.startswith(".")] == ["step-2"]

@@ -74,6 +74,7 @@ async def loaded(url: Path) -> sidestream.LoadReport:
 async def look(case: Path) -> dict[str, Any]:
     global here
     seen.clear()
+    os.chdir(case)  # names in an open directory are taken for names here: other directories are opened by their path
     here = case
     outcomes = {
         "state_dict": await attempt(everything(case)),

@@ -316,7 +316,12 @@ async def test_steps_that_hold_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / f"step-{number}").mkdir()
     listed: list[str] = []
     scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: [listed.append(os.fspath(path)), scandir(path)][1])
+
+    def listing(path: Path | int) -> Any:
+        listed.append(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", listing)
     store = locate_run(tmp_path, Where())[0]
     with short_turns(5 * names), time_limit(Deadline.after(600)):
         assert await list_steps(store) == await list_generations(store, {}) == []

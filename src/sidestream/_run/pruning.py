@@ -196,9 +196,10 @@ class Pruner:
             report = await verify_at(Location(self.store, step.name, f"{self.url}/{step.name}"))
         except CheckpointNotFound:  # another process has deleted it meanwhile
             return False
+        now = await look_at(self.store, step)
+        if now is None or (report.ok and now.marker != step.marker):
+            return False  # another process has deleted it while it was read, which goes on to the end all the same
         if not report.ok:
-            if await look_at(self.store, step) is None:  # deleted by another process while it was read
-                return False
             first, many = report.damaged[0], len(report.damaged)
             self._damaged[step.name] = Corrupt(
                 f"{step.name} does not verify ({many} places, the first: {first.message}); it is not counted, and "

@@ -32,7 +32,8 @@ _RUN_RANGES = 512  # with the gaps between them, what one readv takes (IOV_MAX)
 
 @contextmanager
 def _place(path: Path, within: OpenDirectory | None) -> Iterator[tuple[str, int | None]]:
-    """What to give to a system call: the path, or the name in a directory that is kept open."""
+    """What to give to a system call: the path, or the name in a directory that is kept open, which never leads to a
+    file of another directory."""
     if within is None:
         yield str(path), None
     else:
@@ -137,7 +138,7 @@ def map_file(path: Path, within: OpenDirectory | None, nbytes: int) -> mmap.mmap
 
 def read_tail(path: Path, within: OpenDirectory | None, nbytes: int) -> bytes:
     try:
-        with open(_open_regular(path, within), "rb") as file:
+        with open(path, "rb", opener=lambda *_: _open_regular(path, within)) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
             return file.read(nbytes)
     except OSError as error:
