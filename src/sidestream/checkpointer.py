@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from ._format.records import Node
-from ._group import GroupChoice, Member, Operation, group_of
+from ._group import GroupChoice, Member, Operation, call_together, group_of
 from ._layout.metadata import encode_metadata
 from ._layout.objects import allowed_types
 from ._layout.save_layout import plan_save
@@ -27,7 +27,7 @@ from ._load.open.manifest import read_metadata
 from ._load.open.steps import Step
 from ._load.verify import VerifyReport, verify_at
 from ._run.choose import Wish, choose
-from ._run.group import RestoringTogether, call_together
+from ._run.group import RestoringTogether
 from ._run.health import Health
 from ._run.leases import Leases
 from ._run.maintenance import Upkeep

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from _hub import LONG_S, Ranks, in_owner, owner_held
 
-from sidestream._group import Operation, Stopped
+from sidestream._group import Operation, Stopped, call_together
 from sidestream._group.frames import Frame, Kind
 from sidestream._group.hub import Group
 from sidestream._group.owner import owner
-from sidestream._run.group import call_together
 from sidestream._run.slots import QueuedSave, Slots
 from sidestream._run.starting import JointTurn, Starts
 from sidestream._runtime.threads import Deadline

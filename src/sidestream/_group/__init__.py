@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .calls import call_together, stoppable, together
 from .failure import Stopped
-from .operation import Operation, Part
+from .operation import Operation
 from .process import has_ended, this_process
 from .rendezvous import GroupChoice, Member, deadline_of, group_of
 
@@ -11,10 +12,12 @@ __all__ = [
     "GroupChoice",
     "Member",
     "Operation",
-    "Part",
     "Stopped",
+    "call_together",
     "deadline_of",
     "group_of",
     "has_ended",
+    "stoppable",
     "this_process",
+    "together",
 ]

@@ -21,7 +21,7 @@ from ..errors import RankFailures
 from ..options import RANK_WAIT_S
 from .failure import Stopped
 
-__all__ = ["Decide", "Exchange", "Operation", "Part"]
+__all__ = ["Decide", "Exchange", "Operation"]
 
 Decide: TypeAlias = Callable[[Sequence[bytes]], "bytes | Sequence[bytes]"]
 """On rank 0: from the parts of all ranks, by rank, to one answer for all or one for each."""
@@ -63,28 +63,6 @@ class Traffic(Protocol):
     def leave(self, operation: Operation) -> None: ...
 
     def close(self, operation: Operation) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """This rank's part in an operation that runs in its caller's task. If the loop of that task ends, the other ranks
-    are notified."""
-
-    operation: Operation
-
-    @property
-    def what(self) -> str:
-        return f"this rank's part in a {self.operation.kind}"
-
-    @property
-    def expires_at(self) -> float:
-        return self.operation.expires_at
-
-    def abandon(self) -> None:
-        self.operation.report(asyncio.CancelledError())
-
-    def leave(self, *, stuck: bool) -> None:
-        """Do nothing: the part has no other resources."""
 
 
 class Operation:

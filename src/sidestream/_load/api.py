@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .._group import GroupChoice, Operation, deadline_of, group_of
+from .._group import GroupChoice, Operation, deadline_of, group_of, together
 from .._layout.objects import allowed_types
 from .._runtime.abandoned import noted
 from .._runtime.public import public
@@ -25,12 +25,11 @@ from ..options import (
     check_seconds,
     check_strict,
 )
-from .group import together
 from .operation import LoadLifecycle, LoadOperation, Target
 from .report import LoadOptions, LoadReport, PassedOver
 from .target import StateTarget
 
-__all__ = ["LoadOptions", "LoadReport", "PassedOver", "load", "load_from", "together"]
+__all__ = ["LoadOptions", "LoadReport", "PassedOver", "load", "load_from"]
 
 
 @public

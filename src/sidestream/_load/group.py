@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .._format.records import Manifest, ValueEntry
 from .._format.shared import Part, Root, join
 from .._format.validate import check_patterns, validate
-from .._group import Operation, Stopped
-from .._group import Part as PartOfGroup
+from .._group import Operation
 from .._layout.match import LoadPlan
 from .._layout.ranges import Box, overlap
-from .._runtime.abandoned import watch
 from .._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced
 from .._storage import Location, RangeSource
 from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
 from .open.manifest import open_root, read_parts
 
-__all__ = ["Outline", "agree_on", "open_outline", "stoppable", "together"]
+__all__ = ["Outline", "agree_on", "open_outline"]
 
 T = TypeVar("T")
 
@@ -154,46 +150,3 @@ def _check_unexpected(told: Sequence[Mapping[str, Any]], manifest: Manifest) -> 
         )
         text = "\n  ".join(shown)
         raise UnexpectedKeys(f"the target does not fit the checkpoint (nothing was changed):\n  {text}")
-
-
-async def stoppable(operation: Operation, work: Coroutine[Any, Any, T]) -> T:
-    """Do ``work``, and stop it when another rank cannot go on: then ``Stopped`` is raised."""
-    task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(task.cancel)
-
-    operation.on_stop(stop)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as cancel:
-            cancelled = cancel
-            task.cancel()
-    if cancelled is not None:
-        if not task.cancelled():
-            task.exception()
-        raise cancelled
-    if task.cancelled():
-        raise Stopped
-    return task.result()
-
-
-async def together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
-    """What all ranks do, so that it ends alike for all. Raises ``RankFailures``; its own cancel."""
-    watched = watch(PartOfGroup(operation))
-    try:
-        result = await work(operation)
-    except BaseException as error:
-        verdict = await operation.failed(error)
-        if not isinstance(error, Exception):
-            raise
-        verdict.written = getattr(error, "written", ())
-        raise verdict from error
-    finally:
-        watched.end()
-    operation.close()
-    return result

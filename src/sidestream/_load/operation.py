@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 from .._format.records import Manifest
-from .._group import Operation
+from .._group import Operation, stoppable
 from .._runtime.tasks import finish
 from .._runtime.threads import io_threads, time_limit
 from ..errors import Corrupt, SidestreamError, printable
@@ -30,7 +30,6 @@ from ..events import (
     LoadVerified,
     emit,
 )
-from .group import stoppable
 from .report import Loaded, LoadOptions, LoadReport, report_of
 
 __all__ = ["LoadLifecycle", "LoadOperation", "Target"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._group import Member, Operation, Part
-from .._load.api import LoadOptions, LoadReport, load_from, together
+from .._group import Member, Operation, together
+from .._load.api import LoadOptions, LoadReport, load_from
 from .._load.open.steps import Step, look_at
-from .._runtime.abandoned import watch
 from .._runtime.threads import current_deadline
 from .._storage import Location, Store
 from ..errors import CheckpointNotFound, Corrupt, NotShared, RankFailures, SidestreamError
@@ -19,23 +17,9 @@ from .choose import Wish, choose
 from .leases import Lease, Leases
 from .restore import fell_back, restore_context
 
-__all__ = ["RestoringTogether", "call_together"]
+__all__ = ["RestoringTogether"]
 
 _RANKS_SHOWN = 10
-
-
-async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
-    """Do what precedes an operation's own work; if that fails here, it fails everywhere. Raises ``RankFailures``."""
-    watched = watch(Part(operation))
-    try:
-        return await work()
-    except BaseException as error:
-        verdict = await operation.failed(error)
-        if isinstance(error, asyncio.CancelledError):
-            raise
-        raise verdict from error
-    finally:
-        watched.end()
 
 
 @dataclass(slots=True)

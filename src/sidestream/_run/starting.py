@@ -11,12 +11,10 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 
-from .._group import Operation
-from .._load.group import stoppable
+from .._group import Operation, call_together, stoppable
 from .._runtime.threads import Deadline
 from ..errors import InvalidOption, RankFailures
 from ..options import Overlap
-from .group import call_together
 from .slots import Slots
 
 __all__ = ["EARLIER", "JointTurn", "Starts", "tells_of_earlier"]

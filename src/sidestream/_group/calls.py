@@ -1,0 +1,96 @@
+"""Calls of all ranks together: what one rank does ends alike for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .._runtime.abandoned import watch
+from .failure import Stopped
+from .operation import Operation
+
+__all__ = ["call_together", "stoppable", "together"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part in an operation that runs in its caller's task. If the loop of that task ends, the other ranks
+    are notified."""
+
+    operation: Operation
+
+    @property
+    def what(self) -> str:
+        return f"this rank's part in a {self.operation.kind}"
+
+    @property
+    def expires_at(self) -> float:
+        return self.operation.expires_at
+
+    def abandon(self) -> None:
+        self.operation.report(asyncio.CancelledError())
+
+    def leave(self, *, stuck: bool) -> None:
+        """Do nothing: the part has no other resources."""
+
+
+async def together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
+    """Do ``work``, which every rank does, so that it ends alike for all. Raises ``RankFailures``, or its own cancel."""
+    watched = watch(Part(operation))
+    try:
+        result = await work(operation)
+    except BaseException as error:
+        verdict = await operation.failed(error)
+        if not isinstance(error, Exception):
+            raise
+        verdict.written = getattr(error, "written", ())
+        raise verdict from error
+    finally:
+        watched.end()
+    operation.close()
+    return result
+
+
+async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
+    """Do what precedes an operation's own work; if that fails here, it fails everywhere. Raises ``RankFailures``."""
+    watched = watch(Part(operation))
+    try:
+        return await work()
+    except BaseException as error:
+        verdict = await operation.failed(error)
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        raise verdict from error
+    finally:
+        watched.end()
+
+
+async def stoppable(operation: Operation, work: Coroutine[Any, Any, T]) -> T:
+    """Do ``work``, and stop it when another rank cannot go on: then ``Stopped`` is raised."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(task.cancel)
+
+    operation.on_stop(stop)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as cancel:
+            cancelled = cancel
+            task.cancel()
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()
+        raise cancelled
+    if task.cancelled():
+        raise Stopped
+    return task.result()
