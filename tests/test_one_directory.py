@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,7 +18,7 @@ from states import assert_same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import sidestream
-from sidestream import errors
+from sidestream import errors, events
 from sidestream._runtime import threads
 from sidestream._storage.local.directories import OpenDirectory
 from sidestream.dcp import StorageReader
@@ -178,6 +179,69 @@ async def test_another_writers_checkpoint_that_is_replaced(link: bool, tmp_path:
 
 
 # --- descriptors ------------------------------------------------------------------------------------------------------
+
+
+class Overwritten:
+    """Another process puts a new checkpoint in the place of one that is read, and deletes the old one."""
+
+    def __init__(self, url: str, new: str) -> None:
+        self.url, self.new, self.told = url, new, 0
+
+    def progress(self, done: int, total: int) -> None:
+        self.told += 1
+        if self.told == 1:
+            files = fsspec.filesystem(self.url.partition("://")[0])
+            files.rm(self.url, recursive=True)
+            if self.new:
+                files.mv(self.new, self.url, recursive=True)
+
+
+@pytest.fixture(params=["file", "memory"])
+async def overwritten(request: pytest.FixtureRequest, tmp_path: Path) -> Overwritten:
+    root = f"{request.param}://{tmp_path}"
+    await sidestream.save(OLD, f"{root}/c")
+    await sidestream.save(NEW, f"{root}/new")
+    return Overwritten(f"{root}/c", f"{root}/new")
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": "manifest"}, {"atomic": True}], ids=str)
+async def test_a_load_that_loses_its_files_to_another_checkpoint_starts_over(
+    overwritten: Overwritten, options: dict[str, Any]
+) -> None:
+    state, seen = blank(), []
+    with events.observe(lambda event: seen.append(event) if isinstance(event, events.LoadEvent) else None):
+        report = await sidestream.load(state, overwritten.url, progress=overwritten.progress, **options)
+    assert_same(state, NEW)
+    opened = [event.load.save_id for event in seen if isinstance(event, events.LoadOpened)]
+    assert len(set(opened)) == 2
+    assert opened[-1] == report.save_id == seen[-1].load.save_id
+    assert isinstance(seen[-1], events.LoadApplied)
+
+
+async def test_a_load_that_loses_its_files_to_none_does_not(overwritten: Overwritten) -> None:
+    overwritten.new = ""
+    with pytest.raises(errors.Corrupt, match="is missing"):
+        await sidestream.load(blank(), overwritten.url, progress=overwritten.progress)
+
+
+async def test_what_was_written_before_a_load_started_over(tmp_path: Path) -> None:
+    """The checkpoint that takes the place does not fit: the error knows what was read of the first one."""
+    large = {"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}
+    await sidestream.save(large, tmp_path / "c")
+    await sidestream.save({"a": torch.ones(1 << 20)}, tmp_path / "new")
+    data = max((tmp_path / "c").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[-(1 << 20)] ^= 1
+    data.write_bytes(raw)
+
+    def progress(done: int, total: int) -> None:
+        if done == 0 and (tmp_path / "new").exists():
+            (tmp_path / "c").rename(tmp_path / "old")
+            (tmp_path / "new").rename(tmp_path / "c")
+
+    with pytest.raises(errors.Mismatch) as raised:
+        await sidestream.load({name: torch.zeros(1 << 20) for name in "ab"}, tmp_path / "c", progress=progress)
+    assert "b" in raised.value.written
 
 
 async def test_nothing_stays_open_after_a_load(place: Place) -> None:

@@ -226,7 +226,8 @@ class LoadStarted(LoadEvent):
 
 @dataclass(frozen=True, slots=True)
 class LoadOpened(LoadEvent):
-    """The marker and the manifest were read and validated."""
+    """The marker and the manifest were read and validated. Emitted again if the load starts over, because another
+    checkpoint has taken the place of this one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ _NAMES_SHOWN = 20
 
 class Target(Protocol):
     """The state that a load changes. ``ask``, ``open``, ``plan``, ``read``, ``apply`` and ``finish`` are called in this
-    order, once each."""
+    order; ``open``, ``plan`` and ``read`` once more for each time that ``replaced`` returns True."""
 
     async def ask(self) -> None:
         """Call the methods of the caller's objects that say what they need. On the event loop, the same on each
@@ -55,6 +55,10 @@ class Target(Protocol):
 
     async def read(self) -> None:
         """Read and verify. When this raises, tensors of the target may have changed, as ``written`` says."""
+
+    async def replaced(self) -> bool:
+        """Return whether another checkpoint has taken the place of the one that was opened, so that ``open`` has to be
+        called once more. False if this target cannot start over."""
 
     async def apply(self) -> None:
         """Change what is more than the bytes of tensors. Shielded: it runs to its end."""
@@ -91,6 +95,9 @@ class LoadLifecycle:
     def started(self) -> None:
         self._open = True
         emit(LoadStarted(self._load))
+
+    def opening(self) -> None:
+        self._phase = "open"
 
     def opened(self, manifest: Manifest) -> None:
         known = replace(self._load, save_id=manifest.save_id)
@@ -157,13 +164,7 @@ class LoadOperation:
     async def _run(self) -> LoadReport:
         target, lifecycle, together = self.target, self.lifecycle, self.together
         await target.ask()
-        manifest = await self._stoppable(target.open())
-        lifecycle.opened(manifest)
-        await self._stoppable(target.plan())
-        lifecycle.planned()
-        if together is not None:
-            together.step = "read"
-        await self._stoppable(target.read())
+        manifest = await self._read()
         lifecycle.read(target.nbytes)
         if self.options.verify == "always":
             lifecycle.verified(len(target.unverified))
@@ -177,6 +178,26 @@ class LoadOperation:
             await together.agree("hand over")
         lifecycle.applied(target.nbytes)
         return await self._report(manifest)
+
+    async def _read(self) -> Manifest:
+        """Open, plan and read; once more from the marker if files are gone or altered because another checkpoint has
+        taken the place of the one that was opened. Ranks do not start over: they would have to do so together."""
+        target, lifecycle = self.target, self.lifecycle
+        while True:
+            lifecycle.opening()
+            manifest = await self._stoppable(target.open())
+            lifecycle.opened(manifest)
+            try:
+                await self._stoppable(target.plan())
+                lifecycle.planned()
+                if self.together is not None:
+                    self.together.step = "read"
+                await self._stoppable(target.read())
+            except (Corrupt, FileNotFoundError):
+                if self.together is None and await target.replaced():
+                    continue
+                raise
+            return manifest
 
     async def _stoppable(self, work: Coroutine[Any, Any, T]) -> T:
         if self.together is None:

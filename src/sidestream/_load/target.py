@@ -23,7 +23,7 @@ from .device_streams import streams_of
 from .foreign.values import read_values, why_opaque
 from .group import Outline, agree_on, open_outline
 from .new_tensors import new_tensors
-from .open.manifest import open_manifest
+from .open.manifest import open_manifest, was_replaced
 from .reader import Reader, Wanted, whole
 from .report import Loaded, LoadOptions
 
@@ -62,12 +62,16 @@ class StateTarget:
     _manifest: Manifest = field(init=False)
     _prepared: _Prepared | None = field(default=None, init=False)
     _applying: bool = field(default=False, init=False)
+    _written: tuple[str, ...] = field(default=(), init=False)
+    """By reads of another checkpoint, before the load started over."""
 
     async def ask(self) -> None:
         for _ in self._answers.ask(self.state):
             await asyncio.sleep(0)
 
     async def open(self) -> Manifest:
+        self._written, self._prepared = self.written(), None
+        self.close()
         if self.together is None:
             self._source, self._manifest = await open_manifest(self.location)
         else:  # each rank compares its template with an outline, and reads of the rest what it needs
@@ -101,6 +105,9 @@ class StateTarget:
         if prepared.again:
             await io_threads().run(_check_ties, prepared)
 
+    async def replaced(self) -> bool:
+        return await was_replaced(self.location, self._manifest)
+
     async def apply(self) -> None:
         self._applying = True
         prepared = self._ready
@@ -120,7 +127,7 @@ class StateTarget:
 
     def written(self) -> tuple[str, ...]:
         if self._prepared is None:
-            return ()
+            return self._written
         plan, reader = self._prepared.plan, self._prepared.reader
         if self._applying:
             return tuple(plan.tensors)
@@ -130,7 +137,8 @@ class StateTarget:
         pointers = {**straight, **self._prepared.pointers}
         touched = {pointers[name] for name in reader.touched if name in pointers}
         names = (name for name, pointer in pointers.items() if pointer in touched)
-        return tuple(dict.fromkeys(name if name in straight else plan.local[name].fqn for name in names))
+        found = (name if name in straight else plan.local[name].fqn for name in names)
+        return tuple(dict.fromkeys([*self._written, *found]))
 
     @property
     def nbytes(self) -> int:

@@ -30,6 +30,7 @@ __all__ = [
     "read_metadata",
     "read_parts",
     "read_root",
+    "was_replaced",
 ]
 
 
@@ -129,6 +130,18 @@ async def check_not_replaced(source: RangeSource, location: Location, manifest: 
     marker = await read_marker(source)
     if marker is None or marker.save_id != manifest.save_id:
         raise Corrupt(f"{location.url}: another checkpoint has replaced this one since it was opened: open it again")
+
+
+async def was_replaced(location: Location, manifest: Manifest) -> bool:
+    """Return whether another checkpoint of sidestream has taken the place of the one that ``manifest`` belongs to."""
+    if not manifest.own:
+        return False
+    with closing(location.source()) as source:
+        try:
+            marker = await read_marker(source)
+        except (FileNotFoundError, SidestreamError):  # the caller raises its own error
+            return False
+    return marker is not None and marker.save_id != manifest.save_id
 
 
 async def read_manifest(source: RangeSource, location: Location) -> Manifest:

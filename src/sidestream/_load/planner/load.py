@@ -85,6 +85,10 @@ class PlannerTarget:
         for batch in batches:
             await self._read_batch(source, batch)
 
+    async def replaced(self) -> bool:
+        """Return False: planners that add keys to the state cannot be set up twice."""
+        return False
+
     async def apply(self) -> None:
         await io_threads().run(self._hand_over_values)
         self._hand_over()
