@@ -269,3 +269,29 @@ def comes_late(rank: int, world: int, directory: Path) -> dict[str, Any]:
         return (await saving).save_id
 
     return {"save_id": run(work()), "said": handler.said}
+
+
+def load_events(rank: int, world: int, directory: Path) -> list[Any]:
+    """The events of a restore, and of a load that does not fit on rank 1."""
+    seen: list[events.LoadEvent] = []
+
+    async def work() -> None:
+        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
+            await (await checkpoints.save({f"t{rank}": torch.ones(3)}, step=4))
+            await checkpoints.restore({f"t{rank}": torch.zeros(3)})
+        other = {f"t{rank}": torch.zeros(3 + rank)}
+        try:
+            await sidestream.load(other, directory / "run" / "step-4", timeout_s=TIMEOUT_S)
+        except sidestream.errors.RankFailures:
+            return
+        raise AssertionError("the load of another shape")
+
+    with events.observe(lambda event: seen.append(event) if isinstance(event, events.LoadEvent) else None):
+        run(work())
+    assert {(one.load.rank, one.load.world) for one in seen} == {(rank, world)}
+    last = seen[-1]
+    assert isinstance(last, events.LoadFailed)
+    return [
+        [[one.load.operation, one.load.step, type(one).__name__] for one in seen],
+        [last.error_type, last.written],
+    ]

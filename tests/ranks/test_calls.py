@@ -129,3 +129,14 @@ def test_a_rank_that_comes_late(waiting: dict[tuple[object, ...], Begun]) -> Non
     assert first["save_id"] == second["save_id"]
     assert ["rank 1" in said for said in first["said"]] == [True]
     assert second["said"] == []
+
+
+def test_events_of_loads(groups: Groups, tmp_path: Path) -> None:
+    for phases, failed in groups.run("load_events", 2, tmp_path).results:
+        names = ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadRead", "LoadVerified", "LoadApplied"]
+        assert phases[:6] == [["restore", 4, name] for name in names]
+        started, *opened, (_, _, last) = phases[6:]  # rank 0 may be stopped before it has opened the checkpoint
+        assert started == ["load", None, "LoadStarted"]
+        assert opened in ([], [["load", 4, "LoadOpened"]])
+        assert last == "LoadFailed"
+        assert failed == ["RankFailures", 0]
