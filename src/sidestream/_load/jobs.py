@@ -24,7 +24,7 @@ T = TypeVar("T")
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _JOBS = min(max(_CORES, 2), 4)
 """As many as cores, because copies from the page cache and checksums keep these busy."""
-_MOST_JOBS = 4  # where reads wait: each may hold 16 MiB of scratch memory
+_MOST_JOBS = 4  # where reads wait: each may hold 16 MiB of scratch memory, and the gaps between small tensors
 
 
 class Jobs(Generic[T]):

@@ -94,7 +94,8 @@ class Reader:
         into directly. ``located`` is what the zips of another writer say, if that is known already.
 
         Raises ``Corrupt``, naming file, offset and FQN, and ``MissingExtra`` before anything is read. When this raises,
-        no thread writes into a target any more.
+        no thread writes into a target any more, but for one that hangs in a system call: it may fill what it has asked
+        for.
         """
         targets = await io_threads().run(_by_fqn, wanted)
         packed = [] if own else await io_threads().run(_packed, targets)
