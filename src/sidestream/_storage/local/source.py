@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,7 +50,16 @@ class LocalSource:
         return await run_io(map_file, self._path / file, self._directory, nbytes)
 
     def close(self) -> None:
-        self._directory.close()
+        """Close the directory, in another thread if this one runs an event loop: no call there may wait for storage."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self._directory.close()
+            return
+        try:
+            io_threads().submit(self._directory.close)
+        except RuntimeError:  # in a forked child, or the system cannot start a thread
+            self._directory.close()
 
 
 async def run_io(fn: Callable[[*Ts], T], *args: *Ts, stop: Stop | None = None) -> T:
