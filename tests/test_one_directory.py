@@ -66,12 +66,8 @@ class Place:
                 found.append(target)
         return found
 
-    async def closed(self) -> None:
-        """Wait until the directory is not open: a thread closes it just after the call that has read it."""
-        end = asyncio.get_running_loop().time() + 60
-        while {str(self.path), str(self.folder / "old")} & set(self.open()):
-            assert asyncio.get_running_loop().time() < end, f"still open: {self.open()}"
-            await asyncio.sleep(0.01)
+    def closed(self) -> bool:
+        return not {str(self.path), str(self.folder / "old")} & set(self.open())
 
 
 @pytest.fixture
@@ -146,7 +142,7 @@ async def test_a_checkpoint_that_is_replaced_is_read_to_its_end(
     found = await read(place)
     assert place.replaced
     assert_same(OLD, found)
-    await place.closed()
+    assert place.closed()
 
 
 async def test_a_checkpoint_that_is_replaced_is_verified_to_its_end(place: Place) -> None:
@@ -155,7 +151,7 @@ async def test_a_checkpoint_that_is_replaced_is_verified_to_its_end(place: Place
     assert place.replaced
     assert report.ok, report.damaged
     assert report.save_id == save_id
-    await place.closed()
+    assert place.closed()
 
 
 async def test_an_open_checkpoint_that_was_replaced(place: Place) -> None:
@@ -165,7 +161,7 @@ async def test_an_open_checkpoint_that_was_replaced(place: Place) -> None:
     for call in (checkpoint.tensor("t0"), checkpoint.value("step"), checkpoint.state_dict()):
         with pytest.raises(errors.Corrupt, match="another checkpoint has replaced this one"):
             await call
-    await place.closed()
+    assert place.closed()
     again = await sidestream.open_checkpoint(place.path, verify="manifest")
     assert_same(NEW, await again.state_dict())
 
@@ -182,7 +178,7 @@ async def test_another_writers_checkpoint_that_is_replaced(link: bool, tmp_path:
         (tmp_path / "at").rename(place.path)
     found = await load_with_a_planner(place)
     assert_same(OLD, found)
-    await place.closed()
+    assert place.closed()
 
 
 # --- descriptors ------------------------------------------------------------------------------------------------------
@@ -254,14 +250,14 @@ async def test_what_was_written_before_a_load_started_over(tmp_path: Path) -> No
 async def test_nothing_stays_open_after_a_load(place: Place) -> None:
     await sidestream.load(blank(), place.path)
     checkpoint = await sidestream.open_checkpoint(place.path)
-    await place.closed()
+    assert place.closed()
     await checkpoint.tensor("t0")
     await checkpoint.value("step")
     await checkpoint.state_dict()
     assert (await checkpoint.verify()).ok
-    await place.closed()
+    assert place.closed()
     mapped = await checkpoint.state_dict(memory="mapped")
-    await place.closed()
+    assert place.closed()
     assert_same(OLD, mapped)
 
 
@@ -322,7 +318,7 @@ async def test_nothing_stays_open_after_a_load_that_fails(
     """Also while the error is kept, whose traceback refers to all that took part."""
     with pytest.raises(errors.SidestreamError) as error:
         await load(place)
-    await place.closed()
+    assert place.closed()
     assert error.value.__traceback__ is not None
 
 
@@ -356,7 +352,7 @@ async def test_nothing_stays_open_after_a_load_that_is_cancelled(place: Place, m
     hanging.goes_on.set()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    await place.closed()
+    assert place.closed()
 
 
 async def test_a_thread_that_is_left_behind_keeps_its_directory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +365,9 @@ async def test_a_thread_that_is_left_behind_keeps_its_directory(place: Place, mo
     assert os.readlink(f"/proc/self/fd/{hanging.directory}") == str(place.path)
     hanging.goes_on.set()
     assert await asyncio.to_thread(hanging.left.wait, 60)
-    await place.closed()
+    async with asyncio.timeout(60):
+        while not place.closed():  # the thread closes it when it has returned from the system call
+            await asyncio.sleep(0.01)
 
 
 def test_threads_that_open_a_directory_at_once_use_one_descriptor(place: Place) -> None:

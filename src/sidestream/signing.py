@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ async def sign(
 
 
 async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], password: str | None) -> str:
-    with closing(location.source()) as source:
+    async with aclosing(location.source()) as source:
         manifest = await _signable(source, location)
         files = await _signed_files(source, location.url, manifest)
     secret = None if password is None else password.encode()
@@ -108,7 +108,7 @@ async def verify(
 async def _verify(
     location: Location, verifying: Any, key: str | os.PathLike[str], progress: Progress | None
 ) -> VerifyReport:
-    with closing(location.source()) as source:
+    async with aclosing(location.source()) as source:
         return await _verify_source(source, location, verifying, key, progress)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import pytest
 from _rows import HERE, cannot
 
 _EXT4_BYTES = 64 << 20
@@ -27,7 +28,11 @@ def mounted(place: Path, *arguments: str) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", str(place)], check=True, capture_output=True)
+        gone = subprocess.run(["umount", str(place)], capture_output=True, text=True, check=False)
+        if gone.returncode:
+            # So that the directory of the tests can be deleted.
+            subprocess.run(["umount", "--lazy", str(place)], check=False, capture_output=True)
+            pytest.fail(f"a file in {place} is still open: {gone.stderr.strip()}")
 
 
 class Disk:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import closing
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -128,7 +128,7 @@ async def convert(
     where = locate_directory(target, Where(target_options, None, store_policy))
     with time_limit(Deadline.after(timeout_s)):
         opened = await open_source(source, Where(storage_options, None, store_policy))
-        with closing(opened):
+        async with aclosing(opened):
             selection = await io_threads().run(_select, opened, select, rename, dtype)
             how = _How(chosen, shard_bytes, budget_bytes, verify, durability, progress)
             return await _convert(opened, selection, where, how)

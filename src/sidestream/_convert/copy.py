@@ -7,7 +7,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -106,7 +106,7 @@ async def copy(
     location = locate_directory(source, Where(storage_options, None, store_policy))
     with time_limit(deadline):
         files, manifest = await open_manifest(location)
-        with closing(files):
+        async with aclosing(files):
             found = await _look(files, location, manifest)
             order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
             copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)

@@ -91,7 +91,7 @@ class SourceOpaque:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is converted. ``files`` is open until ``close``."""
+    """What is converted. ``files`` is open until ``aclose``."""
 
     files: RangeSource
     url: str
@@ -99,8 +99,8 @@ class Source:
     own: bool = False
     unverified: frozenset[str] = field(default_factory=frozenset)
 
-    def close(self) -> None:
-        self.files.close()
+    async def aclose(self) -> None:
+        await self.files.aclose()
 
 
 async def open_source(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Source:
@@ -110,7 +110,7 @@ async def open_source(url: str | os.PathLike[str], where: Where = EVERYDAY) -> S
     try:
         return await _of_manifest(files, location.url, manifest)
     except BaseException:
-        files.close()
+        await files.aclose()
         raise
 
 

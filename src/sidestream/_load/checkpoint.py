@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import ChainMap
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -89,7 +89,7 @@ async def open_from(
     allowed = allowed_types(allow)
     with time_limit(Deadline.after(timeout_s)):
         source, manifest = await open_manifest(location)
-        source.close()
+        await source.aclose()
     return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust)
 
 
@@ -253,8 +253,9 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
 
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
         """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is."""
-        with self._time_limit(), closing(self._location.source()) as source:
-            return await verify_manifest(source, self.url, self._manifest, progress)
+        with self._time_limit():
+            async with aclosing(self._location.source()) as source:
+                return await verify_manifest(source, self.url, self._manifest, progress)
 
     def _time_limit(self) -> AbstractContextManager[None]:
         return time_limit(Deadline.after(self._timeout_s))
@@ -262,10 +263,11 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
     @asynccontextmanager
     async def _files(self) -> AsyncIterator[RangeSource]:
         """The files of the checkpoint, for one call and under its time limit. Raises ``Corrupt``."""
-        with self._time_limit(), closing(self._location.source()) as source:
-            with self._all_there():
-                await check_not_replaced(source, self._location, self._manifest)
-            yield source
+        with self._time_limit():
+            async with aclosing(self._location.source()) as source:
+                with self._all_there():
+                    await check_not_replaced(source, self._location, self._manifest)
+                yield source
 
     def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries

@@ -49,7 +49,7 @@ async def open_outline(location: Location) -> tuple[RangeSource, Outline]:
     try:
         known = root if isinstance(root, Manifest) else await io_threads().run_sliced(join, root, {}, ())
     except BaseException:
-        source.close()
+        await source.aclose()
         raise
     return source, Outline(known, root)
 

@@ -63,9 +63,8 @@ class Target(Protocol):
     async def apply(self) -> None:
         """Change what is more than the bytes of tensors. Shielded: it runs to its end."""
 
-    def close(self) -> None:
-        """Release the files of the checkpoint. Does not block; called at the end of every load, also of one that has
-        opened nothing."""
+    async def aclose(self) -> None:
+        """Release the files of the checkpoint. Called at the end of every load, also of one that has opened nothing."""
 
     def finish(self) -> Loaded:
         """Return what was loaded, and release what was known of the checkpoint. Called in a worker thread."""
@@ -159,7 +158,7 @@ class LoadOperation:
                 raise
             raise error from raised
         finally:
-            self.target.close()
+            await self.target.aclose()
 
     async def _run(self) -> LoadReport:
         target, lifecycle, together = self.target, self.lifecycle, self.together

@@ -71,7 +71,7 @@ class StateTarget:
 
     async def open(self) -> Manifest:
         self._written, self._prepared = self.written(), None
-        self.close()
+        await self.aclose()
         if self.together is None:
             self._source, self._manifest = await open_manifest(self.location)
         else:  # each rank compares its template with an outline, and reads of the rest what it needs
@@ -116,9 +116,9 @@ class StateTarget:
         await io_threads().run(_count_versions, prepared.plan)
         await hand_over(prepared.handover)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         if self._source is not None:
-            self._source.close()
+            await self._source.aclose()
 
     def finish(self) -> Loaded:
         prepared, plan = self._ready, self._ready.plan

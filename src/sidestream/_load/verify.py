@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -143,7 +143,7 @@ async def verify_at(location: Location, progress: Progress | None = None) -> Ver
             source, manifest = await open_manifest(location)
         except (Corrupt, NotCovered) as damage:
             return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
-        with closing(source):
+        async with aclosing(source):
             return await verify_manifest(source, location.url, manifest, progress)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import closing
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -182,7 +182,7 @@ class Pruner:
         metadata: dict[str, Any] = {}
         if needs_metadata(self.keep):
             try:
-                with closing(self.store.source(step.name)) as source:
+                async with aclosing(self.store.source(step.name)) as source:
                     metadata = await metadata_of(source, step.marker)
             except (Corrupt, FileNotFoundError) as error:
                 if await look_at(self.store, step) is not None:  # and not deleted by another process

@@ -1,23 +1,28 @@
-"""One ``restore``: choose, lease, load; and what is taken instead of a step that is damaged."""
+"""``restore``, alone or over ranks: choose, lease, load; and what is taken instead of a step that is damaged."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._group import Member, Operation, together
 from .._load.api import LoadOptions, LoadReport, PassedOver, load_from
 from .._load.open.steps import Step, look_at
+from .._runtime.threads import current_deadline
 from .._storage import Location, Store
-from ..errors import CheckpointNotFound, Corrupt, Incomplete, SidestreamError
+from ..errors import CheckpointNotFound, Corrupt, Incomplete, NotShared, RankFailures, SidestreamError
 from ..events import LoadContext, LoadFellBack, emit
 from .choose import Wish, choose
-from .leases import Leases
+from .leases import Lease, Leases
 
-__all__ = ["Restoring", "fell_back", "restore_context"]
+__all__ = ["Restoring", "RestoringTogether"]
 
 _log = logging.getLogger("sidestream")
+
+_RANKS_SHOWN = 10
 
 
 @dataclass(slots=True)
@@ -62,7 +67,7 @@ class Restoring:
                 if lease is not None:
                     await lease.release()
             self.step = step.step
-            passed = fell_back(self.url, self._passed, step)
+            passed = _fell_back(self.url, self._passed, step)
             return replace(report, passed_over=passed, leased=lease is not None)
 
     async def _load(self, step: Step, state: Mapping[str, Any]) -> LoadReport:
@@ -72,7 +77,7 @@ class Restoring:
         if self.wish.or_older and "partial" in options.strict:
             # What an older step lacks would keep what was read of the damaged one.
             options = replace(options, atomic=True)
-        context = restore_context(self.url, step)
+        context = _context(self.url, step)
         return await load_from(Location(self.store, step.name, context.url), state, options, context)
 
     def _give_up(self) -> None:
@@ -86,17 +91,122 @@ class Restoring:
         raise error
 
 
-def restore_context(run: str, step: Step, *, rank: int = 0, world: int = 1) -> LoadContext:
+@dataclass(slots=True)
+class RestoringTogether:
+    """One ``restore`` by all ranks: rank 0 chooses. ``run`` it once. ``step`` is what was loaded in the end."""
+
+    member: Member
+    store: Store
+    url: str
+    leases: Leases
+    wish: Wish
+    options: LoadOptions
+    rank_wait_s: float
+    step: int | None = None
+    _passed: list[tuple[Step, SidestreamError]] = field(default_factory=list)
+    _missed: tuple[Step, RankFailures] | None = None
+    """What other ranks than rank 0 did not find in the last round."""
+
+    @property
+    def passed_over(self) -> dict[str, str]:
+        return {step.name: str(error) for step, error in self._passed}
+
+    async def run(self, state: Mapping[str, Any]) -> LoadReport | None:
+        """The report of the load; None if there is no step that the wish admits. Raises ``RankFailures``: by
+        ``NotShared`` of rank 0 if a step that it sees is not there for others."""
+        while True:
+            attempt = _Attempt(self, state)
+            operation = self.member.begin("restore", current_deadline(), self.rank_wait_s)
+            self._missed = None
+            try:
+                report = await together(attempt.run, operation)
+            except RankFailures as failures:
+                kinds = {failure.kind for failure in failures.failures}
+                if attempt.step is not None and kinds == {CheckpointNotFound.__name__}:
+                    if all(failure.rank for failure in failures.failures):
+                        self._missed = attempt.step, failures
+                    continue  # it was deleted before it was leased, or rank 0 finds that it was not
+                if attempt.step is None or kinds != {Corrupt.__name__}:
+                    raise
+                self._passed.append((attempt.step, failures))
+                if not self.wish.or_older:
+                    raise
+                continue
+            finally:
+                if attempt.lease is not None:
+                    await attempt.lease.release()
+            if report is None:
+                if self._passed:
+                    raise self._passed[0][1]
+                return None
+            assert attempt.step is not None
+            self.step = attempt.step.step
+            passed = _fell_back(self.url, self._passed, attempt.step, rank=operation.rank, world=operation.world)
+            return replace(report, passed_over=passed, leased=attempt.leased)
+
+
+class _Attempt:
+    """One step, chosen and leased by rank 0 and loaded by all."""
+
+    def __init__(self, restoring: RestoringTogether, state: Mapping[str, Any]) -> None:
+        self._restoring = restoring
+        self._missed = restoring._missed
+        self._state = state
+        self.step: Step | None = None
+        self.lease: Lease | None = None
+        self.leased = False
+
+    async def run(self, operation: Operation) -> LoadReport | None:
+        restoring = self._restoring
+        answer = json.loads(await operation.aexchange("choose", b"", self._choose))
+        if answer is None:
+            return None
+        self.step = Step(answer["step"], answer["generation"], answer["name"])
+        self.leased = answer["leased"]
+        if answer["damage"] is not None:
+            raise Corrupt(answer["damage"])
+        context = _context(restoring.url, self.step)
+        where = Location(restoring.store, self.step.name, context.url)
+        options = restoring.options
+        if restoring.wish.or_older and "partial" in options.strict:
+            options = replace(options, atomic=True)
+        return await load_from(where, self._state, options, context, operation)
+
+    async def _choose(self, _: Sequence[bytes]) -> bytes:
+        """On rank 0."""
+        restoring = self._restoring
+        await self._check_shared()
+        excluded = [step.name for step, _ in restoring._passed]
+        chosen = await choose(restoring.store, restoring.leases, restoring.wish, excluded)
+        if chosen is None:
+            return b"null"
+        step, self.lease = chosen
+        told = {"step": step.step, "generation": step.generation, "name": step.name, "leased": self.lease is not None}
+        return json.dumps({**told, "damage": None if step.damage is None else str(step.damage)}).encode()
+
+    async def _check_shared(self) -> None:
+        """Raises ``NotShared`` if the step that others did not find in the last round is there for rank 0."""
+        if self._missed is None:
+            return
+        step, failures = self._missed
+        seen = await look_at(self._restoring.store, step)
+        if seen is not None and seen.damage is None:  # not gone, nor going
+            ranks = ", ".join(str(failure.rank) for failure in failures.failures[:_RANKS_SHOWN])
+            text = f"rank 0 sees this step, others do not (rank {ranks}): is the directory on storage that all share?"
+            raise NotShared(2, text, f"{self._restoring.url}/{step.name}")
+
+
+def _context(run: str, step: Step, *, rank: int = 0, world: int = 1) -> LoadContext:
     """Return the context of the load of ``step`` of the run at the URL ``run``."""
     url, generation = f"{run}/{step.name}", step.generation
     return LoadContext("restore", url, run=run, step=step.step, generation=generation, rank=rank, world=world)
 
 
-def fell_back(
+def _fell_back(
     run: str, passed: Sequence[tuple[Step, SidestreamError]], taken: Step, *, rank: int = 0, world: int = 1
 ) -> tuple[PassedOver, ...]:
     """Report the damaged steps in whose place ``taken`` was restored: a warning and an event for each."""
     for step, error in passed:
         _log.warning("%s is damaged, %s was restored in its place: %s", step.name, taken.name, error)
-        emit(LoadFellBack(restore_context(run, step, rank=rank, world=world), f"{run}/{taken.name}", str(error)))
+        emit(LoadFellBack(_context(run, step, rank=rank, world=world), f"{run}/{taken.name}", str(error)))
     return tuple(PassedOver(step.step, step.generation, error) for step, error in passed)

@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import closing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -215,7 +215,7 @@ class Group:
     async def _seen(self) -> Outcome:
         location = self._order.location
         try:
-            with closing(location.source()) as source:
+            async with aclosing(location.source()) as source:
                 marker = await read_marker(source)
         except FileNotFoundError:
             return "absent"

@@ -50,7 +50,7 @@ class RangeSource(Protocol):
 
     A local directory is opened by the first request, in the thread that makes it, and every file is opened relative to
     it: all requests see one directory, also if it is renamed meanwhile and another one takes its place. Requests raise
-    what those of a ``Store`` raise, and ``Closed`` after ``close``.
+    what those of a ``Store`` raise, and ``Closed`` after ``aclose``.
     """
 
     @property
@@ -81,9 +81,9 @@ class RangeSource(Protocol):
     async def map(self, file: str, nbytes: int) -> mmap:
         """``Store.map``."""
 
-    def close(self) -> None:
-        """Release the directory. Never blocks. A thread that still uses the directory keeps it open until it has
-        ended its system call. Does nothing if the source is closed."""
+    async def aclose(self) -> None:
+        """Release the directory; a cancel is raised when that is done. A thread that still uses the directory keeps it
+        open until it has ended its system call. Does nothing if nothing is open."""
 
 
 class Store(Protocol):
@@ -189,5 +189,5 @@ class StoreSource:
     async def map(self, file: str, nbytes: int) -> mmap:
         return await self._store.map(self.path_of(file), nbytes)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Nothing is open between two requests."""

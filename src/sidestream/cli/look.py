@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .. import blocking
-from .._convert.source import SourceOpaque, SourceTensor, open_source
+from .._convert.source import SourceOpaque, SourceTensor, SourceValue, open_source
 from .._format.records import itemsize
 from .._run.steps import list_steps
 from .._runtime.threads import Deadline
@@ -69,10 +70,9 @@ class Row:
 
 def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     """Raises ``MissingKeys`` where nothing is named like ``pattern``."""
-    source = blocking.run(lambda: open_source(url, Where(options)), Deadline.after(_TIMEOUT_S))
-    source.close()
+    entries = blocking.run(lambda: _entries(url, Where(options)), Deadline.after(_TIMEOUT_S))
     found = []
-    for name, one in source.entries.items():
+    for name, one in entries.items():
         if not fnmatchcase(name, pattern):
             continue
         if isinstance(one, SourceTensor | SourceOpaque):
@@ -85,9 +85,14 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
             found.append(Row(name, entry.dtype, entry.shape, nbytes, files))
         elif not one.empty:
             found.append(Row(name, None, None, 0, ()))
-    if not found and source.entries:
+    if not found and entries:
         raise MissingKeys(f"{url}: nothing is named like {pattern}", [pattern])
     return found
+
+
+async def _entries(url: str, where: Where) -> Mapping[str, SourceTensor | SourceValue | SourceOpaque]:
+    async with aclosing(await open_source(url, where)) as source:
+        return source.entries
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,9 @@ class _Load:
         self.touched |= reader.touched
         self.unverified |= reader.unverified
 
+    def release(self) -> None:
+        run_anywhere(self.source.aclose)
+
 
 @dataclass(slots=True)
 class _Session:
@@ -65,7 +68,7 @@ class _Session:
         """Release what the load has opened. A load that is still under way has failed."""
         if self.load is not None:
             self.load.lifecycle.failed(Aborted("DCP has not finished this load"), 0)
-            self.load.source.close()
+            self.load.release()
         self.load = None
 
 
@@ -168,7 +171,7 @@ class StorageReader(DcpStorageReader):
             load.lifecycle.failed(error, len(load.touched))
             raise
         finally:
-            load.source.close()
+            load.release()
             session.load = session.wanted = None
         load.lifecycle.read(load.nbytes)
         if self._verify == "always":

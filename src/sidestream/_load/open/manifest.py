@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 from ..._format.checksum import crc32
@@ -38,7 +38,7 @@ async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
     """What the user noted about a checkpoint, without reading the rest of it; empty for one of another writer.
 
     Raises ``FileNotFoundError``, ``Corrupt``."""
-    with closing(store.source(directory)) as source:
+    async with aclosing(store.source(directory)) as source:
         try:
             marker = await read_marker(source)
         except FileNotFoundError:
@@ -67,29 +67,29 @@ async def open_manifest(location: Location) -> tuple[RangeSource, Manifest]:
     source, root = await open_root(location)
     if isinstance(root, Manifest):
         return source, root
-    with _closed_on_error(source):
+    async with _closed_on_error(source):
         return source, await _whole(source, location.url, root)
 
 
 async def open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
     """As ``open_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated."""
     source, store = location.source(), location.store
-    with _closed_on_error(source):
+    async with _closed_on_error(source):
         listed = await _listed(store, source)
         if listed is not None or not (store.capabilities.listing or location.name.endswith(FILE_SUFFIXES)):
             return source, await read_root(source, location, listed)
-    source.close()
+    await source.aclose()
     source = store.source(".")
-    with _closed_on_error(source):
+    async with _closed_on_error(source):
         return source, await _read_single(source, location)
 
 
-@contextmanager
-def _closed_on_error(source: RangeSource) -> Iterator[None]:
+@asynccontextmanager
+async def _closed_on_error(source: RangeSource) -> AsyncIterator[None]:
     try:
         yield
     except BaseException:
-        source.close()
+        await source.aclose()
         raise
 
 
@@ -136,7 +136,7 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
     """Return whether another checkpoint of sidestream has taken the place of the one that ``manifest`` belongs to."""
     if not manifest.own:
         return False
-    with closing(location.source()) as source:
+    async with aclosing(location.source()) as source:
         try:
             marker = await read_marker(source)
         except (FileNotFoundError, SidestreamError):  # the caller raises its own error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -47,7 +47,7 @@ async def look_at(store: Store, found: Step) -> Step | None:
     """``found`` if it is a committed checkpoint, ours or one that stock DCP wrote under such a name; with ``damage`` if
     it was one of ours once. None for what never was: where directories appear whole, none of that name has a manifest
     before it is published."""
-    with closing(store.source(found.name)) as source:
+    async with aclosing(store.source(found.name)) as source:
         return await _look_at(source, found, renamed=store.capabilities.rename)
 
 

@@ -93,9 +93,9 @@ class PlannerTarget:
         await io_threads().run(self._hand_over_values)
         self._hand_over()
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         if self._source is not None:
-            self._source.close()
+            await self._source.aclose()
 
     def finish(self) -> Loaded:
         entries, items = self._manifest.entries, self._plan.items

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import aclosing
 
 from ..._format.independent_parts import part_metadata_name
 from ..._format.marker import METADATA_NAME
@@ -70,7 +70,7 @@ class Independent(Solo):
         Return the names that there is nothing to say against, which are not looked into again."""
         location, apart, known = self._order.location, self._order.apart, self._known
         assert apart is not None
-        with closing(location.source()) as source:
+        async with aclosing(location.source()) as source:
             try:
                 found = await source.sizes()
             except FileNotFoundError:

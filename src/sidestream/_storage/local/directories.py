@@ -80,7 +80,7 @@ class OpenDirectory:
                 self._users += 1
         if first:
             return opened
-        os.close(opened)
+        _close(opened)
         descriptor = self._acquire()
         assert descriptor is not None
         return descriptor
@@ -90,8 +90,12 @@ class OpenDirectory:
             self._users -= 1
         self._close_if_unused()
 
+    @property
+    def is_open(self) -> bool:
+        return self._descriptor is not None
+
     def close(self) -> None:
-        """Close the directory, or have the last thread that uses it close it. Never blocks."""
+        """Close the directory, or have the last thread that uses it close it."""
         with self._lock:
             self._closed = True
         self._close_if_unused()
@@ -102,11 +106,18 @@ class OpenDirectory:
                 return
             descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            os.close(descriptor)  # of a directory: there is nothing to write back
+            _close(descriptor)
 
     def __del__(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            _close(self._descriptor)
+
+
+def _close(directory: int) -> None:
+    """Close a descriptor that was read only: an error says nothing about what was read, and it is closed all the
+    same."""
+    with suppress(OSError):
+        os.close(directory)
 
 
 def make_root(root: Path, durability: Durability, made: list[Path]) -> None:

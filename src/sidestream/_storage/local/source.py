@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
-from ..._runtime.threads import Stop, current_deadline, io_threads
+from ..._runtime.tasks import finish
+from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
+from ...errors import DeadlineExceeded
 from ..store import ReadRange
 from .directories import OpenDirectory
 from .read import LocalFiles, map_file, read_ranges, read_tail, size_of, sizes_in
@@ -17,6 +19,9 @@ __all__ = ["LocalSource", "run_io"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+_CLOSE_S = 5.0
+"""How long the system call that closes a directory is waited for, also when a load has used up its own time."""
 
 
 class LocalSource:
@@ -49,17 +54,13 @@ class LocalSource:
     async def map(self, file: str, nbytes: int) -> mmap.mmap:
         return await run_io(map_file, self._path / file, self._directory, nbytes)
 
-    def close(self) -> None:
-        """Close the directory, in another thread if this one runs an event loop: no call there may wait for storage."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            self._directory.close()
-            return
-        try:
-            io_threads().submit(self._directory.close)
-        except RuntimeError:  # in a forked child, or the system cannot start a thread
-            self._directory.close()
+    async def aclose(self) -> None:
+        if self._directory.is_open:
+            await finish(self._close)
+
+    async def _close(self) -> None:
+        with suppress(DeadlineExceeded), time_limit(Deadline.after(_CLOSE_S)):
+            await io_threads().run(self._directory.close)
 
 
 async def run_io(fn: Callable[[*Ts], T], *args: *Ts, stop: Stop | None = None) -> T:
