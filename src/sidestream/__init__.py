@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from ._staging.stager import AsyncStager
     from ._staging.tree import StagedState
     from .checkpointer import Checkpointer
-    from .options import Apart, SaverProcess, StorePolicy
+    from .options import SaverProcess, StorePolicy
 
 __all__ = [
-    "Apart",
     "AsyncStager",
     "BlockingAsyncStager",
     "Checkpoint",
@@ -70,7 +69,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Apart": "options",
     "AsyncStager": "_staging.stager",
     "BlockingAsyncStager": "_staging.blocking",
     "Checkpoint": "_load.checkpoint",

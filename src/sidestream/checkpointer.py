@@ -26,13 +26,12 @@ from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
 from ._load.open.steps import Step
 from ._load.verify import VerifyReport, verify_at
-from ._run.choose import Wish, choose
 from ._run.health import Health
 from ._run.leases import Leases
 from ._run.maintenance import Upkeep
 from ._run.preemption import Preemption, Then
 from ._run.pruning import Pruned, Pruner
-from ._run.restore import Restoring, RestoringTogether
+from ._run.restore import Restoring, RestoringTogether, Wish, choose
 from ._run.retention import KeepAll, Retention
 from ._run.slots import LeasedSave, OwnTurn, QueuedSave, SkippedSave, Slots
 from ._run.starting import EARLIER, JointTurn, Starts, tells_of_earlier

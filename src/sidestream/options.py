@@ -359,5 +359,6 @@ def check_step(step: object) -> None:
         raise InvalidOption(f"step={step!r} has to be an integer of at most 18 digits, not negative")
 
 
-for _kind in (Apart, SaverProcess, StorePolicy):
+Apart.__module__ = "sidestream.dcp"
+for _kind in (SaverProcess, StorePolicy):
     _kind.__module__ = "sidestream"  # users import them from there; the decorator `public` belongs to a higher floor

@@ -19,15 +19,15 @@ from torch.distributed.tensor import Shard
 
 import sidestream
 import sidestream.blocking
-from sidestream.dcp import StorageReader, StorageWriter
+from sidestream.dcp import Apart, StorageReader, StorageWriter, async_save_part
 
 
 async def apart(rank: Rank) -> None:
     folder = rank.folder
 
     def saved(name: str, save_id: str, **options: Any) -> Any:
-        one = sidestream.Apart(rank=rank.number, world_size=2, save_id=save_id)
-        return sidestream.save({f"layer{rank.number}": counted(2, 3), "n": 1}, folder / name, apart=one, **options)
+        one = Apart(rank=rank.number, world_size=2, save_id=save_id)
+        return async_save_part({f"layer{rank.number}": counted(2, 3), "n": 1}, folder / name, one, **options)
 
     await rank.tries("save", lambda: saved("c", "step 5"))
     await rank.tries("the same part again", lambda: saved("c", "step 5"))

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import sidestream
 import sidestream.blocking
+from sidestream.dcp import Apart, async_save_part
 
 SMALL = small()
 
@@ -112,7 +113,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "saver": {"saver": "fork"},
     "metadata with a tensor": {"metadata": {"loss": torch.tensor(1.0)}},
     "metadata that is a list": {"metadata": [1]},
-    "apart": {"apart": 3},
     "planner": {"planner": 3},
     "process_group": {"process_group": "all"},
     "store_policy": {"store_policy": {"retries": 1}},
@@ -129,6 +129,7 @@ async def save(table: Table) -> None:
         await asyncio.to_thread(shutil.rmtree, folder / "deep" / "c", ignore_errors=True)  # the next state is saved too
     for name, options in OPTIONS.items():
         await table.tries(f"option: {name}", lambda o=options: sidestream.save(SMALL, folder / "c", **o))
+    await table.tries("option: apart", lambda: async_save_part(SMALL, folder / "c", 3))  # type: ignore[arg-type]
     for url in URLS:
         await table.tries(f"url: {url!r}", lambda url=url: sidestream.save(SMALL, url))
     table.note("left behind by all of these", sorted(path.name for path in folder.iterdir()))
@@ -142,17 +143,16 @@ async def save(table: Table) -> None:
         "good, metadata": {"metadata": {"loss": 0.5}},
         "good, digest": {"digest": "blake3"},
         "good, planner": {"planner": DefaultSavePlanner()},
-        "good, part": {"apart": sidestream.Apart(rank=0, world_size=1, save_id="a")},
         "good, saver process": {"saver": "process"},
     }.items():
         await table.tries(name, lambda n=name, o=options: sidestream.save(SMALL, folder / n, **o))
-    await table.tries("same part again", sidestream.save(
-        SMALL, folder / "good, part", apart=sidestream.Apart(rank=0, world_size=1, save_id="a")
-    ))  # fmt: skip
+    for name in ("good, part", "same part again"):
+        part = Apart(rank=0, world_size=1, save_id="a")
+        await table.tries(name, lambda p=part: async_save_part(SMALL, folder / "good, part", p))
     for name, make in {
-        "rank": lambda: sidestream.Apart(rank=2, world_size=2, save_id="a"),
-        "world_size": lambda: sidestream.Apart(rank=0, world_size=0, save_id="a"),
-        "save_id": lambda: sidestream.Apart(rank=0, world_size=1, save_id=""),
+        "rank": lambda: Apart(rank=2, world_size=2, save_id="a"),
+        "world_size": lambda: Apart(rank=0, world_size=0, save_id="a"),
+        "save_id": lambda: Apart(rank=0, world_size=1, save_id=""),
     }.items():
         await table.tries(f"Apart: {name}", make)
     for name, options in {
@@ -308,7 +308,7 @@ async def staging(table: Table) -> None:
 async def files(table: Table) -> None:
     """The bytes that a save writes: names, sizes and contents of all files, the manifest in clear."""
     folder = table.folder
-    part = sidestream.Apart(rank=1, world_size=2, save_id="step 5")
+    part = Apart(rank=1, world_size=2, save_id="step 5")
     calls: tuple[Callable[[], Awaitable[Any]], ...] = (
         lambda: sidestream.save(SMALL, folder / "small"),
         lambda: sidestream.save(SMALL, folder / "metadata", metadata={"loss": 0.25, "tags": ["a"]}),
@@ -320,7 +320,7 @@ async def files(table: Table) -> None:
         lambda: sidestream.save(training(), folder / "training"),
         lambda: sidestream.save({"a": counted(5), "values": {"n": 1}}, folder / "values"),
         lambda: sidestream.save(SMALL, folder / "planner", planner=DefaultSavePlanner()),
-        lambda: sidestream.save(SMALL, folder / "part", apart=part),
+        lambda: async_save_part(SMALL, folder / "part", part),
         lambda: _step(folder / "run", {"loss": 1.5}),
         lambda: _step(folder / "run", None),
         lambda: sidestream.convert(folder / "small", folder / "converted"),

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
-from sidestream.dcp import StorageReader, StorageWriter
+from sidestream.dcp import Apart, StorageReader, StorageWriter, async_save_part
 
 
 async def nothing(root: Path) -> None: ...
@@ -69,8 +69,8 @@ async def _restore(root: Path) -> Any:
 
 async def _parts(root: Path) -> None:
     for rank in (1, 0):
-        one = sidestream.Apart(rank=rank, world_size=2, save_id="step 5")
-        await sidestream.save({f"layer{rank}": ROWS, "n": 1}, root / "c", apart=one)
+        one = Apart(rank=rank, world_size=2, save_id="step 5")
+        await async_save_part({f"layer{rank}": ROWS, "n": 1}, root / "c", one)
 
 
 def _stock_save(root: Path, **options: Any) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
-from sidestream.dcp import StorageWriter
+from sidestream.dcp import Apart, StorageWriter, async_save_part
 
 LARGE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
 SMALL = {"w": counted(3, 4), "step": 7}
@@ -173,11 +173,10 @@ class _Raising(DefaultSavePlanner):
 
 async def _other_writers(stores: Stores) -> None:
     """The same storage, by the other ways to save."""
-    part = sidestream.Apart(rank=0, world_size=1, save_id="step 5")
     ways: dict[str, dict[str, Any]] = {
         "planner": {"planner": DefaultSavePlanner()},
         "a planner that raises": {"planner": _Raising()},
-        "part": {"apart": part},
+        "part": {"part": _PART},
         "streaming": {"snapshot": False},
         "stager of torch": {"stager": BlockingAsyncStager()},
         "metadata and digest": {"metadata": {"loss": 0.5}, "digest": "blake3"},
@@ -186,10 +185,8 @@ async def _other_writers(stores: Stores) -> None:
         ways["saver process"] = {"saver": "process"}
     for name, options in ways.items():
         place = stores.fresh()
-        await stores.tries(
-            f"save, {name}", lambda p=place, o=options: sidestream.save(SMALL, p.url(), **p.keywords, **o)
-        )
-    await stores.tries("save, part, a second time", lambda p=place: _two_parts(p, part))
+        await stores.tries(f"save, {name}", lambda p=place, o=options: _save(p.url(), **p.keywords, **o))
+    await stores.tries("save, part, a second time", lambda p=place: _two_parts(p))
     place = stores.fresh()
     await stores.tries("StorageWriter", lambda: _in_dcp(place))
     await stores.tries("StorageWriter, the target is there", lambda: _in_dcp(place))
@@ -202,9 +199,18 @@ async def _other_writers(stores: Stores) -> None:
     await stores.tries("Checkpointer, a save that fails", lambda: _run_save(place, 1, {"a": object()}))
 
 
-async def _two_parts(place: Place, part: sidestream.Apart) -> None:
+_PART = Apart(rank=0, world_size=1, save_id="step 5")
+
+
+async def _save(url: str, *, part: Apart | None = None, **options: Any) -> sidestream.SaveInfo:
+    if part is None:
+        return await sidestream.save(SMALL, url, **options)
+    return await async_save_part(SMALL, url, part, **options)
+
+
+async def _two_parts(place: Place) -> None:
     for _ in range(2):
-        await sidestream.save(SMALL, place.url("parts"), apart=part, **place.keywords)
+        await _save(place.url("parts"), part=_PART, **place.keywords)
 
 
 async def _in_dcp(place: Place, name: str = "ckpt", planner: Any = None, **options: Any) -> None:

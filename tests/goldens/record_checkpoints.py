@@ -31,7 +31,7 @@ from _golden_states import blocks, small, tensors, training, values
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
-from sidestream.dcp import StorageWriter
+from sidestream.dcp import Apart, StorageWriter, async_save_part
 
 HERE = Path(__file__).parent
 NOW = 1_790_000_000.0
@@ -78,8 +78,7 @@ async def native(target: Path) -> None:
         await (await checkpoints.save(small(1.0), step=2))
         await (await checkpoints.save(small(), step=2))
     for rank in range(3):
-        one = sidestream.Apart(rank=rank, world_size=3, save_id="step 5")
-        await sidestream.save(part(rank), target / "parts", apart=one)
+        await async_save_part(part(rank), target / "parts", Apart(rank=rank, world_size=3, save_id="step 5"))
     await sidestream.copy(target / "metadata", target / "copied")
     converted = target / "converted"
     taken: dict[str, Any] = {"select": "model.*", "rename": {r"^model\.": ""}}

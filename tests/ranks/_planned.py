@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import sidestream
-from sidestream.dcp import StorageReader, StorageWriter
+from sidestream.dcp import Apart, StorageReader, StorageWriter, async_save_part
 
 SAVE_STEPS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
 LOAD_STEPS = [
@@ -214,8 +214,12 @@ def shards_of(mesh: DeviceMesh, plus: float = 0.0) -> dict[str, Any]:
 def parts(rank: int, world: int, directory: Path) -> None:
     """Sharded tensors, by our call, by DCP's without collectives, and read by stock on as many ranks."""
     mesh = init_device_mesh("cpu", (world,))
-    apart = sidestream.Apart(rank=rank, world_size=world, save_id="parts 1")
-    run(sidestream.save(shards_of(mesh), directory / "ours", apart=apart, timeout_s=TIMEOUT_S))
+    apart = Apart(rank=rank, world_size=world, save_id="parts 1")
+
+    async def save() -> None:
+        await async_save_part(shards_of(mesh), directory / "ours", apart, timeout_s=TIMEOUT_S)
+
+    run(save())
     dcp.save(shards_of(mesh), storage_writer=StorageWriter(directory / "inside", apart=apart), use_collectives=False)
     refused = StorageWriter(directory / "refused")
     try:

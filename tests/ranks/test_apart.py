@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 import sidestream
 from sidestream._run import restore as restoring
 from sidestream._storage import Transaction
+from sidestream.dcp import Apart, async_save_part
 from sidestream.errors import (
     AccessDenied,
     CheckpointNotFound,
@@ -64,8 +65,7 @@ def same(one: Any, other: Any) -> None:
 
 
 async def save_part(rank: int, path: Any, save_id: str = "step 5", **options: Any) -> sidestream.SaveInfo:
-    apart = sidestream.Apart(rank=rank, world_size=WORLD, save_id=save_id)
-    return await sidestream.save(part_of(rank), path, apart=apart, **options)
+    return await async_save_part(part_of(rank), path, Apart(rank=rank, world_size=WORLD, save_id=save_id), **options)
 
 
 async def save_all(path: Any, **options: Any) -> None:
@@ -165,8 +165,8 @@ async def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
 async def test_another_save_that_commits_meanwhile(where: str, tmp_path: Path) -> None:
     path = tmp_path / "a" if where == "local" else f"memory://{uuid.uuid4().hex}/meanwhile"
     planner = Gated()
-    apart = sidestream.Apart(rank=0, world_size=WORLD, save_id="step 5")
-    pending = sidestream.async_save(part_of(0), path, planner=planner, apart=apart)
+    part = Apart(rank=0, world_size=WORLD, save_id="step 5")
+    pending = async_save_part(part_of(0), path, part, planner=planner)
     await asyncio.to_thread(planner.began.wait, 60)
     await sidestream.save(whole_of(), path)
     planner.go_on.set()
@@ -191,8 +191,7 @@ async def test_a_part_of_another_save_that_comes_with_the_commit(
             shutil.copy(path, tmp_path / "a" / path.name)
 
     monkeypatch.setattr(Transaction, "commit", with_another)
-    apart = sidestream.Apart(rank=0, world_size=WORLD, save_id="step 5")
-    pending = sidestream.async_save(part_of(0), tmp_path / "a", apart=apart)
+    pending = async_save_part(part_of(0), tmp_path / "a", Apart(rank=0, world_size=WORLD, save_id="step 5"))
     with pytest.raises(Conflict, match="rank 1 of 'step 6'"):
         await pending
     assert pending.outcome == "committed"
@@ -268,9 +267,8 @@ async def test_a_part_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path:
     with pytest.raises(PlannerFailed):
         await save_part(0, tmp_path / "a", planner=failing(DefaultSavePlanner, "resolve_data"))
     planner = Gated()
-    pending = sidestream.async_save(
-        part_of(0), tmp_path / "a", planner=planner, apart=sidestream.Apart(rank=0, world_size=WORLD, save_id="step 5")
-    )
+    part = Apart(rank=0, world_size=WORLD, save_id="step 5")
+    pending = async_save_part(part_of(0), tmp_path / "a", part, planner=planner)
     await asyncio.to_thread(planner.began.wait, 60)
     pending.cancel()
     planner.go_on.set()
@@ -288,11 +286,8 @@ async def test_a_part_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path:
 async def test_replicas_have_to_be_equal(tmp_path: Path) -> None:
     for name, tensor in (("tensor", torch.ones(3)), ("value", 4.0)):
         for rank in range(2):
-            await sidestream.save(
-                {"mine": tensor + rank, f"own{rank}": 1},
-                tmp_path / name,
-                apart=sidestream.Apart(rank=rank, world_size=2, save_id="x"),
-            )
+            part = Apart(rank=rank, world_size=2, save_id="x")
+            await async_save_part({"mine": tensor + rank, f"own{rank}": 1}, tmp_path / name, part)
         with pytest.raises(Corrupt, match="mine: the ranks saved different values"):
             await sidestream.load({"own0": 0}, tmp_path / name)
 
@@ -394,15 +389,15 @@ async def test_planners_and_stagers(tmp_path: Path) -> None:
 )
 def test_what_is_no_part(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidOption):
-        sidestream.Apart(**wrong)
+        Apart(**wrong)
 
 
-async def test_what_does_not_go_with_parts(tmp_path: Path) -> None:
-    for options in ({"saver": "process"}, {"snapshot": False}, {"digest": "blake3"}):
+async def test_options_that_are_wrong(tmp_path: Path) -> None:
+    for options in ({"durability": "none"}, {"timeout_s": -1}, {"planner": 3}, {"metadata": {"f": open}}):
         with pytest.raises(InvalidOption):
             await save_part(0, tmp_path / "a", **options)
-    with pytest.raises(InvalidOption):
-        await sidestream.save({}, tmp_path / "a", apart=3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match=r"part=3 has to be a sidestream\.dcp\.Apart"):
+        async_save_part({}, tmp_path / "a", 3)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import sidestream
+from sidestream.dcp import Apart, async_save_part
 from sidestream.errors import (
     Corrupt,
     DeadlineExceeded,
@@ -244,15 +245,15 @@ class Relaying:
         return self.stager.stage(state_dict)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"apart": sidestream.Apart(rank=0, world_size=1, save_id="x")}], ids=["alone", "part"]
-)
-async def test_a_cancel_while_it_waits_for_staging_memory(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [None, Apart(rank=0, world_size=1, save_id="x")], ids=["alone", "part"])
+async def test_a_cancel_while_it_waits_for_staging_memory(part: Apart | None, tmp_path: Path) -> None:
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         held = await stager.stage({"held": torch.ones(200_000)})
-        pending = sidestream.async_save(
-            {"more": torch.ones(200_000)}, tmp_path / "a", planner=DefaultSavePlanner(), stager=stager, **options
-        )
+        state, options = {"more": torch.ones(200_000)}, {"planner": DefaultSavePlanner(), "stager": stager}
+        if part is None:
+            pending = sidestream.async_save(state, tmp_path / "a", **options)
+        else:
+            pending = async_save_part(state, tmp_path / "a", part, **options)
         await waiting_for_memory(stager)
         pending.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -22,7 +22,7 @@ from sidestream._run.pruning import Pruner
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
-from sidestream._storage.local.source import LocalSource
+from sidestream._storage.local.read import LocalSource
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 
 

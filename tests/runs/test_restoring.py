@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from _run import blank, flip, is_state_of, leases_in, save_steps, state_of
 
 import sidestream
-from sidestream._run.choose import Wish, choose
 from sidestream._run.leases import Leases
+from sidestream._run.restore import Wish, choose
 from sidestream._run.steps import list_steps
 from sidestream._runtime.threads import Deadline, time_limit
 from sidestream._storage import LocalStore

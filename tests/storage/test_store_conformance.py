@@ -6,7 +6,7 @@ import gc
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -146,7 +146,7 @@ async def test_a_source_has_the_files_of_its_directory(store: Store) -> None:
     transaction = written(store, {"__0_0.distcp": content})
     await publish(transaction)
     name = transaction.committed_name("__0_0.distcp")
-    with closing(store.source("ckpt")) as source:
+    async with aclosing(store.source("ckpt")) as source:
         assert source.name == "ckpt"
         assert source.path_of(name) == f"ckpt/{name}"
         assert await source.sizes() == {name: len(content), ".metadata": len(MARKER)}
@@ -167,7 +167,7 @@ async def test_a_source_has_the_files_of_its_directory(store: Store) -> None:
             finally:
                 threads.close()
             assert again == content
-    source.close()
+    await source.aclose()
 
 
 async def test_what_a_source_refuses(store: Store) -> None:
@@ -176,7 +176,7 @@ async def test_what_a_source_refuses(store: Store) -> None:
     await publish(transaction)
     name = transaction.committed_name("__0_0.distcp")
     two = [ReadRange(6, memoryview(bytearray(2)))]
-    with closing(store.source("ckpt")) as source:
+    async with aclosing(store.source("ckpt")) as source:
         with pytest.raises(errors.Corrupt) as short:
             await source.read(name, two)
         assert f"{store.url}/ckpt/{name} ends at byte 7" in str(short.value)
@@ -191,7 +191,7 @@ async def test_what_a_source_refuses(store: Store) -> None:
             with pytest.raises(FileNotFoundError) as missing:
                 await request
             assert str(missing.value.filename).startswith(f"{store.url}/{directory}")
-        source.close()
+        await source.aclose()
 
 
 async def test_the_source_of_the_root(store: Store) -> None:
@@ -199,7 +199,7 @@ async def test_the_source_of_the_root(store: Store) -> None:
     transaction = store.begin(Attempt("one.pt", "file", ID, "fsync"))
     write(transaction, {"one.pt": b"content"})
     await transaction.commit({})
-    with closing(store.source(".")) as source:
+    async with aclosing(store.source(".")) as source:
         assert source.path_of("one.pt") == "one.pt"
         assert await source.size("one.pt") == 7
         assert await source.read_tail("one.pt", 3) == b"ent"

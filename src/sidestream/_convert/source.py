@@ -179,7 +179,7 @@ def _check_views(manifest: Manifest, url: str) -> Steps[None]:
     for entry in manifest.entries.values():
         yield
         if isinstance(entry, TensorEntry) and any(chunk.told is not None for chunk in entry.chunks):
-            distinct[entry.dtype, entry.chunks] = math.prod(entry.shape) * itemsize(entry.dtype)
+            distinct[entry.dtype, entry.chunks] = entry.nbytes
     nbytes, there = sum(distinct.values()), sum(manifest.files.values())
     if nbytes > _VIEWS_ANYHOW_BYTES + _VIEWS_RATIO * there:
         raise UnsupportedCheckpoint(

@@ -22,7 +22,6 @@ from .._worker.client import Saver, choose_saver
 from ..errors import InvalidOption
 from ..options import (
     RANK_WAIT_S,
-    Apart,
     Digest,
     Durability,
     SaverChoice,
@@ -62,7 +61,6 @@ async def save(
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
-    apart: Apart | None = None,
 ) -> SaveInfo:
     """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
 
@@ -88,9 +86,6 @@ async def save(
     ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
     a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
 
-    ``apart`` saves the part of one rank in place, without a word to the others and without a process group: it returns
-    when this part is durable, and readers refuse the whole (``Incomplete``) until all parts are there.
-
     Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
     anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
     ``ArenaExhausted``, ``SaverLost``, ``PlannerFailed``, ``DeadlineExceeded``: then nothing is visible, what was
@@ -114,7 +109,6 @@ async def save(
         store_policy=store_policy,
         process_group=process_group,
         planner=planner,
-        apart=apart,
     )
     try:
         return await pending
@@ -142,7 +136,6 @@ def async_save(
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
-    apart: Apart | None = None,
 ) -> PendingSave:
     """Start what ``save`` does and return at once. Needs a running event loop.
 
@@ -151,9 +144,7 @@ def async_save(
     that cannot be found, and what is wrong with a tensor or value of ``state``, before anything has been written.
     """
     running_loop("async_save")
-    if apart is not None and not isinstance(apart, Apart):
-        raise InvalidOption(f"apart={apart!r} has to be a sidestream.Apart(rank=, world_size=, save_id=)")
-    member = None if apart is not None else group_of(process_group)
+    member = group_of(process_group)
 
     def start(operation: Operation | None) -> SaveOperation:
         if not snapshot and stager is not None:
@@ -175,7 +166,6 @@ def async_save(
             member=member,
             saver=choose_saver(saver, location.store),
             planner=planner,
-            apart=apart,
         )
 
     if member is None or member.group.world == 1:
@@ -208,7 +198,6 @@ def start_save(
     operation: Operation | None = None,
     member: Member | None = None,
     planner: Any = None,
-    apart: Apart | None = None,
     sinks: int = 0,
 ) -> SaveOperation:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
@@ -227,14 +216,13 @@ def start_save(
         check_choice("digest", digest, Digest)
     deadline = Deadline.after(timeout_s)
     own = stager is None or isinstance(stager, AsyncStager)
-    planned = planner is not None or apart is not None
-    captured = capture(state, copy_value) if own and not planned else None
+    captured = capture(state, copy_value) if own and planner is None else None
     if operation is None and member is not None and captured is not None and captured.sharded:
         operation = member.begin("save", deadline)
     order = SaveOrder(
-        location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation, *saver, apart
+        location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation, *saver
     )
-    if planned:
+    if planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done
 
         return start_planned(order, state, planner, stager)

@@ -14,7 +14,6 @@ import torch
 
 from .. import blocking
 from .._convert.source import SourceOpaque, SourceTensor, SourceValue, open_source
-from .._format.records import itemsize
 from .._run.steps import list_steps
 from .._runtime.threads import Deadline
 from .._storage import Where, locate_run
@@ -78,7 +77,7 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
         if isinstance(one, SourceTensor | SourceOpaque):
             entry = one.entry
             if isinstance(one, SourceTensor):
-                nbytes = itemsize(entry.dtype) * math.prod(entry.shape)
+                nbytes = one.entry.nbytes
             else:
                 nbytes = sum(chunk.item_bytes for chunk in entry.chunks)
             files = tuple(sorted({chunk.file for chunk in entry.chunks}))

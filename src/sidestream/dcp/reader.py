@@ -20,8 +20,7 @@ from .._layout.objects import allowed_types
 from .._load.device_streams import current_streams
 from .._load.open.manifest import open_manifest
 from .._load.operation import LoadLifecycle
-from .._load.planner.items import in_batches, read_bytes, targets_of, values_of
-from .._load.planner.metadata import metadata_of
+from .._load.planner.items import in_batches, metadata_of, read_bytes, targets_of, values_of
 from .._load.reader import Reader
 from .._runtime.threads import Deadline, io_threads
 from .._storage import RangeSource

@@ -84,8 +84,8 @@ class StorageWriter(DcpStorageWriter):
     instead.
 
     ``timeout_s`` is for a whole save. ``use_collectives=False`` with more than one rank needs ``apart``, which says
-    which part of which save this is (``sidestream.Apart``): such ranks do not know of each other, nobody commits for
-    all, and readers wait until all parts are there.
+    which part of which save this is (``sidestream.dcp.Apart``): such ranks do not know of each other, no rank commits
+    for all, and readers wait until all parts are there.
 
     The errors are those of ``sidestream.save``, ``NotShared`` and ``InvalidOption`` for what a planner did; DCP raises
     its own ``CheckpointException`` with the error of each rank in ``failures``.
@@ -146,7 +146,7 @@ class StorageWriter(DcpStorageWriter):
         if not together and ranks > 1 and self._apart is None:
             raise InvalidOption(
                 "use_collectives=False: ranks that do not talk to each other cannot commit one checkpoint; leave it "
-                "out, or say which part of which save this is: StorageWriter(url, apart=sidestream.Apart(...))"
+                "out, or say which part of which save this is: StorageWriter(url, apart=sidestream.dcp.Apart(...))"
             )
         if together and ranks > 1 and self._apart is not None:
             raise InvalidOption("apart= is for dcp.save(use_collectives=False): here the ranks commit together")

@@ -1,5 +1,9 @@
-"""What load planners ask for: tensors into their targets, and values as the bytes that DCP's planners take, which are
-made again from data and are never those of the checkpoint."""
+"""What load planners are given and what they ask for.
+
+They are given a validated manifest as the ``Metadata`` of DCP. They ask for tensors into their targets, and for values
+as the bytes that DCP's planners take: these are made again from data and are never those of the checkpoint. Nothing is
+unpickled.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from ..._format.records import Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..._format.records import Chunk, DictKey, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from ..._format.torch_zip.zip import TorchZip, is_zip
 from ..._format.transforms import unpack
 from ..._layout.cast import castable
 from ..._layout.objects import Allowed
 from ..._layout.ranges import Box
+from ..._layout.values import decode_value
 from ..._runtime.threads import io_threads, politely, run_sliced
-from ..._runtime.torch_probes import check_tensor, dtype_name
+from ..._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_info
 from ..._storage import RangeSource
 from ...errors import (
     Corrupt,
@@ -34,10 +48,10 @@ from ...errors import (
 from ...options import Trust
 from ..foreign.values import read_item, read_values
 from ..reader import Wanted
-from .metadata import chunks_by_place
 
-__all__ = ["AskedFor", "in_batches", "read_bytes", "targets_of", "values_of"]
+__all__ = ["AskedFor", "in_batches", "metadata_of", "read_bytes", "targets_of", "values_of"]
 
+_VERSION = "1.0.0"
 _MAX_BYTES = 1 << 30
 _BATCH_BYTES = 1 << 30  # a planner may make a tensor for each item that it is asked for
 
@@ -75,7 +89,7 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
     """Asks the planner for the target of each item. Raises ``MissingKeys``, ``ShapeMismatch``, ``DtypeMismatch``,
     ``UnsupportedTensor``, ``UnsupportedCheckpoint``."""
     items = list(items)
-    chunks = chunks_by_place(manifest, {item.storage_index.fqn for item in items})
+    chunks = _chunks_by_place(manifest, {item.storage_index.fqn for item in items})
     found = AskedFor([], [], {})
     for item in items:
         fqn, entry = item.storage_index.fqn, manifest.entries.get(item.storage_index.fqn)
@@ -178,3 +192,56 @@ def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
         elements += math.prod(item.lengths)
     if batch:
         yield batch
+
+
+# --- what they are given ---
+
+
+def metadata_of(manifest: Manifest, url: str) -> Metadata:
+    """In a worker thread. Empty dicts are not in it: DCP does not know them. Raises ``UnsupportedCheckpoint``."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, object] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for fqn, entry in politely(manifest.entries.items()):
+        if isinstance(entry, TensorEntry | OpaqueEntry):
+            described[fqn] = _tensor(fqn, entry)
+            for number, chunk in enumerate(entry.chunks):
+                places[MetadataIndex(fqn, torch.Size(chunk.offsets), number)] = _place(chunk)
+        elif isinstance(entry, ValueEntry):
+            described[fqn] = BytesStorageMetadata()
+            places[MetadataIndex(fqn)] = _place(entry)
+        else:
+            continue
+        paths[fqn] = tuple(map(_step, entry.path))
+    noted = paths if manifest.planner_data is None else run_sliced(decode_value(manifest.planner_data, "planner_data"))
+    meta = StorageMeta(checkpoint_id=url, save_id=manifest.save_id or None)
+    return Metadata(described, noted, places, meta, _VERSION)
+
+
+def _tensor(fqn: str, entry: TensorEntry | OpaqueEntry) -> TensorStorageMetadata:
+    try:
+        properties = TensorProperties(dtype=dtype_from_name(entry.dtype))
+    except KeyError:
+        raise UnsupportedCheckpoint(f"{fqn!r} has dtype {entry.dtype}, which this torch does not know") from None
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+    return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+
+
+def _place(item: Chunk | ValueEntry) -> object:
+    return storage_info(item.file, item.item_offset, item.item_bytes, [item.transform] if item.transform else [])
+
+
+def _step(key: Key) -> str | int:
+    """DCP turns every dict key into a string."""
+    return str(key.value) if isinstance(key, DictKey) else key
+
+
+def _chunks_by_place(manifest: Manifest, fqns: set[str]) -> Mapping[tuple[str, tuple[int, ...]], Chunk]:
+    """The chunks of some tensors, by FQN and offsets."""
+    entries = ((fqn, manifest.entries.get(fqn)) for fqn in fqns)
+    return {
+        (fqn, chunk.offsets): chunk
+        for fqn, entry in entries
+        if isinstance(entry, TensorEntry)
+        for chunk in entry.chunks
+    }

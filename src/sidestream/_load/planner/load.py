@@ -24,8 +24,7 @@ from ..device_streams import streams_of
 from ..open.manifest import open_manifest
 from ..reader import Reader
 from ..report import Loaded, LoadOptions
-from .items import AskedFor, in_batches, read_bytes, targets_of, values_of
-from .metadata import metadata_of
+from .items import AskedFor, in_batches, metadata_of, read_bytes, targets_of, values_of
 
 __all__ = ["PlannerTarget"]
 

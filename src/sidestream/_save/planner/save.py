@@ -1,7 +1,11 @@
-"""A save that a ``SavePlanner`` of the caller plans: staged first, then planned, written and committed as any other."""
+"""Saves that a ``SavePlanner`` plans: staged first, then planned, written and committed as any other.
+
+The planner is the caller's, or DCP's own where a rank saves its part by itself.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -9,34 +13,83 @@ from typing import Any, Protocol
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..._layout.metadata import encode_metadata
 from ..._layout.torch_planner import Asked, asked_save_planner
-from ..._runtime.threads import Stop, result_of
+from ..._runtime.tasks import running_loop
+from ..._runtime.threads import Deadline, Stop, result_of
 from ..._staging import AsyncStager
 from ..._staging.tree import StagedState
-from ..._storage import Body
+from ..._storage import Body, Where, locate_directory
 from ...errors import InvalidOption
+from ...options import Apart, Durability, StorePolicy, check_choice, check_timeout
 from ..group import Group, maker_of_attempt, terms_of
 from ..operation import SaveOperation, Solo
 from ..order import SaveOrder
-from ..pending import SaveProgress
+from ..pending import PendingSave, SaveProgress
 from ..writer import FirstCopy, LiveWriter, Stage, Stager
 from .independent import Independent, tag_of
 from .items import Outgoing, warn_of_refused
 from .layout import PlannerLayout
 from .plan import Decided, DecidingAlone, DecidingTogether
 
-__all__ = ["start_planned"]
+__all__ = ["async_save_part", "start_planned"]
 
 _REMEDY = "Pass allow=[...] with the types to sidestream.load."
+
+
+def async_save_part(
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str],
+    part: Apart,
+    *,
+    stager: AsyncStager | Stager | None = None,
+    planner: Any = None,
+    durability: Durability = "fsync",
+    metadata: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
+) -> PendingSave:
+    """Start to save the part of one rank in place, without a message to the other ranks and without a process group.
+
+    DCP's mode without collectives, from an event loop. Readers refuse the checkpoint (``Incomplete``) until all parts
+    are there.
+
+    Args:
+        state: What this rank saves, as for ``sidestream.save``. What several ranks have is written by each of them.
+        url: The directory or prefix that all ranks save to. It may have other parts of the same save, and no more.
+        part: Which part of which save this is.
+        planner: A ``SavePlanner`` of torch; without one DCP's own plans.
+        stager, durability, metadata, timeout_s, storage_options, filesystem, store_policy: As for ``sidestream.save``.
+
+    Returns:
+        The save. When it has been awaited, this part is durable. To cancel it removes what was written.
+
+    Raises:
+        InvalidOption: An option is wrong, or no event loop runs (``WrongLoop``).
+
+    What awaiting the result raises is what ``sidestream.save`` raises; ``Conflict`` if the target has this part, a part
+    of another save or a whole checkpoint. The ``outcome`` of a ``Conflict`` is ``"committed"`` if the other save was
+    seen only after this part had been committed.
+    """
+    running_loop("async_save_part")
+    if not isinstance(part, Apart):
+        raise InvalidOption(f"part={part!r} has to be a sidestream.dcp.Apart(rank=, world_size=, save_id=)")
+    check_choice("durability", durability, Durability)
+    check_timeout(timeout_s)
+    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    order = SaveOrder(location, durability, Deadline.after(timeout_s), metadata=encode_metadata(metadata), apart=part)
+    return PendingSave(start_planned(order, state, DefaultSavePlanner() if planner is None else planner, stager))
 
 
 def start_planned(
     order: SaveOrder, state: Mapping[str, Any], planner: Any, stager: AsyncStager | Stager | None
 ) -> SaveOperation:
-    """Launch the copies. ``planner`` is None where ranks save apart, and then DCP's own.
+    """Launch the copies.
 
     Raises ``InvalidOption`` for what is no planner, and for what one cannot be combined with."""
-    asked = asked_save_planner(DefaultSavePlanner() if planner is None else planner)
+    asked = asked_save_planner(planner)
     _check(order)
     url, operation, apart, layout = order.location.url, order.operation, order.apart, PlannerLayout(order)
     if operation is not None:
@@ -58,8 +111,6 @@ def _check(order: SaveOrder) -> None:
         raise InvalidOption("digest= is not there for what a planner plans; leave one of them out")
     if order.budget_bytes is not None:
         raise InvalidOption("a planner plans what has been staged as a whole: leave out snapshot=False")
-    if order.apart is not None and order.saver is not None:
-        raise InvalidOption('saver="process" is not there for ranks that save apart: leave it out')
 
 
 class Deciding(Protocol):

@@ -1,4 +1,5 @@
-"""Reading local files: only regular files, without following links, several ranges with one system call."""
+"""Reading local files: only regular files, without following links, several ranges with one system call; and
+``LocalSource``, one local directory, which stays the same one for as long as it is read."""
 
 from __future__ import annotations
 
@@ -8,16 +9,21 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar, TypeVarTuple
 
-from ..._runtime.threads import Stop, current_deadline
-from ...errors import Corrupt, SidestreamError, from_os_error
+from ..._runtime.tasks import finish
+from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
+from ...errors import Corrupt, DeadlineExceeded, SidestreamError, from_os_error
 from ..coalesce import coalesce
 from ..store import ReadRange
 from .directories import OpenDirectory
 
-__all__ = ["LocalFiles", "map_file", "read_ranges", "read_tail", "size_of", "sizes_in"]
+__all__ = ["LocalSource", "map_file", "read_ranges", "read_tail", "run_io", "size_of", "sizes_in"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _GAP_BYTES = 16 << 10  # to read past as many bytes costs about as much as another system call
 _GAP = memoryview(bytearray(_GAP_BYTES))  # every thread reads into it, and none looks
@@ -28,6 +34,54 @@ finds them in the cache of the processor. With less, the calls cost more than th
 _WAIT_S = 1e-3
 _WAITS = 0.5  # of the time of a call; otherwise it copies from the page cache
 _RUN_RANGES = 512  # with the gaps between them, what one readv takes (IOV_MAX)
+_CLOSE_S = 5.0
+"""How long the system call that closes a directory is waited for, also when a load has used up its own time."""
+
+
+class LocalSource:
+    """The ``RangeSource`` of the directory ``path``, whose name in its store is ``name``."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self._path = path
+        self._directory = OpenDirectory(path)
+
+    def path_of(self, file: str) -> str:
+        return file if self.name == "." else f"{self.name}/{file}"
+
+    async def read(self, file: str, ranges: Sequence[ReadRange]) -> None:
+        stop = Stop()
+        await run_io(read_ranges, self._path / file, self._directory, ranges, stop, stop=stop)
+
+    def files(self, waiting: Callable[[], None]) -> LocalFiles:
+        return LocalFiles(self._path, self._directory, waiting)
+
+    async def read_tail(self, file: str, nbytes: int) -> bytes:
+        return await run_io(read_tail, self._path / file, self._directory, nbytes)
+
+    async def size(self, file: str) -> int:
+        return await run_io(size_of, self._path / file, self._directory)
+
+    async def sizes(self) -> dict[str, int]:
+        return await run_io(sizes_in, self._path, self._directory)
+
+    async def map(self, file: str, nbytes: int) -> mmap.mmap:
+        return await run_io(map_file, self._path / file, self._directory, nbytes)
+
+    async def aclose(self) -> None:
+        if self._directory.is_open:
+            await finish(self._close)
+
+    async def _close(self) -> None:
+        with suppress(DeadlineExceeded), time_limit(Deadline.after(_CLOSE_S)):
+            await io_threads().run(self._directory.close)
+
+
+async def run_io(fn: Callable[[*Ts], T], *args: *Ts, stop: Stop | None = None) -> T:
+    """Run ``fn`` in a thread, under the deadline of the caller, which has to have one: without it a caller would wait
+    for ever where a disk hangs."""
+    current_deadline()
+    return await io_threads().run(fn, *args, stop=stop)
 
 
 @contextmanager

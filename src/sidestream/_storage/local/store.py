@@ -19,8 +19,7 @@ from ..bodies import Body
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import RACES, RETIRED, make_root, remove_tree, sync_directory, take_away
-from .read import map_file, read_ranges, read_tail, size_of, sizes_in
-from .source import LocalSource, run_io
+from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
 from .transaction import LocalTransaction
 from .write import write_file
 
