@@ -23,7 +23,7 @@ from sidestream.errors import Corrupt, DeadlineExceeded, UnsupportedTensor
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Sizes around all limits: a span of small neighbours, a call of 512 KiB, a block, a batch of 16 MiB."""
+    """Sizes around all limits: a span of small neighbours, a call of 1 MiB, a block, a batch of 16 MiB."""
     sizes = [
         1,
         3,
