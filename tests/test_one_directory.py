@@ -370,6 +370,29 @@ async def test_a_thread_that_is_left_behind_keeps_its_directory(place: Place, mo
             await asyncio.sleep(0.01)
 
 
+async def test_a_thread_that_hangs_while_it_opens_the_directory_closes_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_GRACE_S", 0.1)
+    hanging = Hanging(monkeypatch, "/c")
+    with pytest.raises(errors.DeadlineExceeded) as error:
+        await sidestream.load(blank(), place.path, timeout_s=1.0)
+    hanging.goes_on.set()
+    assert await asyncio.to_thread(hanging.left.wait, 60)
+    async with asyncio.timeout(60):
+        while not place.closed():
+            await asyncio.sleep(0.01)
+    assert error.value.__traceback__ is not None  # nor does it keep the directory open
+
+
+def test_a_directory_that_is_refused_before_it_is_open(place: Place) -> None:
+    directory = OpenDirectory(place.path)
+    assert not directory.refuse()
+    with pytest.raises(errors.Closed), directory.descriptor():
+        pass
+    assert place.closed()
+
+
 def test_threads_that_open_a_directory_at_once_use_one_descriptor(place: Place) -> None:
     directory, barrier = OpenDirectory(place.path), threading.Barrier(8)
     found: list[int] = []

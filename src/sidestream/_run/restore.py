@@ -86,11 +86,7 @@ class Restoring:
     async def _load(self, step: Step, state: Mapping[str, Any]) -> LoadReport:
         if step.damage is not None:
             raise step.damage
-        options = self.options
-        if self.wish.or_older and "partial" in options.strict:
-            # What an older step lacks would keep what was read of the damaged one.
-            options = replace(options, atomic=True)
-        context = _context(self.url, step)
+        context, options = _context(self.url, step), _options(self.options, self.wish)
         return await load_from(Location(self.store, step.name, context.url), state, options, context)
 
     def _give_up(self) -> None:
@@ -180,9 +176,7 @@ class _Attempt:
             raise Corrupt(answer["damage"])
         context = _context(restoring.url, self.step)
         where = Location(restoring.store, self.step.name, context.url)
-        options = restoring.options
-        if restoring.wish.or_older and "partial" in options.strict:
-            options = replace(options, atomic=True)
+        options = _options(restoring.options, restoring.wish)
         return await load_from(where, self._state, options, context, operation)
 
     async def _choose(self, _: Sequence[bytes]) -> bytes:
@@ -207,6 +201,12 @@ class _Attempt:
             ranks = ", ".join(str(failure.rank) for failure in failures.failures[:_RANKS_SHOWN])
             text = f"rank 0 sees this step, others do not (rank {ranks}): is the directory on storage that all share?"
             raise NotShared(2, text, f"{self._restoring.url}/{step.name}")
+
+
+def _options(options: LoadOptions, wish: Wish) -> LoadOptions:
+    """Return how a step is loaded. What a step lacks stays as it is in the targets ("partial"), so where an older step may
+    follow, a damaged one must not leave what was read of it there."""
+    return replace(options, atomic=True) if wish.or_older and "partial" in options.strict else options
 
 
 def _context(run: str, step: Step, *, rank: int = 0, world: int = 1) -> LoadContext:

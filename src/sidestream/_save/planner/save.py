@@ -64,10 +64,11 @@ def async_save_part(
         stager, durability, metadata, timeout_s, storage_options, filesystem, store_policy: As for ``sidestream.save``.
 
     Returns:
-        The save. When it has been awaited, this part is durable. To cancel it removes what was written.
+        The save. When it has been awaited, this part is durable. A cancel removes what was written.
 
     Raises:
-        InvalidOption: An option is wrong, or no event loop runs (``WrongLoop``).
+        InvalidOption: An option is wrong, or the storage does not know it.
+        WrongLoop: No event loop of asyncio runs here.
 
     What awaiting the result raises is what ``sidestream.save`` raises; ``Conflict`` if the target has this part, a part
     of another save or a whole checkpoint. The ``outcome`` of a ``Conflict`` is ``"committed"`` if the other save was

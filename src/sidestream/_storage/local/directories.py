@@ -90,14 +90,16 @@ class OpenDirectory:
             self._users -= 1
         self._close_if_unused()
 
-    @property
-    def is_open(self) -> bool:
-        return self._descriptor is not None
+    def refuse(self) -> bool:
+        """Refuse threads that have not acquired the directory yet, also one that hangs while it opens it. Makes no
+        system call. Returns whether ``close`` has a descriptor to close."""
+        with self._lock:
+            self._closed = True
+            return self._descriptor is not None
 
     def close(self) -> None:
         """Close the directory, or have the last thread that uses it close it."""
-        with self._lock:
-            self._closed = True
+        self.refuse()
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:

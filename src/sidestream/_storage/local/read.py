@@ -70,7 +70,7 @@ class LocalSource:
         return await run_io(map_file, self._path / file, self._directory, nbytes)
 
     async def aclose(self) -> None:
-        if self._directory.is_open:
+        if self._directory.refuse():
             await finish(self._close)
 
     async def _close(self) -> None:
