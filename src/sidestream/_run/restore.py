@@ -204,8 +204,11 @@ class _Attempt:
 
 
 def _options(options: LoadOptions, wish: Wish) -> LoadOptions:
-    """Return how a step is loaded. What a step lacks stays as it is in the targets ("partial"), so where an older step may
-    follow, a damaged one must not leave what was read of it there."""
+    """Return how a step is loaded.
+
+    What a step lacks stays as it is in the targets ("partial"), so where an older step may follow, a damaged one must
+    not leave what was read of it there.
+    """
     return replace(options, atomic=True) if wish.or_older and "partial" in options.strict else options
 
 
