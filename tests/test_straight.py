@@ -132,7 +132,7 @@ def test_removed_tensors_are_not_read() -> None:
     straight = Straight()
     row = ("float32", (2,), 8, "file", 0, 100, 50, bytes(4), None, ("a",))
     for fqn in ("a", "b"):
-        straight.add(fqn, torch.zeros(2), row)
+        assert straight.take(fqn, torch.zeros(2), row)
     straight.remove({"a"})
     (batch,) = at_once(straight_batches(straight.payloads))
     assert isinstance(batch, StraightBatch)

@@ -6,10 +6,9 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, TypeVar, cast, get_args
 
-from .._runtime.steps import Steps, collected
+from .._runtime.steps import Steps, chunked, collected
 from ..errors import Corrupt, UnsupportedCheckpoint
 from ..options import Digest
 from .records import (
@@ -181,7 +180,10 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
             return (yield from _parse_root(head, lines[1:], digest, metadata))
         files, step = _files(head), _step(head)
         rows = Rows(files, digests=digest is not None, key_of=_parse_key)
-        entries = dict((yield from collected((_parse_line(line.decode(), rows) for line in lines[1:]), 16)))
+        entries: dict[str, Entry | Row] = {}
+        for some in chunked(lines[1:], 16):
+            entries.update([_parse_line(line.decode(), rows) for line in some])
+            yield
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
             raise Corrupt(f"the manifest announces {head['entries']} entries and has {len(entries)}")
         planner = head.get("planner", "sidestream")
@@ -236,17 +238,8 @@ def _parse_row(line: list[Any], patterns: int, ranks: int) -> SharedRow:
     return SharedRow(kind, _is(str, fqn), path, "", (), content if kind == "value" else -1)
 
 
-_decode = json.JSONDecoder().raw_decode
-
-
 def _parse_line(text: str, rows: Rows) -> tuple[str, Entry | Row]:
-    line: Any = None
-    end = -1
-    with suppress(ValueError):
-        line, end = _decode(text)
-    if end != len(text):
-        line = json.loads(text)
-    return rows.read(line) or _parse_entry(line)
+    return rows.read(text) or _parse_entry(json.loads(text))
 
 
 def _parse_entry(line: list[Any]) -> tuple[str, Entry]:

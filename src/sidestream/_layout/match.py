@@ -38,7 +38,7 @@ from .cast import castable
 from .flatten import Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
 from .prefixes import prefix_hint
-from .straight import Straight, fits, overlapping
+from .straight import Straight
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
@@ -180,25 +180,25 @@ def match(
     for number, leaf in enumerate(leaves_of(state, answers)):
         if number % 16 == 0:
             yield
-        asked.add(leaf.fqn)
-        if isinstance(leaf.value, StatefulRoot):
-            roots[leaf.value.number] = leaf
-            owned[leaf.value.number] = []
+        fqn, _, value, _, _, owner = leaf
+        asked.add(fqn)
+        if isinstance(value, StatefulRoot):
+            roots[value.number] = leaf
+            owned[value.number] = []
             continue
-        if leaf.fqn in filled:
+        if fqn in filled:
             continue
-        if leaf.owner is not None:
-            owned[leaf.owner].append(leaf)
-        row = found.get(leaf.fqn)
-        if isinstance(row, tuple) and isinstance(leaf.value, torch.Tensor) and fits(leaf.value, row):
-            tensors[leaf.fqn] = leaf.value
-            straight.add(leaf.fqn, leaf.value, row)
+        if owner is not None:
+            owned[owner].append(leaf)
+        row = found.get(fqn)
+        if type(row) is tuple and isinstance(value, torch.Tensor) and straight.take(fqn, value, row):
+            tensors[fqn] = value
             continue
-        entry = manifest.entries.get(leaf.fqn)
-        if isinstance(leaf.value, torch.Tensor):
+        entry = manifest.entries.get(fqn)
+        if isinstance(value, torch.Tensor):
             if _tensor_fits(leaf, entry, findings):
-                tensors[leaf.fqn] = leaf.value
-        elif leaf.owner is None:
+                tensors[fqn] = value
+        elif owner is None:
             _match_value(leaf, entry, manifest.exact, values, findings)
     below = yield from _claimed(manifest, roots, owned)
     statefuls = yield from in_turn(
@@ -241,15 +241,10 @@ def _locals(tensors: Mapping[str, torch.Tensor], straight: Straight) -> Steps[di
                 yield from locals_of(fqn, tensor)
 
     local = dict((yield from collected(others())))
-    if not straight.tensors:
-        return local
     contiguous = (one.tensor for one in local.values() if one.tensor.is_contiguous() and one.tensor.numel())
     extents = yield from collected((one.data_ptr(), one.data_ptr() + one.nbytes, "") for one in contiguous)
-    for some in chunked(straight.tensors.items(), _MANY):
-        extents += [(start := tensor.data_ptr(), start + tensor.nbytes, fqn) for fqn, tensor in some]
-        yield
-    shared = yield from overlapping(extents)
-    if shared.isdisjoint(straight.tensors):
+    shared = yield from straight.shared(extents)
+    if not shared:
         return local
     straight.remove(shared)
     return dict((yield from collected(others())))

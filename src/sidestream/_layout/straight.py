@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import lt
 from typing import TypeAlias
 
 import torch
@@ -15,10 +16,10 @@ import torch
 from .._format.digest import DIGEST_BYTES
 from .._format.records import BLOCK_BYTES, Row
 from .._runtime.steps import Steps, chunked
-from .._runtime.torch_probes import dtype_name, has_shards, lazy_bits
+from .._runtime.torch_probes import dtype_name, has_shards, on_host_as_is
 from .ranges import PIECE_BYTES
 
-__all__ = ["Payload", "Straight", "StraightBatch", "fits", "overlapping", "straight_batches"]
+__all__ = ["Payload", "Straight", "StraightBatch", "straight_batches"]
 
 Payload: TypeAlias = tuple[int, int, int, bytes, bytes | None, str]
 """Offset in the file, bytes, at which byte of the tensor they begin, CRCs, digests, FQN."""
@@ -31,49 +32,54 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 @dataclass(frozen=True, slots=True)
 class Straight:
-    """Tensors by FQN, and what is read into them, by file."""
+    """Tensors by FQN, and what is read into them, by file. ``starts`` and ``ends`` are addresses, one of each per
+    tensor."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     payloads: dict[str, list[Payload]] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
-    def add(self, fqn: str, tensor: torch.Tensor, row: Row) -> None:
-        _, _, nbytes, file, _, _, offset, crcs, digests, _ = row
+    def take(self, fqn: str, tensor: torch.Tensor, row: Row) -> bool:
+        """Take a tensor if the bytes of ``row`` can be read into its memory as they are. Return whether."""
+        dtype, shape, nbytes, file, _, _, offset, crcs, digests, _ = row
+        if type(tensor) not in _PLAIN or not on_host_as_is(tensor) or not nbytes or tensor.shape != shape:
+            return False
+        if dtype_name(tensor.dtype) != dtype or not tensor.is_contiguous() or has_shards(tensor):
+            return False
+        start, extent = tensor.data_ptr(), tensor.storage_offset() * tensor.itemsize + nbytes
+        if not start or extent > tensor.untyped_storage().nbytes():
+            return False
         self.tensors[fqn] = tensor
+        self.starts.append(start)
+        self.ends.append(start + nbytes)
         self.payloads.setdefault(file, []).append((offset, nbytes, 0, crcs, digests, fqn))
+        return True
+
+    def shared(self, others: list[tuple[int, int, str]]) -> Steps[set[str]]:
+        """Return the FQNs of those that share memory with one another, or with one of ``others``, of which each is
+        where it begins, where it ends, and an empty name."""
+        starts = sorted([*self.starts, *(start for start, _, _ in others)])
+        ends = sorted([*self.ends, *(end for _, end, _ in others)])
+        if not any(map(lt, starts[1:], ends)):  # none begins before as many have ended as begin before it
+            return set()
+        extents = sorted([*zip(self.starts, self.ends, self.tensors, strict=True), *others])
+        found: set[str] = set()
+        reached, holder = 0, ""
+        for some in chunked(extents, _MANY):
+            for start, end, name in some:
+                if start < reached:
+                    found.update((name, holder))
+                if end > reached:
+                    reached, holder = end, name
+            yield
+        return found - {""}
 
     def remove(self, fqns: set[str]) -> None:
         for payloads in self.payloads.values():
             payloads[:] = [payload for payload in payloads if payload[-1] not in fqns]
         for fqn in fqns:
             self.tensors.pop(fqn, None)
-
-
-def fits(tensor: torch.Tensor, row: Row) -> bool:
-    """Whether the bytes of ``row`` can be read into the memory of ``tensor`` as they are."""
-    dtype, shape, nbytes, *_ = row
-    if type(tensor) not in _PLAIN or tensor.is_nested or tensor.shape != shape or not nbytes:
-        return False
-    if not tensor.is_cpu or tensor.layout is not torch.strided or dtype_name(tensor.dtype) != dtype:
-        return False
-    if not tensor.is_contiguous() or lazy_bits(tensor) or has_shards(tensor):
-        return False
-    extent = tensor.storage_offset() * tensor.itemsize + nbytes
-    return bool(tensor.data_ptr()) and extent <= tensor.untyped_storage().nbytes()
-
-
-def overlapping(extents: list[tuple[int, int, str]]) -> Steps[set[str]]:
-    """The names of all that share memory with another one, given where each begins and ends."""
-    extents.sort()
-    found: set[str] = set()
-    reached, holder = 0, ""
-    for some in chunked(extents, _MANY):
-        for start, end, name in some:
-            if start < reached:
-                found.update((name, holder))
-            if end > reached:
-                reached, holder = end, name
-        yield
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ _SMALL_BYTES = 64 << 10
 """To copy as many bytes from the cache of the processor costs less than what one more read takes."""
 _SPAN_BYTES = 1 << 20
 _GAP_BYTES = 16 << 10  # between two payloads, read and not used
+_MANY = 32  # payloads that are copied between two looks at the stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,12 +372,15 @@ def _spread(
     """In the thread that has read them: check payloads that lie side by side, and copy them to their places. Raises
     ``Closed`` once ``stop`` is set."""
     source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)), span[0][0]
-    for offset, nbytes, start, crcs, digests, fqn in politely(span):
+    for number, (offset, nbytes, start, crcs, digests, fqn) in enumerate(politely(span)):
+        if number % _MANY == 0:
+            stop.check()
+        begin = offset - first
         if verify == "always":
-            piece = view[offset - first : offset - first + nbytes]
+            piece = view[begin : begin + nbytes]
             if crc32(piece) != int.from_bytes(crcs, "little"):
                 raise altered(fqn, file, offset)
-            check_digests(fqn, file, offset, piece, digests)
-        stop.check()
+            if digests:
+                check_digests(fqn, file, offset, piece, digests)
         touched.add(fqn)
-        move(source + offset - first, address_in(fqn, tensors[fqn], start, nbytes), nbytes)
+        move(source + begin, address_in(fqn, tensors[fqn], start, nbytes), nbytes)

@@ -177,6 +177,24 @@ def lazy_bits(tensor: torch.Tensor) -> int:
     return int(_keys_of(tensor).raw_repr()) & _LAZY
 
 
+def _plain_keys() -> frozenset[int]:
+    """The dispatch keys of dense tensors in host memory: those that autograd follows, and those of inference mode."""
+    with torch.inference_mode():
+        inference = torch.empty(0, device="cpu")
+    with torch.inference_mode(False):
+        ordinary = torch.empty(0, device="cpu")
+    return frozenset(int(_keys_of(one).raw_repr()) for one in (ordinary, inference))
+
+
+_PLAIN_KEYS = _plain_keys()
+
+
+def on_host_as_is(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dense, in host memory, and neither conjugated nor negated lazily. One comparison, which knows
+    no more than that: False for a tensor of a kind that it has not heard of."""
+    return int(_keys_of(tensor).raw_repr()) in _PLAIN_KEYS
+
+
 def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``tensor``, which is in host memory, row by row as bytes, without lazy conjugation or
     negation. A new tensor only if they are not in memory like that."""

@@ -123,6 +123,9 @@ class HostEngine:
 
 def move(source: int, target: int, nbytes: int) -> None:
     """Copy memory that stays where it is."""
+    if nbytes <= _HOLD_GIL_BYTES:  # without the generator, whose cost shows with thousands of small tensors
+        _memmove_holding_gil(target, source, nbytes)
+        return
     for done, size in _chunks(nbytes):
         _memmove(target + done, source + done, size)
 
