@@ -23,7 +23,7 @@ from sidestream import AsyncStager, open_checkpoint
 from sidestream._layout import save_layout
 from sidestream._save.api import start_save
 from sidestream._save.pending import PendingSave
-from sidestream._save.sinks import PendingSink, Sink
+from sidestream._save.sinks import PendingExport, Sink
 from sidestream._storage import locate_directory
 from sidestream.errors import ArenaExhausted, SnapshotLost, UnsafeObject
 
@@ -54,11 +54,15 @@ class Collecting:
 
     before: Callable[[int], None] = lambda window: None
     read_from: str = ""
+    url: str = "memory of the test"
 
     def read(self, snapshot: Any, stop: Any) -> dict[str, torch.Tensor]:
         found = payloads(snapshot, stop, self.before)
         self.read_from = "snapshot"
         return {f"t{index}": torch.frombuffer(bytearray(raw), dtype=torch.uint8) for index, raw in enumerate(found)}
+
+    async def finish(self, read: Any) -> Any:
+        return read
 
     async def read_checkpoint(self, checkpoint: Any) -> dict[str, Any]:
         self.read_from = "checkpoint"
@@ -68,8 +72,13 @@ class Collecting:
 class Null:
     """Reads nothing."""
 
+    url = "nowhere"
+
     def read(self, snapshot: Any, stop: Any) -> str:
         return "nothing"
+
+    async def finish(self, read: str) -> str:
+        return read
 
     async def read_checkpoint(self, checkpoint: Any) -> str:
         return "nothing of the checkpoint"
@@ -77,14 +86,13 @@ class Null:
 
 def save(
     state: dict[str, Any], target: Path, stager: AsyncStager | None, *sinks: Sink, **options: Any
-) -> tuple[PendingSave, list[PendingSink]]:
+) -> tuple[PendingSave, tuple[PendingExport, ...]]:
     options = {"durability": "flush", "timeout_s": 60.0, **options}
-    operation = start_save(state, locate_directory(target), stager=stager, sinks=len(sinks), **options)
-    pending = PendingSave(operation)
-    snapshots = operation.snapshots or (None,) * len(sinks)
-    return pending, [
-        PendingSink(sink, operation.order, snapshot, pending) for sink, snapshot in zip(sinks, snapshots, strict=True)
-    ]
+    exports = tuple(PendingExport(sink) for sink in sinks)
+    pending = PendingSave(
+        start_save(state, locate_directory(target), stager=stager, exports=exports, **options), exports
+    )
+    return pending, pending.exports
 
 
 @contextmanager
@@ -284,6 +292,8 @@ async def test_other_stages_do_not_wait_for_a_sink(tmp_path: Path) -> None:
 class Keeping:
     """Keeps a tensor over its first window."""
 
+    url = "memory of the test"
+
     def __init__(self) -> None:
         self.kept: torch.Tensor | None = None
 
@@ -293,6 +303,9 @@ class Keeping:
             warnings.simplefilter("ignore")  # torch: the memory is not writable
             self.kept = torch.frombuffer(view, dtype=torch.uint8)
             return bytes(view)
+
+    async def finish(self, read: bytes) -> bytes:
+        return read
 
     async def read_checkpoint(self, checkpoint: Any) -> None:
         raise AssertionError("the snapshot was lost")

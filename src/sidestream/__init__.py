@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from . import blocking, dcp, errors, events, signing
     from ._convert.convert import ConvertReport, convert
     from ._convert.copy import CopyReport, copy
+    from ._convert.export import HF, strip_prefix
     from ._load.api import LoadReport, PassedOver, load
     from ._load.checkpoint import Checkpoint, TensorInfo, open_checkpoint
     from ._load.verify import Damage, VerifyReport, verify
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ._run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, Retention, SavedStep
     from ._save.api import async_save, save
     from ._save.pending import PendingSave, SaveInfo, SaveProgress
+    from ._save.sinks import PendingExport
     from ._staging.blocking import BlockingAsyncStager
     from ._staging.future import StagingFuture
     from ._staging.stager import AsyncStager
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from .options import SaverProcess, StorePolicy
 
 __all__ = [
+    "HF",
     "AsyncStager",
     "BlockingAsyncStager",
     "Checkpoint",
@@ -42,6 +45,7 @@ __all__ = [
     "KeepLast",
     "LoadReport",
     "PassedOver",
+    "PendingExport",
     "PendingSave",
     "Pruned",
     "Retention",
@@ -65,10 +69,12 @@ __all__ = [
     "open_checkpoint",
     "save",
     "signing",
+    "strip_prefix",
     "verify",
 ]
 
 _HOMES = {
+    "HF": "_convert.export",
     "AsyncStager": "_staging.stager",
     "BlockingAsyncStager": "_staging.blocking",
     "Checkpoint": "_load.checkpoint",
@@ -83,6 +89,7 @@ _HOMES = {
     "KeepLast": "_run.retention",
     "LoadReport": "_load.api",
     "PassedOver": "_load.api",
+    "PendingExport": "_save.sinks",
     "PendingSave": "_save.pending",
     "Pruned": "_run.pruning",
     "Retention": "_run.retention",
@@ -101,6 +108,7 @@ _HOMES = {
     "load": "_load.api",
     "open_checkpoint": "_load.checkpoint",
     "save": "_save.api",
+    "strip_prefix": "_convert.export",
     "verify": "_load.verify",
 }
 

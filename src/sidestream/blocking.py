@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -266,6 +267,7 @@ class PendingSave(_Waiting[_pending.SaveInfo]):
 
         super().__init__(saved)
         self.staged = _Waiting(staged)
+        self.exports = tuple(_Waiting(partial(_awaited, export)) for export in pending.exports)
         self._pending = pending
 
     @property
@@ -291,6 +293,10 @@ class PendingSave(_Waiting[_pending.SaveInfo]):
             return asked
 
         return _run(cancel)
+
+
+async def _awaited(export: Awaitable[Any]) -> Any:
+    return await export
 
 
 class Checkpoint(Mapping[str, "_checkpoint.TensorInfo | None"]):

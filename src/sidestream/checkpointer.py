@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
 from ._load.open.steps import Step
 from ._load.verify import VerifyReport, verify_at
+from ._run.exports import Exports
 from ._run.health import Health
 from ._run.leases import Leases
 from ._run.maintenance import Upkeep
@@ -43,9 +44,9 @@ from ._runtime.tasks import finish, running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
 from ._save.api import Stager, start_save, start_together
 from ._save.pending import PendingSave, SaveWork
+from ._save.sinks import Export, PendingExport
 from ._staging import AsyncStager, Backing, capture
-from ._storage import Location, Where, locate_run
-from ._storage.names import step_name
+from ._storage import Location, Where, locate_run, step_name
 from ._worker.client import Saver, choose_saver
 from .errors import (
     AsyncOnly,
@@ -137,6 +138,10 @@ class Checkpointer:
     lease ends ``lease_s`` after its holder has died; a save acquires one when it takes longer than a quarter of that.
     The files of a writer that was killed are deleted when its lease has ended or, if it had none, ``abandoned_after_s``
     after the last write to them.
+
+    ``export``, a ``sidestream.HF`` or several, is written beside the saves of those steps that are multiples of
+    ``exports_every``; ``pending.exports`` has the outcome (``docs/exports.md``). Of each export those of the
+    ``exports_keep`` highest steps stay; None: all.
     """
 
     def __init__(
@@ -159,6 +164,9 @@ class Checkpointer:
         filesystem: Any = None,
         store_policy: StorePolicy | None = None,
         process_group: GroupChoice = None,
+        export: Export | Sequence[Export] | None = None,
+        exports_every: int = 1,
+        exports_keep: int | None = None,
     ) -> None:
         check_count("in_flight", in_flight)
         check_choice("overlap", overlap, Overlap)
@@ -175,6 +183,9 @@ class Checkpointer:
         self._group: GroupChoice = process_group
         self._store, self.url = locate_run(url, Where(storage_options, filesystem, store_policy))
         self._saver, self._fall_back = choose_saver(saver, self._store)
+        self._exports = Exports(
+            export, self.url, every=exports_every, keep=exports_keep, durability=durability, timeout_s=timeout_s
+        )
         backing: Backing = "private" if self._saver is None else "shared"
         self._own_stager = AsyncStager(timeout_s=timeout_s, backing=backing) if stager is None else None
         self._stager = stager if self._own_stager is None else self._own_stager
@@ -279,9 +290,11 @@ class Checkpointer:
     async def _in_turn(
         self, state: Mapping[str, Any], step: int, noted: Node, planner: Any = None, *, promised: bool = False
     ) -> PendingSave:
+        exports = self._exports_of(step)
         await self._slots.acquire()
         try:
-            pending = PendingSave(await self._start(state, step, noted, planner, promised=promised))
+            work = await self._start(state, step, noted, planner, exports, promised=promised)
+            pending = PendingSave(work, exports)
         except BaseException:
             self._slots.release()
             raise
@@ -322,11 +335,12 @@ class Checkpointer:
                 operation.close()
                 turn.leave()
                 return self._give_way(step)
-            start = partial(self._start_together, turn, operation, state, step, noted, planner)
+            exports = () if operation.rank else self._exports_of(step)
+            start = partial(self._start_together, turn, operation, state, step, noted, planner, exports)
             if overlap == "latest":
                 queued = QueuedSave(self.url, step, turn, start)
-                return self._watch_over(PendingSave(queued), step)
-            pending = PendingSave(await start())
+                return self._watch_over(PendingSave(queued, exports), step)
+            pending = PendingSave(await start(), exports)
         except BaseException:
             turn.leave()
             raise
@@ -341,11 +355,12 @@ class Checkpointer:
         step: int,
         noted: Node,
         planner: Any,
+        exports: tuple[PendingExport, ...],
     ) -> SaveWork:
         generation = turn.generation
         assert generation is not None
         name = step_name(step, generation)
-        launch = partial(self._launch, state, step, generation, noted, planner)
+        launch = partial(self._launch, state, step, generation, noted, planner, exports)
         work = start_together(launch, operation, f"{self.url}/{name}")
         turn.begun()
         return work if operation.rank else LeasedSave(work, self._leases.announce(name, "save"))
@@ -385,18 +400,29 @@ class Checkpointer:
         if self._queued is not None:
             self._queued.give_way()
         self._queued = OwnTurn(self._slots)
-        start = partial(self._start, state, step, noted, planner, promised=True)
-        return self._watch_over(PendingSave(QueuedSave(self.url, step, self._queued, start)), step)
+        exports = self._exports_of(step)
+        start = partial(self._start, state, step, noted, planner, exports, promised=True)
+        return self._watch_over(PendingSave(QueuedSave(self.url, step, self._queued, start), exports), step)
+
+    def _exports_of(self, step: int) -> tuple[PendingExport, ...]:
+        return self._exports.of(step, f"{self.url}/{step_name(step, 1)}")
 
     async def _start(
-        self, state: Mapping[str, Any], step: int, noted: Node, planner: Any = None, *, promised: bool = False
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        noted: Node,
+        planner: Any,
+        exports: tuple[PendingExport, ...],
+        *,
+        promised: bool = False,
     ) -> SaveWork:
         async with self._starting:
             generation = await self._next_generation(step)
             if not promised:  # for those closing waits, and they are made whatever became of others
                 self._check_usable()  # it may have been closed while this waited
                 self._raise_unheard()
-            work = self._launch(state, step, generation, noted, planner)
+            work = self._launch(state, step, generation, noted, planner, exports)
             self._take(step, generation)
             return LeasedSave(work, self._leases.announce(step_name(step, generation), "save"))
 
@@ -407,6 +433,7 @@ class Checkpointer:
         generation: int,
         noted: Node,
         planner: Any,
+        exports: tuple[PendingExport, ...],
         operation: Operation | None = None,
     ) -> SaveWork:
         name = step_name(step, generation)
@@ -423,6 +450,7 @@ class Checkpointer:
             saver=(self._saver, self._fall_back),
             operation=operation,
             planner=planner,
+            exports=exports,
         )
 
     def _watch_over(self, pending: PendingSave, step: int) -> PendingSave:
@@ -430,6 +458,7 @@ class Checkpointer:
         self._under_way[order] = step
         pending.when_done(lambda: self._on_done(pending, order, step))
         self._pending = [one for one in self._pending if not one.done() or one.unheard is not None] + [pending]
+        self._exports.watch_over(pending.exports)
         return pending
 
     def _on_done(self, pending: PendingSave, order: int, step: int) -> None:
@@ -697,10 +726,12 @@ class Checkpointer:
         self._closed = True
         try:
             await self._all_ended()
+            await self._exports.ended()
             await self._upkeep.ended()
             if self._preemption is not None:
                 await self._preemption.ended()  # its last save may have come meanwhile
                 await self._all_ended()
+                await self._exports.ended()
                 await self._upkeep.ended()
         except asyncio.CancelledError:
             for save in self._pending:
@@ -719,6 +750,7 @@ class Checkpointer:
 
     async def _stop(self) -> None:
         await self._all_ended()
+        await self._exports.stop()
         await self._upkeep.stop()
 
     async def _all_ended(self) -> None:

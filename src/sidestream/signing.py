@@ -23,8 +23,7 @@ from ._load.open.manifest import read_manifest
 from ._load.verify import VerifyReport, verify_manifest
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
-from ._storage import Location, RangeSource, Where, locate_directory
-from ._storage.bodies import BytesBody
+from ._storage import BytesBody, Location, RangeSource, Where, locate_directory
 from .errors import BadSignature, CheckpointNotFound, Conflict, InvalidOption, MissingExtra
 from .options import Progress, StorePolicy, check_timeout
 

@@ -7,7 +7,8 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -49,7 +50,18 @@ from .targets import (
 )
 from .windows import WINDOWS
 
-__all__ = ["ConvertReport", "Format", "Rename", "convert"]
+__all__ = [
+    "ConvertReport",
+    "Dtypes",
+    "Format",
+    "How",
+    "Rename",
+    "Selection",
+    "check_dtype",
+    "convert",
+    "convert_opened",
+    "target_dtype",
+]
 
 Format = Literal["dcp", "torch", "safetensors"]
 """``"dcp"``: a checkpoint of ours, which stock DCP reads. ``"torch"``: one file, as ``torch.save`` writes it.
@@ -57,6 +69,10 @@ Format = Literal["dcp", "torch", "safetensors"]
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
 """A function of the old name, or regular expressions and what replaces every match of them, one after the other."""
+
+Dtypes: TypeAlias = torch.dtype | Mapping[str, torch.dtype]
+"""A floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32, "*": torch.bfloat16}``), of which the
+first that matches decides. What matches none keeps its dtype, and so does every tensor that is not floating-point."""
 
 _LEAST_BYTES = 96 << 20
 _MIB = 1 << 20
@@ -88,7 +104,7 @@ async def convert(
     format: Format | None = None,  # noqa: A002  # what everybody calls it
     select: str | Collection[str] | None = None,
     rename: Rename | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: Dtypes | None = None,
     shard_bytes: int | None = 5 << 30,
     budget_bytes: int = 256 << 20,
     verify: Verify = "always",
@@ -106,7 +122,8 @@ async def convert(
     given: ``.safetensors``, ``.pt``, ``.pth`` and ``.bin`` are files, everything else is a directory for DCP.
 
     ``select``: patterns (``"model.*"``) of what to take. ``rename``: see ``Rename``; it sees the source's names.
-    ``dtype``: what floating-point tensors become. ``shard_bytes``: where a directory of safetensors, or of DCP, goes on
+    ``dtype``: what floating-point tensors become, or patterns of new names and what those become (``Dtypes``).
+    ``shard_bytes``: where a directory of safetensors, or of DCP, goes on
     in the next file; None for one file. ``budget_bytes`` of memory at most are used for payloads, unless a single
     tensor cannot be read in pieces (compressed by stock DCP, saved by it with strides, or cut into columns): that one
     is held whole. ``verify`` as in ``load``; a source whose checksums cover whole tensors is read twice for it.
@@ -130,21 +147,26 @@ async def convert(
         opened = await open_source(source, Where(storage_options, None, store_policy))
         async with aclosing(opened):
             selection = await io_threads().run(_select, opened, select, rename, dtype)
-            how = _How(chosen, shard_bytes, budget_bytes, verify, durability, progress)
-            return await _convert(opened, selection, where, how)
+            how = How(chosen, shard_bytes, budget_bytes, verify, durability, progress)
+            return await convert_opened(opened, selection, where, how)
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
+class How:
     format: Format
     shard_bytes: int | None
     budget_bytes: int
     verify: Verify
     durability: Durability
-    progress: Progress | None
+    progress: Progress | None = None
+    replaces: bool = False
+    """Whether a directory of files takes the place of one that is there."""
+    others: Mapping[str, bytes] = field(default_factory=dict)
+    """Files beside those of safetensors."""
 
 
-async def _convert(opened: Source, selection: _Selection, where: Location, how: _How) -> ConvertReport:
+async def convert_opened(opened: Source, selection: Selection, where: Location, how: How) -> ConvertReport:
+    """``convert`` what was selected of an opened source."""
     chosen = how.format
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
@@ -154,15 +176,19 @@ async def _convert(opened: Source, selection: _Selection, where: Location, how: 
             f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
         )
     name = where.name if single else None
-    files = await io_threads().run(_plan, selection, chosen, name, how.budget_bytes, how.shard_bytes)
+    files = await io_threads().run(_plan, selection, name, how)
     total = await io_threads().run(_total, selection)
     pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
     if how.verify == "always":
         await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
+    if how.replaces:
+        kind = "replacement"
     order = SaveOrder(where, how.durability, current_deadline(), kind=kind, verb="convert")
     layout = _ConvertedLayout(order, files, selection.order)
     await run_here(order, partial(pipeline.write, layout.data_files), layout)
+    if how.replaces:
+        await order.transaction.remove_replaced()
 
     def report() -> ConvertReport:
         return ConvertReport(
@@ -184,23 +210,27 @@ async def _convert(opened: Source, selection: _Selection, where: Location, how: 
 
 
 @dataclass(frozen=True, slots=True)
-class _Selection:
+class Selection:
+    """What is converted, under its new names: the tensors, where each comes from, and the values. ``aliases``: names of
+    tied tensors that are noted and not written, and the names that they are written under."""
+
     tensors: list[OutTensor]
     values: list[OutValue]
     origin: dict[str, tuple[str, SourceTensor]]
     order: list[str]
     left_out: tuple[str, ...]
     cast: tuple[str, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def _select(
-    source: Source, select: str | Collection[str] | None, rename: Rename | None, dtype: torch.dtype | None
-) -> _Selection:
+    source: Source, select: str | Collection[str] | None, rename: Rename | None, dtype: Dtypes | None
+) -> Selection:
     taken = selected(source.entries, select, source.url)
     _refuse_opaque(source, taken)
     names = {fqn: _new_name(fqn, rename) for fqn in taken}
     check_names(list(names.values()))
-    found = _Selection([], [], {}, list(names.values()), tuple(fqn for fqn in source.entries if fqn not in names), ())
+    found = Selection([], [], {}, list(names.values()), tuple(fqn for fqn in source.entries if fqn not in names), ())
     cast = []
     for fqn, new in names.items():
         entry = source.entries[fqn]
@@ -211,13 +241,13 @@ def _select(
             found.values.append(OutValue(new, path, entry.node, entry.empty))
             continue
         saved = entry.entry.dtype
-        wanted = _target_dtype(fqn, saved, dtype)
+        wanted = target_dtype(new, saved, dtype)
         if wanted != saved:
             cast.append(new)
         nbytes = math.prod(entry.entry.shape) * itemsize(wanted)
         found.tensors.append(OutTensor(new, path, wanted, entry.entry.shape, nbytes, (entry.identity, wanted)))
         found.origin[new] = (fqn, entry)
-    return _Selection(found.tensors, found.values, found.origin, found.order, found.left_out, tuple(cast))
+    return Selection(found.tensors, found.values, found.origin, found.order, found.left_out, tuple(cast))
 
 
 def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
@@ -232,7 +262,7 @@ def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
     raise first.error
 
 
-def _total(selection: _Selection) -> int:
+def _total(selection: Selection) -> int:
     distinct = dict(gathered((one.identity, one.nbytes) for one in selection.tensors))
     return sum(distinct.values())
 
@@ -253,28 +283,29 @@ def _new_name(fqn: str, rename: Rename | None) -> str:
     return fqn
 
 
-def _target_dtype(fqn: str, saved: str, dtype: torch.dtype | None) -> str:
+def target_dtype(name: str, saved: str, dtype: Dtypes | None) -> str:
+    """Return what the tensor that is called ``name`` in the target becomes. Raises ``UnsupportedTensor``."""
+    if isinstance(dtype, Mapping):
+        dtype = next((one for pattern, one in dtype.items() if fnmatchcase(name, pattern)), None)
     if dtype is None or not dtype_from_name(saved).is_floating_point:
         return saved
     wanted = dtype_name(dtype)
     if not castable(saved, wanted):
-        raise UnsupportedTensor(f"{fqn}: torch does not convert {saved} to {wanted}")
+        raise UnsupportedTensor(f"{name}: torch does not convert {saved} to {wanted}")
     return wanted
 
 
 # --- doing it -------------------------------------------------------------------------------------------------------
 
 
-def _plan(
-    selection: _Selection, chosen: Format, name: str | None, budget_bytes: int, shard_bytes: int | None
-) -> Sequence[TargetFile] | DcpTarget:
-    window_bytes = min(64 * _MIB, (budget_bytes - WINDOWS * PIECE_BYTES) // WINDOWS) // _MIB * _MIB
+def _plan(selection: Selection, name: str | None, how: How) -> Sequence[TargetFile] | DcpTarget:
+    window_bytes = min(64 * _MIB, (how.budget_bytes - WINDOWS * PIECE_BYTES) // WINDOWS) // _MIB * _MIB
     tensors, values = selection.tensors, selection.values
-    if chosen == "dcp":
-        return DcpTarget(tensors, values, shard_bytes or 1 << 62, window_bytes)
-    if chosen == "torch":
+    if how.format == "dcp":
+        return DcpTarget(tensors, values, how.shard_bytes or 1 << 62, window_bytes)
+    if how.format == "torch":
         return [torch_file(name or "", tensors, values, selection.order, window_bytes)]
-    return safetensors_files(tensors, name, shard_bytes, window_bytes)
+    return safetensors_files(tensors, name, how.shard_bytes, window_bytes, selection.aliases, how.others)
 
 
 class _ConvertedLayout:
@@ -318,7 +349,7 @@ def _check_options(
     timeout_s: float,
     budget_bytes: int,
     shard_bytes: int | None,
-    dtype: torch.dtype | None,
+    dtype: Dtypes | None,
 ) -> None:
     check_verify(verify)
     check_choice("durability", durability, Durability)
@@ -328,5 +359,11 @@ def _check_options(
         raise InvalidOption(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
     if shard_bytes is not None:
         check_count("shard_bytes", shard_bytes)
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        raise InvalidOption(f"dtype={dtype!r} has to be a floating-point dtype of torch")
+    check_dtype(dtype)
+
+
+def check_dtype(dtype: Dtypes | None) -> None:
+    """Raise ``InvalidOption`` for what is neither a floating-point dtype nor a mapping of patterns to some."""
+    for one in dtype.values() if isinstance(dtype, Mapping) else () if dtype is None else (dtype,):
+        if not getattr(one, "is_floating_point", False):
+            raise InvalidOption(f"dtype={one!r} has to be a floating-point dtype of torch")

@@ -42,13 +42,13 @@ from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Steps, burst, gathered, io_threads, sliced
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import EVERYDAY, RangeSource, ReadRange, Transaction, Where, locate_directory
+from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, Where, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpoint, allocating
 from ..options import Progress, Verify
 from .targets import Slice, TargetFile
 from .windows import WindowedFile, Windows
 
-__all__ = ["Pipeline", "Source", "SourceOpaque", "SourceTensor", "SourceValue", "open_source"]
+__all__ = ["Pipeline", "Source", "SourceOpaque", "SourceTensor", "SourceValue", "open_source", "open_source_at"]
 
 _VIEWS_ANYHOW_BYTES = 64 << 20
 _VIEWS_RATIO = 16
@@ -104,8 +104,12 @@ class Source:
 
 
 async def open_source(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Source:
+    """``open_source_at`` what ``url`` names."""
+    return await open_source_at(locate_directory(url, where))
+
+
+async def open_source_at(location: Location) -> Source:
     """Raises what opening a checkpoint raises; reads no payload of a tensor. The caller closes the result."""
-    location = locate_directory(url, where)
     files, manifest = await open_manifest(location)
     try:
         return await _of_manifest(files, location.url, manifest)

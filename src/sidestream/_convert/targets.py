@@ -13,7 +13,7 @@ from .._format.frame import frame_tensor, frame_value, tensor_pickle
 from .._format.pickles.write import EMPTY_DICT, dict_of, list_of
 from .._format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Key, Node, TensorEntry, ValueEntry
 from .._format.safetensors.read import INDEX_NAME
-from .._format.safetensors.write import Named, file_names, header_of, index_of, shards_of_sizes
+from .._format.safetensors.write import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window, lay_out
 from .._format.torch_zip.file import TorchArchive
 from .._format.values import pickle_node, pickle_part
@@ -33,12 +33,14 @@ __all__ = [
     "DcpTarget",
     "OutTensor",
     "OutValue",
+    "SafetensorsFile",
     "Slice",
     "TargetFile",
     "Written",
     "check_names",
     "renamed_path",
     "safetensors_files",
+    "safetensors_layout",
     "torch_file",
 ]
 
@@ -198,35 +200,58 @@ def _pickle_tree(node: Any) -> bytes:
 # --- safetensors ----------------------------------------------------------------------------------------------------
 
 
-def safetensors_files(
-    tensors: Sequence[OutTensor], name: str | None, shard_bytes: int | None, window_bytes: int
-) -> list[Written]:
-    """One file called ``name``, or files and their index as transformers names them."""
+class SafetensorsFile(NamedTuple):
+    """A file: its header, and the tensors behind it without gaps."""
+
+    name: str
+    header: bytes
+    tensors: list[OutTensor]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(one.nbytes for one in self.tensors)
+
+    @property
+    def late(self) -> list[OutTensor]:
+        """The tensors that lie behind others which come after them in the order of the export."""
+        return [one for one in self.tensors if alignment(one.nbytes) < ALIGN_BYTES]
+
+
+def safetensors_layout(
+    tensors: Sequence[OutTensor], name: str | None, shard_bytes: int | None, aliases: Mapping[str, str]
+) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
+    """Return one file called ``name``, or files as transformers names them, and the index of these if there are
+    several. ``aliases``: further names of the tensors. Raises ``UnsupportedTensor``."""
     by_name = {one.fqn: one for one in tensors}
     named = [Named(one.fqn, one.dtype, one.shape, one.nbytes) for one in tensors]
     shards = shards_of_sizes(named, None if name is not None else shard_bytes)
     names = file_names(len(shards)) if name is None else [name]
+    files = [
+        SafetensorsFile(file, header_of(shard, aliases), [by_name[one.name] for one in shard])
+        for file, shard in zip(names, shards, strict=True)
+    ]
+    return files, {INDEX_NAME: index_of(shards, names)} if len(files) > 1 else {}
+
+
+def safetensors_files(
+    tensors: Sequence[OutTensor],
+    name: str | None,
+    shard_bytes: int | None,
+    window_bytes: int,
+    aliases: Mapping[str, str],
+    others: Mapping[str, bytes],
+) -> list[Written]:
+    """The files of ``safetensors_layout``, and ``others`` beside them."""
+    laid, index = safetensors_layout(tensors, name, shard_bytes, aliases)
     files = []
-    for file, shard in zip(names, shards, strict=True):
-        shard.sort(key=lambda one: -(one.nbytes // max(1, _elements(one))))
-        header = header_of(shard)
-        pieces: list[tuple[int, int, Piece]] = [(0, len(header), header)]
-        position = len(header)
-        for one in shard:
-            pieces.append((position, one.nbytes, by_name[one.name]))
-            position += one.nbytes
-        files.append(Written(file, pieces, window_bytes))
-    if len(files) > 1:
-        index = index_of(shards, names)
-        files.append(Written(INDEX_NAME, [(0, len(index), index)], window_bytes))
+    for file in laid:
+        pieces: list[tuple[int, int, Piece]] = [(0, len(file.header), file.header)]
+        for one in file.tensors:
+            pieces.append((pieces[-1][0] + pieces[-1][1], one.nbytes, one))
+        files.append(Written(file.name, pieces, window_bytes))
+    for other, content in {**others, **index}.items():  # on object storage files appear one by one: the index last
+        files.append(Written(other, [(0, len(content), content)], max(window_bytes, len(content))))
     return files
-
-
-def _elements(one: Named) -> int:
-    count = 1
-    for dim in one.shape:
-        count *= dim
-    return count
 
 
 def renamed_path(path: tuple[Key, ...], old: str, new: str) -> tuple[Key, ...]:

@@ -18,8 +18,7 @@ from .._format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from .._format.values import pickle_node
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
-from .._staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint
-from .._staging.host import raw_start
+from .._staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint, raw_start
 from ..errors import UnsupportedTensor
 from .flatten import Leaf, LeafKind, leaves_of
 from .structure import outline_of
@@ -192,6 +191,13 @@ class SavePlan:
 
     def shard_file(self, index: int) -> str:
         return shard_name(index)
+
+    def named_tensors(self) -> Iterator[tuple[str, tuple[Key, ...], str, tuple[int, ...], int]]:
+        """FQN, path, dtype, shape and item of each tensor; items are numbered over all shards."""
+        said = self.said
+        named = zip(said.fqns, said.paths, said.kinds, strict=True)
+        tensors = zip(*said.tensors, strict=True)
+        return ((fqn, path, *next(tensors)) for fqn, path, kind in named if kind == "tensor")
 
     def describe(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Steps[Described]:
         """The entries, given the checksums of each shard's blocks, and what each of the ``files`` is called in the

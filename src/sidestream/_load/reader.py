@@ -20,7 +20,7 @@ from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Steps, Stop, gathered, io_threads, let_go, politely, sliced
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
-from .._staging.host import move
+from .._staging import move
 from .._storage import RangeSource, ReadRange
 from ..options import Progress, Verify
 from .buffers import Check, Memory, Scratch, memory_of

@@ -25,8 +25,7 @@ from typing import Literal
 from .._runtime.abandoned import Watched, watch
 from .._runtime.tasks import accompany, finish
 from .._runtime.threads import Deadline, time_limit
-from .._storage import Store
-from .._storage.bodies import BytesBody
+from .._storage import BytesBody, Store
 from ..errors import AccessDenied, NoSpace, SidestreamError
 
 __all__ = ["Lease", "Leases", "Seen", "parse_lease"]

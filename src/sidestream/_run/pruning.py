@@ -12,8 +12,7 @@ from .._load.open.manifest import metadata_of
 from .._load.open.steps import Step, look_at
 from .._load.verify import verify_at
 from .._runtime.public import public
-from .._storage import Leftover, Location, Store
-from .._storage.names import target_of_attempt
+from .._storage import Leftover, Location, Store, target_of_attempt
 from ..errors import CheckpointNotFound, Corrupt, StorageError
 from ..options import Durability
 from .leases import Leases

@@ -10,8 +10,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from .._save.pending import SaveInfo, SaveProgress, SaveWork
-from .._storage import Outcome
-from .._storage.names import step_name
+from .._storage import Outcome, step_name
 from ..errors import Skipped
 from ..events import SaveContext, SaveSkipped, emit
 from .leases import Lease

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .._format.records import Node
@@ -35,6 +37,7 @@ from .layouts import AgreedLayout, NativeLayout
 from .operation import SaveOperation, Solo
 from .order import SaveOrder
 from .pending import PendingSave, SaveInfo, SaveWork
+from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .stage import LaidOutStage
 from .writer import LiveWriter, Stager
 
@@ -61,6 +64,7 @@ async def save(
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
+    export: Export | Sequence[Export] | None = None,
 ) -> SaveInfo:
     """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
 
@@ -86,6 +90,9 @@ async def save(
     ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
     a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
 
+    ``export``, a ``sidestream.HF`` or several, is written beside the checkpoint (``docs/exports.md``). This call waits
+    for it; ``SaveInfo.exports`` has its report, or the error that it failed with, which does not fail the save.
+
     Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
     anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
     ``ArenaExhausted``, ``SaverLost``, ``PlannerFailed``, ``DeadlineExceeded``: then nothing is visible, what was
@@ -109,13 +116,20 @@ async def save(
         store_policy=store_policy,
         process_group=process_group,
         planner=planner,
+        export=export,
     )
     try:
-        return await pending
-    except asyncio.CancelledError:
-        pending.cancel()
+        info = await pending
+        await all_ended(pending.exports)
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError):
+            pending.cancel()
+        for one in pending.exports:
+            one.cancel()
         await finish(pending.ended)
+        await finish(partial(all_ended, pending.exports))
         raise
+    return replace(info, exports=tuple([one.result() for one in pending.exports])) if pending.exports else info
 
 
 @public
@@ -136,6 +150,7 @@ def async_save(
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
+    export: Export | Sequence[Export] | None = None,
 ) -> PendingSave:
     """Start what ``save`` does and return at once. Needs a running event loop.
 
@@ -145,6 +160,8 @@ def async_save(
     """
     running_loop("async_save")
     member = group_of(process_group)
+    wanted = exports_in(export)
+    exports: list[PendingExport] = []
 
     def start(operation: Operation | None) -> SaveOperation:
         if not snapshot and stager is not None:
@@ -153,6 +170,9 @@ def async_save(
             )
         check_seconds("rank_wait_s", rank_wait_s)
         location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+        sinks = sinks_of(wanted, location.url, step=None, durability=durability)
+        if operation is None or operation.rank == 0:
+            exports.extend(map(PendingExport, sinks))
         return start_save(
             state,
             location,
@@ -166,11 +186,14 @@ def async_save(
             member=member,
             saver=choose_saver(saver, location.store),
             planner=planner,
+            exports=exports,
         )
 
     if member is None or member.group.world == 1:
-        return PendingSave(start(None))
-    return PendingSave(start_together(start, member.begin("save", deadline_of(timeout_s), rank_wait_s), str(url)))
+        return PendingSave(start(None), tuple(exports))
+    operation = member.begin("save", deadline_of(timeout_s), rank_wait_s)
+    work = start_together(start, operation, str(url))
+    return PendingSave(work, tuple(exports))
 
 
 def start_together(start: Callable[[Operation], SaveWork], operation: Operation, url: str) -> SaveWork:
@@ -198,14 +221,14 @@ def start_save(
     operation: Operation | None = None,
     member: Member | None = None,
     planner: Any = None,
-    sinks: int = 0,
+    exports: Sequence[PendingExport] = (),
 ) -> SaveOperation:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
 
     Runs in the thread of a blocking call: copies are ordered after the work that was enqueued on its current streams.
     ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
 
-    ``sinks`` is the number of sinks that read the snapshot, if one process saves without a planner.
+    ``exports`` read the snapshot if one process saves without a planner; otherwise rank 0 exports the checkpoint.
 
     ``operation`` is there where several ranks save. A ``member`` alone in its group saves as any process does, unless
     it has tensors that only a group can describe.
@@ -225,16 +248,24 @@ def start_save(
     if planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done
 
-        return start_planned(order, state, planner, stager)
+        planned = start_planned(order, state, planner, stager)
+        planned.exports = exports
+        return planned
     if operation is None:
-        stage = LaidOutStage(order, state, captured, stager, _plan_save, sinks)
-        writer = LiveWriter(order, stage)
-        layout, snapshots = NativeLayout(order), stage.snapshots
-        return SaveOperation(order=order, writer=writer, layout=layout, coordinator=Solo(order), snapshots=snapshots)
+        stage = LaidOutStage(order, state, captured, stager, _plan_save, len(exports))
+        return SaveOperation(
+            order=order,
+            writer=LiveWriter(order, stage),
+            layout=NativeLayout(order),
+            coordinator=Solo(order),
+            exports=exports,
+            snapshots=stage.snapshots,
+        )
     planning = planning_of(order, operation)
     writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, planning.lay_out))
     group = Group(order, operation, planning)
-    return SaveOperation(order=order, writer=writer, layout=AgreedLayout(order, planning), coordinator=group)
+    layout = AgreedLayout(order, planning)
+    return SaveOperation(order=order, writer=writer, layout=layout, coordinator=group, exports=exports)
 
 
 def _plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:

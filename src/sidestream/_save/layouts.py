@@ -20,7 +20,7 @@ from .._layout.save_layout import SavePlan
 from .._layout.sharded.rank_layout import RankPlan
 from .._runtime.threads import gathered, io_threads, run_sliced
 from .._runtime.torch_probes import TORCH_VERSION
-from .._storage.bodies import BytesBody
+from .._storage import BytesBody
 from ..errors import SidestreamError
 from .group_planning import Planned, Planning
 from .operation import RankReceipt

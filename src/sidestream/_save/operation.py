@@ -18,6 +18,7 @@ from .._storage import Outcome
 from ..errors import Aborted, NotShared
 from .order import SaveOrder
 from .pending import SaveInfo, SaveProgress
+from .sinks import PendingExport
 
 __all__ = [
     "Committed",
@@ -181,9 +182,9 @@ class SaveOperation:
     writer: Writer
     layout: Layout
     coordinator: Coordinator
+    exports: Sequence[PendingExport] = ()
     snapshots: tuple[Any, ...] = ()
-    """A ``SnapshotReader`` for each sink, or None where the sink has to read the checkpoint. The owner of the operation
-    runs the sinks."""
+    """What each of ``exports`` reads, a ``SnapshotReader`` or None; no entries where all read the checkpoint."""
 
     @property
     def url(self) -> str:
@@ -204,11 +205,17 @@ class SaveOperation:
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         lifecycle = self.order.lifecycle
         try:
+            for export, snapshot in zip(self.exports, self.snapshots or (None,) * len(self.exports), strict=True):
+                export.begin(self.order, snapshot)
+            self.snapshots = ()
             with time_limit(self.order.deadline):
                 committed = await self._run(staged)
         except BaseException as error:
             lifecycle.failed(error, self.outcome)
             raise
+        finally:
+            for export in self.exports:
+                export.saved(self.outcome)
         seconds = MappingProxyType(dict(lifecycle.seconds if committed.seconds is None else committed.seconds))
         lifecycle.committed(committed.nbytes, seconds)
         order = self.order
@@ -233,6 +240,9 @@ class SaveOperation:
         return committed
 
     def abandon(self) -> None:
+        for snapshot in self.snapshots:
+            if snapshot is not None:
+                snapshot.close()
         self.coordinator.abandon()
         self.writer.interrupt()
 

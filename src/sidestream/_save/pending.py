@@ -18,6 +18,7 @@ from .._runtime.threads import look_for_abandoned, release_in_background
 from .._storage import Outcome
 from ..errors import Aborted, Skipped, printable_lines
 from ..options import Durability
+from .sinks import PendingExport
 
 __all__ = ["PendingSave", "SaveInfo", "SaveProgress", "SaveWork"]
 
@@ -40,6 +41,8 @@ class SaveInfo:
     nbytes: int
     durability: Durability
     seconds: Mapping[str, float]
+    exports: tuple[Any, ...] = ()
+    """Of a ``save`` with ``export=``: for each export its ``ConvertReport``, or the error that it failed with."""
 
 
 @public
@@ -88,9 +91,10 @@ class PendingSave:
     """A save in progress. ``await`` it for its ``SaveInfo``, any number of times and from several tasks; a cancelled
     awaiter does not cancel the save, ``cancel()`` does. It belongs to the loop that started it."""
 
-    def __init__(self, work: SaveWork) -> None:
+    def __init__(self, work: SaveWork, exports: tuple[PendingExport, ...] = ()) -> None:
         loop = asyncio.get_running_loop()
         self._work = work
+        self._exports = exports
         self._heard = False
         self._cancelling = False
         self._result: asyncio.Future[SaveInfo] = loop.create_future()
@@ -112,6 +116,12 @@ class PendingSave:
         """Await it: everything has been copied, or the save has ended otherwise, so the sources may change again.
         Raises what the staging raised."""
         return _Shared(self._staged)
+
+    @property
+    def exports(self) -> tuple[PendingExport, ...]:
+        """One for each ``HF`` in ``export=``, in their order; over several ranks on rank 0 alone. They go on when the
+        save has ended."""
+        return self._exports
 
     @property
     def outcome(self) -> Outcome | None:
@@ -190,6 +200,8 @@ class PendingSave:
     def _end(self) -> None:
         self._settled = True
         self._watch.end()
+        for export in self._exports:  # also of a save that never began
+            export.saved(self._work.outcome)
 
     def _settle(self, _: object = None) -> None:
         """Cancelled, by ``cancel()`` or with the loop, perhaps before the first step."""

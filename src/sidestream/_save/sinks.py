@@ -3,99 +3,165 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+import itertools
+import logging
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from .._runtime.public import public
 from .._runtime.tasks import supervise
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._staging import SnapshotReader, clean
-from .._storage import Location
-from ..errors import SnapshotLost
+from .._storage import Location, Outcome
+from ..errors import InvalidOption, SnapshotLost, printable_lines
+from ..options import Durability
 from .order import SaveOrder
-from .pending import PendingSave
 
-__all__ = ["PendingSink", "Sink"]
+__all__ = ["Export", "PendingExport", "Sink", "all_ended", "exports_in", "sinks_of"]
+
+_log = logging.getLogger("sidestream")
 
 
 class Sink(Protocol):
     """An export, or weights that are served. It reads the snapshot of a save, or else the checkpoint that was
     committed."""
 
+    @property
+    def url(self) -> str:
+        """What it writes to."""
+
     def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> Any:
-        """Read the windows of a snapshot, one after the other, and return the result of the sink. Called in a thread.
-        Where this raises ``SnapshotLost`` it undoes what it did, because ``read_checkpoint`` starts over. Memory of a
-        window is kept for as long as any view or tensor over it exists."""
+        """Read the windows of a snapshot, one after the other. Called in a thread. Where this raises it undoes what it
+        did; after ``SnapshotLost`` ``read_checkpoint`` starts over. Memory of a window is kept for as long as any view
+        or tensor over it exists."""
+
+    async def finish(self, read: Any) -> Any:
+        """Return the result of the sink, given what ``read`` has returned. The snapshot has been released."""
 
     async def read_checkpoint(self, checkpoint: Location) -> Any:
         """Read the committed checkpoint, and return the result of the sink."""
 
 
-class PendingSink:
-    """The outcome of one sink of a save. ``await`` it for the result of the sink, any number of times; a cancelled
-    awaiter does not cancel the sink, ``cancel()`` does. The checkpoint does not depend on it.
+class Export(Protocol):
+    """What ``export=`` of a save takes: ``sidestream.HF``."""
 
-    ``snapshot`` is read in a thread that begins at once; None: the sink reads the checkpoint of ``save``.
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the names of the exports of a run differ in their last part, by the step."""
+
+    def sink(self, *, step: int | None, durability: Durability) -> Sink:
+        """Return the sink of one save. Raises ``InvalidOption``."""
+
+    async def prune(self, keep: int, *, durability: Durability) -> None:
+        """Delete the exports of a run but for the ``keep`` of the highest steps. Raises what the storage raises."""
+
+
+@public
+class PendingExport:
+    """The outcome of an export of a save. ``await`` it for its ``ConvertReport``, any number of times; a cancelled
+    awaiter does not cancel the export, ``cancel()`` does. The checkpoint does not depend on it: an export that fails is
+    logged, and raises its error where it is awaited.
+
+    Raises ``SnapshotLost`` if the save has failed, so that there is nothing to export.
     """
 
-    def __init__(self, sink: Sink, order: SaveOrder, snapshot: SnapshotReader[Any] | None, save: PendingSave) -> None:
+    def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._order = order
-        self._save = save
-        self._snapshot = snapshot
         self._stop = Stop()
-        self._threads = Threads("sidestream-sink", 1)
-        self._read: Future[Any] | None = None
-        if snapshot is not None:
-            with time_limit(order.deadline):
-                self._read = self._threads.submit(_read, sink, snapshot, self._stop)
         self._result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._task = supervise(self._run(), f"sidestream sink of {order.location.url}")
-        self._task.add_done_callback(self._settle)
+        self._saved: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """The directory that is exported to."""
+        return self._sink.url
 
     def done(self) -> bool:
+        """Whether the export has ended, one way or the other."""
         return self._result.done()
 
     def cancel(self) -> bool:
-        """Ask the sink to stop; awaiting it then raises ``CancelledError``. False if it has ended already."""
-        return self._task.cancel()
+        """Ask the export to stop; awaiting it then raises ``CancelledError``. False if it has ended already."""
+        return self._result.cancel() if self._task is None else self._task.cancel()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the loop once ``done()``."""
+        self._result.add_done_callback(lambda _: callback())
 
     async def ended(self) -> None:
-        """Wait until it has ended. Never raises what the sink raised."""
-        await asyncio.wait([self._task])
+        """Wait until it has ended. Never raises what the export raised."""
+        await asyncio.wait([self._result])
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def result(self) -> Any:
+        """Return what awaiting it returns, or the error that awaiting it raises, once it is ``done()``."""
+        if self._result.cancelled():
+            return asyncio.CancelledError()
+        return self._result.exception() or self._result.result()
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.shield(self._result).__await__()
 
-    async def _run(self) -> None:
+    # --- what the save does ---
+
+    def begin(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> None:
+        """Read ``snapshot`` in a thread that begins at once; None: read the checkpoint when it is committed."""
+        if self._result.done():  # cancelled before the save began
+            if snapshot is not None:
+                snapshot.close()
+            return
+        threads, read = Threads("sidestream-export", 1), None
+        if snapshot is not None:
+            with time_limit(order.deadline):
+                read = threads.submit(_read, self._sink, snapshot, self._stop)
+
+        def settle(_: object) -> None:
+            """The task has ended, perhaps before its first step."""
+            self._stop.set()
+            threads.close()
+            if snapshot is not None:
+                snapshot.close()  # the thread may not have begun
+            if not self._result.done():
+                self._result.cancel()
+
+        self._task = supervise(self._run(order, threads, read), f"sidestream export to {self.url}")
+        self._task.add_done_callback(settle)
+
+    def saved(self, outcome: Outcome) -> None:
+        """The save has ended."""
+        if not self._saved.done():
+            self._saved.set_result(outcome)
+        if self._task is None and not self._result.done():
+            self._fail(SnapshotLost(f"nothing was exported to {self.url}, because the save did not begin"))
+
+    # --- the task ---
+
+    async def _run(self, order: SaveOrder, threads: Threads, read: Future[Any] | None) -> None:
         """The edge of the background: everything ends in the future."""
         try:
-            self._result.set_result(await self._outcome())
+            self._result.set_result(await self._outcome(order, threads, read))
         except asyncio.CancelledError:
             self._result.cancel()
         except Exception as error:
-            self._result.set_exception(error)
-            self._result.exception()  # the caller may not want to know
+            text = printable_lines(f"{type(error).__name__}: {error}")
+            _log.error("exporting %s to %s failed: %s", order.location.url, self.url, text)
+            self._fail(error)
 
-    def _settle(self, _: object) -> None:
-        """The task has ended, perhaps before its first step."""
-        self._stop.set()
-        self._threads.close()
-        if self._snapshot is not None:
-            self._snapshot.close()  # the thread may not have begun
-        if not self._result.done():
-            self._result.cancel()
+    def _fail(self, error: BaseException) -> None:
+        self._result.set_exception(error)
+        self._result.exception()  # it was logged; asyncio would do so once more
 
-    async def _outcome(self) -> Any:
-        order = self._order
-        if self._read is not None:
+    async def _outcome(self, order: SaveOrder, threads: Threads, read: Future[Any] | None) -> Any:
+        if read is not None:
             try:
                 with time_limit(order.deadline):
-                    return await self._threads.wait(self._read, "a sink", stop=self._stop)
+                    return await self._sink.finish(await threads.wait(read, "an export", stop=self._stop))
             except SnapshotLost:
                 pass
-        await self._save.ended()
-        if self._save.outcome != "committed":
+        if await asyncio.shield(self._saved) != "committed":
             raise SnapshotLost(
                 f"the snapshot could not be read to its end, and {order.location.url} was not saved, which could have "
                 "been read in its place"
@@ -104,13 +170,38 @@ class PendingSink:
             return await self._sink.read_checkpoint(order.location)
 
 
+def exports_in(export: Export | Sequence[Export] | None) -> tuple[Export, ...]:
+    """Return the exports that ``export=`` names. Raises ``InvalidOption``."""
+    found = () if export is None else tuple(export) if isinstance(export, Sequence) else (export,)
+    for one in found:
+        if not callable(getattr(one, "sink", None)):
+            raise InvalidOption(f"export={one!r} has to be a sidestream.HF, or a list of them")
+    return found
+
+
+def sinks_of(exports: Sequence[Export], target: str, *, step: int | None, durability: Durability) -> list[Sink]:
+    """Return the sinks of a save to the URL ``target``. Raises ``InvalidOption`` where two write to one place."""
+    sinks = [one.sink(step=step, durability=durability) for one in exports]
+    places = [target, *(sink.url for sink in sinks)]
+    for one, other in itertools.permutations(places, 2):
+        if f"{one}/".startswith(f"{other}/"):
+            raise InvalidOption(f"{one} lies in {other}: a checkpoint and each of its exports need places of their own")
+    return sinks
+
+
+async def all_ended(exports: Sequence[PendingExport]) -> None:
+    """Wait until ``exports`` have ended. Never raises what they raised."""
+    for export in exports:
+        await export.ended()
+
+
 def _read(sink: Sink, snapshot: SnapshotReader[Any], stop: Stop) -> Any:
     try:
         return sink.read(snapshot, stop)
     except Exception as error:
-        raise clean(error, "the thread of a sink") from None  # its frames refer to staged memory
+        raise clean(error, "the thread of an export") from None  # its frames refer to staged memory
     except BaseException as error:  # SystemExit in this thread is not the end of the program
-        ended = f"a sink was ended by {type(error).__name__}: {error}"
+        ended = f"an export was ended by {type(error).__name__}: {error}"
     finally:
         snapshot.close()
     raise RuntimeError(ended)  # here, because its context would keep the frames too

@@ -13,8 +13,7 @@ from .._format.shard import BlockSums, ShardLayout
 from .._layout.values import copy_value
 from .._runtime.threads import Stop
 from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, capture
-from .._storage import Body
-from .._storage.bodies import BytesBody, ShardBody
+from .._storage import Body, BytesBody, ShardBody
 from .order import SaveOrder
 from .pending import SaveProgress
 from .writer import FirstCopy, Stage, Stager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease
-from .capture import Captured, capture
+from .captured import Captured, capture
 from .composite import Composite, Sharding
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
 from .fill import Filler, Piece
 from .future import StagingFuture
-from .host import HostEngine
+from .host import HostEngine, memory_behind, move, raw_start
 from .image import Copy, ImageLayout, StagedImage
 from .plans import PlanCache, fingerprint
 from .snapshot import SnapshotReader
@@ -46,4 +46,7 @@ __all__ = [
     "capture",
     "clean",
     "fingerprint",
+    "memory_behind",
+    "move",
+    "raw_start",
 ]

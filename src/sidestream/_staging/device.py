@@ -22,7 +22,7 @@ from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, politely
 from .._runtime.torch_probes import extent_bytes, lazy_bits, neg_view, storage_key
 from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, InvalidOption, SidestreamError
 from .arena import Lease
-from .capture import named
+from .captured import named
 from .driver import Driver
 from .host import HostEngine, check_extent, move, raw_start, rows_with
 from .image import Copy

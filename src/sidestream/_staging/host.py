@@ -17,7 +17,7 @@ from .._runtime.torch_probes import extent_bytes, lazy_bits
 from ..errors import UnsupportedTensor
 from .image import Copy
 
-__all__ = ["HostEngine", "check_extent", "move", "raw_start", "rows_with"]
+__all__ = ["HostEngine", "check_extent", "memory_behind", "move", "raw_start", "rows_with"]
 
 _CHUNK_BYTES = 16 << 20
 _HOLD_GIL_BYTES = 256 << 10
@@ -128,6 +128,23 @@ def move(source: int, target: int, nbytes: int) -> None:
         return
     for done, size in _chunks(nbytes):
         _memmove(target + done, source + done, size)
+
+
+class _Buffer(ctypes.Structure):
+    """``Py_buffer``, as far as its first fields; CPython has had them in this order since 3.0."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("rest", ctypes.c_void_p * 16))
+
+
+def memory_behind(view: memoryview) -> ctypes.Array[ctypes.c_char]:
+    """Return the memory of a view, which may be read-only, for ``torch.frombuffer``, which warns of a read-only view.
+    The result keeps the view. Nothing may be written to it."""
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    array = (ctypes.c_char * len(view)).from_address(buffer.start or 0)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    array.owner = view  # type: ignore[attr-defined]
+    return array
 
 
 def check_extent(storage: torch.UntypedStorage, nbytes: int) -> None:

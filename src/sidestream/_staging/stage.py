@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from .._runtime.rate import Pace
 from .._runtime.threads import Deadline, Stop
 from ..errors import Closed, DeadlineExceeded, SidestreamError, Skipped, without_frames
-from .capture import Captured
+from .captured import Captured
 from .device import DeviceStage
 from .fill import Filler
 from .future import StagingFuture

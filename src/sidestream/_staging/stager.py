@@ -37,7 +37,7 @@ from ..errors import (
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease, SharedMemory, whole_pages
-from .capture import Captured, capture
+from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
 from .driver import Driver, driver_for
 from .fence import Forecast, guard, hold_back

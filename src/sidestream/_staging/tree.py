@@ -14,7 +14,7 @@ from .._runtime.public import public
 from .._runtime.threads import Steps, gathered, politely, run_sliced
 from .._runtime.torch_probes import attributes_of, check_tensor, lazy_bits, storage_key, with_attributes
 from .arena import Lease
-from .capture import Captured
+from .captured import Captured
 from .composite import Composite
 from .image import Copy, ImageLayout
 from .plans import PlanCache, fingerprint

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .bodies import Body
+from .bodies import Body, BytesBody, ShardBody
 from .local.store import LocalStore
+from .names import parse_step, step_name, target_of_attempt
 from .store import Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
@@ -13,6 +14,7 @@ __all__ = [
     "WRITE_THREADS",
     "Attempt",
     "Body",
+    "BytesBody",
     "Files",
     "Kind",
     "Leftover",
@@ -21,10 +23,14 @@ __all__ = [
     "Outcome",
     "RangeSource",
     "ReadRange",
+    "ShardBody",
     "Store",
     "StoreAddress",
     "Transaction",
     "Where",
     "locate_directory",
     "locate_run",
+    "parse_step",
+    "step_name",
+    "target_of_attempt",
 ]

@@ -7,6 +7,7 @@ store makes it with ``begin``, which changes nothing on the storage; the first `
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -38,6 +39,8 @@ which is the target itself. ``"part"``: files in the target itself, which other 
 
 WRITE_THREADS = 4
 """So many threads write one attempt: as many direct writes in flight keep a fast disk busy."""
+
+_log = logging.getLogger("sidestream")
 
 _READ_BACK_S = 10.0
 _CLEAN_UP_S = 60.0
@@ -297,6 +300,13 @@ class Transaction(ABC):
         if getattr(error, "left_behind", False):
             attempt = self.attempt.name
             error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")
+
+    async def remove_replaced(self) -> None:
+        """Remove what a committed ``"replacement"`` has replaced. A failure is logged, because the new one is there."""
+        try:
+            await self.discard()
+        except SidestreamError as error:
+            _log.warning("what %s replaced could not be removed: %s", self.attempt.target, error)
 
 
 def _body(pieces: Sequence[bytes]) -> Body:

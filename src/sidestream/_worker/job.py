@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from .._format.layout_bytes import pack_layout, unpack_sums
 from .._runtime.threads import Deadline, Stop, run_sliced
-from .._storage import Attempt, Body, StoreAddress, Transaction
-from .._storage.bodies import BytesBody, ShardBody
+from .._storage import Attempt, Body, BytesBody, ShardBody, StoreAddress, Transaction
 from ..errors import Closed, InvalidOption, SaverLost, SidestreamError, without_frames
 from ..events import SaverGone, emit
 from .faults import unpack_error

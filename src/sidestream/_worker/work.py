@@ -14,8 +14,7 @@ from typing import Any
 
 from .._format.layout_bytes import pack_sums, unpack_layout
 from .._runtime.threads import Deadline, Stop, time_limit
-from .._storage import Attempt, Body, Store
-from .._storage.bodies import BytesBody, ShardBody
+from .._storage import Attempt, Body, BytesBody, ShardBody, Store
 from ..errors import Closed
 from .faults import pack_error
 from .wire import Frame, Kind, Outbox, unpack

@@ -337,10 +337,7 @@ async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, lay
     order.lifecycle.mark("committed")
     order.lifecycle.committed(receipt.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
     if order.kind == "replacement":
-        try:
-            await order.transaction.discard()
-        except SidestreamError as error:  # the new checkpoint is committed all the same
-            _log.warning("what %s replaced could not be removed: %s", order.location.url, error)
+        await order.transaction.remove_replaced()
 
 
 def _discard(transaction: Transaction, lifecycle: Lifecycle) -> None:

@@ -19,7 +19,7 @@ from sidestream import AsyncStager, open_checkpoint
 from sidestream._layout import save_layout
 from sidestream._save.api import start_save
 from sidestream._save.pending import PendingSave
-from sidestream._save.sinks import PendingSink
+from sidestream._save.sinks import PendingExport
 from sidestream._storage import locate_directory
 from sidestream._worker.client import choose_saver
 
@@ -32,6 +32,8 @@ WAYS = ("reads", "slow", "stalled", "fails", "cancelled", "nothing")
 
 class Drawn:
     """A sink that copies all payloads, unless it does at a window what was drawn."""
+
+    url = "memory of the row"
 
     def __init__(self, way: str, at: int, over: threading.Event) -> None:
         self.way, self.at, self.over = way, at, over
@@ -51,6 +53,9 @@ class Drawn:
             assert self.over.wait(120)
         elif number == self.at and self.way == "fails":
             raise OSError(5, "the sink fails")
+
+    async def finish(self, read: Any) -> Any:
+        return read
 
     async def read_checkpoint(self, checkpoint: Any) -> list[bytes]:
         self.source = "checkpoint"
@@ -75,16 +80,13 @@ async def trial(chance: random.Random, place: Path, stager: AsyncStager, saver: 
         for number in range(2):
             state = state_of(chance)
             drawn = [Drawn(chance.choice(WAYS), chance.randrange(WINDOWS), over) for _ in range(2)]
+            exports = tuple(PendingExport(sink) for sink in drawn)
             operation = start_save(
                 state, locate_directory(place / str(number)), stager=stager, durability="flush", timeout_s=60.0,
-                saver=choose_saver(saver, locate_directory(place).store), sinks=2,
+                saver=choose_saver(saver, locate_directory(place).store), exports=exports,
             )  # fmt: skip
-            pending = PendingSave(operation)
-            sinks = [
-                PendingSink(sink, operation.order, snapshot, pending)
-                for sink, snapshot in zip(drawn, operation.snapshots, strict=True)
-            ]
-            saves.append((state, pending, list(zip(drawn, sinks, strict=True))))
+            pending = PendingSave(operation, exports)
+            saves.append((state, pending, list(zip(drawn, exports, strict=True))))
         for number, (state, pending, fed) in enumerate(saves):
             for drawn_sink, sink in fed:
                 if drawn_sink.way == "cancelled":
@@ -104,7 +106,7 @@ async def trial(chance: random.Random, place: Path, stager: AsyncStager, saver: 
     return wrong, [drawn_sink.source for _, _, fed in saves for drawn_sink, _ in fed]
 
 
-async def judged(drawn: Drawn, sink: PendingSink, expected: list[bytes]) -> list[str]:
+async def judged(drawn: Drawn, sink: PendingExport, expected: list[bytes]) -> list[str]:
     try:
         result = await sink
     except asyncio.CancelledError:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...errors import UnsupportedTensor
 from .read import DTYPE_NAMES, PREFIX_BYTES
 
-__all__ = ["Named", "file_names", "header_of", "index_of", "shards_of_sizes"]
+__all__ = ["ALIGN_BYTES", "Named", "alignment", "file_names", "header_of", "index_of", "shards_of_sizes"]
 
-_ALIGN_BYTES = 8
+ALIGN_BYTES = 8
 
 
 class Named(NamedTuple):
@@ -23,9 +24,12 @@ class Named(NamedTuple):
     nbytes: int
 
 
-def header_of(tensors: Sequence[Named]) -> bytes:
-    """Everything before the first payload; payloads follow without gaps. Raises ``UnsupportedTensor``."""
-    content: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+def header_of(tensors: Sequence[Named], aliases: Mapping[str, str]) -> bytes:
+    """Everything before the first payload; payloads follow without gaps. ``aliases``: further names of tensors, noted
+    as the safetensors package notes tied tensors that it leaves out. Raises ``UnsupportedTensor``."""
+    here = {one.name for one in tensors} if aliases else ()
+    noted = {other: name for other, name in aliases.items() if name in here}
+    content: dict[str, object] = {"__metadata__": {"format": "pt", **noted}}  # transformers refuses files without it
     position = 0
     for one in tensors:
         spelled = DTYPE_NAMES.get(one.dtype)
@@ -37,13 +41,13 @@ def header_of(tensors: Sequence[Named]) -> bytes:
         content[one.name] = {"dtype": spelled, "shape": shape, "data_offsets": [position, position + one.nbytes]}
         position += one.nbytes
     raw = json.dumps(content, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % _ALIGN_BYTES)
+    raw += b" " * (-len(raw) % ALIGN_BYTES)
     return len(raw).to_bytes(PREFIX_BYTES, "little") + raw
 
 
 def shards_of_sizes(tensors: Iterable[Named], shard_bytes: int | None) -> list[list[Named]]:
-    """The tensors file by file, in their order; within a file those with the largest elements come first, so that
-    every payload is aligned for its dtype."""
+    """The tensors file by file, in their order. Within a file those come last whose size would leave the payloads
+    behind them unaligned for their dtypes."""
     shards: list[list[Named]] = [[]]
     nbytes = 0
     for one in tensors:
@@ -52,7 +56,15 @@ def shards_of_sizes(tensors: Iterable[Named], shard_bytes: int | None) -> list[l
             nbytes = 0
         shards[-1].append(one)
         nbytes += one.nbytes
+    for shard in shards:
+        shard.sort(key=lambda one: -alignment(one.nbytes))
     return shards
+
+
+def alignment(nbytes: int) -> int:
+    """The largest element, of 8 bytes at most, that is aligned behind a payload of ``nbytes`` which is aligned for it.
+    As sizes are multiples of those of the elements, payloads in falling order of it are all aligned."""
+    return math.gcd(nbytes, ALIGN_BYTES)
 
 
 def file_names(count: int) -> list[str]:

@@ -8,8 +8,7 @@ from contextlib import suppress
 
 from ..._format.marker import METADATA_NAME
 from ..._runtime.threads import io_threads, politely
-from ..._storage import Store
-from ..._storage.names import parse_step, step_name
+from ..._storage import Store, parse_step, step_name
 from ...errors import SidestreamError
 from ..foreign.manifests import TORCH_SUFFIXES, is_foreign
 from .steps import Step, newest_committed, steps_among

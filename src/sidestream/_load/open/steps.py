@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker
 from ..._runtime.threads import gathered, io_threads, politely
-from ..._storage import RangeSource, Store
-from ..._storage.names import parse_step
+from ..._storage import RangeSource, Store, parse_step
 from ...errors import Corrupt, Incomplete, SidestreamError
 from ..foreign.independent_parts import is_whole
 

@@ -8,7 +8,7 @@ from ..._format.independent_parts import part_metadata_name
 from ..._format.marker import METADATA_NAME
 from ..._load.foreign.independent_parts import read_part_markers
 from ..._runtime.threads import Stop, io_threads
-from ..._storage.bodies import BytesBody
+from ..._storage import BytesBody
 from ..._storage.clients.io_loop import Call
 from ...errors import Conflict, NotDurable, SidestreamError
 from ..operation import Committed, Layout, RankReceipt, Solo

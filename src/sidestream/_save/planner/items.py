@@ -23,8 +23,7 @@ from ..._load.foreign.values import MAX_VALUE_BYTES
 from ..._runtime.threads import Deadline, Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import TransformedStreams, check_tensor, dtype_name, storage_key
 from ..._staging import AsyncStager, Captured, ImageLayout, Staging, capture
-from ..._storage import Body
-from ..._storage.bodies import BytesBody, ShardBody
+from ..._storage import Body, BytesBody, ShardBody
 from ...errors import Corrupt, InvalidOption, UnsafeObject, UnsupportedCheckpoint, UnsupportedTensor
 from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 

@@ -17,8 +17,7 @@ from ..._layout.metadata import encode_metadata
 from ..._layout.torch_planner import Asked, asked_save_planner
 from ..._runtime.tasks import running_loop
 from ..._runtime.threads import Deadline, Stop, result_of
-from ..._staging import AsyncStager
-from ..._staging.tree import StagedState
+from ..._staging import AsyncStager, StagedState
 from ..._storage import Body, Where, locate_directory
 from ...errors import InvalidOption
 from ...options import Apart, Durability, StorePolicy, check_choice, check_timeout

@@ -1,0 +1,431 @@
+"""``HF``: an export beside a save, as transformers reads it, from the snapshot that the checkpoint is written from."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import re
+import stat
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from .._format.records import Key, itemsize
+from .._format.safetensors.read import INDEX_NAME, SUFFIX
+from .._layout.save_layout import SavePlan
+from .._layout.select import selected
+from .._runtime.public import public
+from .._runtime.threads import Stop, io_threads
+from .._runtime.torch_probes import dtype_from_name
+from .._staging import SnapshotReader, memory_behind
+from .._storage import Attempt, Body, BytesBody, Kind, Location, Transaction, Where, locate_directory
+from ..errors import InvalidOption, SnapshotLost, allocating, from_os_error
+from ..options import Durability, StorePolicy, check_count
+from .convert import ConvertReport, Dtypes, How, Selection, check_dtype, convert_opened, target_dtype
+from .source import SourceTensor, open_source_at
+from .targets import OutTensor, SafetensorsFile, check_names, safetensors_layout
+
+__all__ = ["HF", "Names", "strip_prefix"]
+
+Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str]
+"""A function of the name in the state that returns the name in the export, or None to leave the tensor out; or a
+mapping of names to names, which leaves those that it lacks as they are."""
+
+_STEP = "{step}"
+_PART_BYTES = 16 << 20
+_MOST_HELD_BYTES = 256 << 20
+_MOST_SIDECAR_BYTES = 64 << 20
+_BUDGET_BYTES = 256 << 20  # of an export from the checkpoint
+
+
+@public
+@dataclass(frozen=True, slots=True)
+class HF:
+    """An export for ``export=``: a directory of safetensors, with an index if there are several files, as transformers
+    reads it.
+
+    Only tensors are exported. Tied tensors are written once, under the first of their names; the others are noted in
+    the header of the file, as the safetensors package does.
+
+    Args:
+        url: the directory, which must not exist. In the ``export=`` of a ``Checkpointer`` it may contain ``{step}``,
+            and then a step that is saved again replaces its export where the storage has directories.
+        select: patterns of names (``"model.*"``) to export; None for every tensor.
+        names: the names in the export (``Names``); two tensors with one name are a ``KeyCollision``. ``strip_prefix``
+            makes a function that removes prefixes.
+        dtype: what floating-point tensors become, or patterns of names in the export (``Dtypes``).
+        max_shard_bytes: where the next file begins.
+        files: further files of the directory, such as ``config.json``, by name: their content, or the path of a regular
+            file of 64 MiB at most. A path is read in a thread when the export begins.
+        storage_options: for ``url``, as for ``save``.
+        store_policy: as for ``save``.
+
+    Raises:
+        InvalidOption: for a name in ``files`` that is no plain file name, and for other wrong arguments.
+    """
+
+    url: str | os.PathLike[str]
+    select: str | Collection[str] | None = None
+    names: Names | None = None
+    dtype: Dtypes | None = None
+    max_shard_bytes: int = 5 << 30
+    files: Mapping[str, bytes | str | os.PathLike[str]] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    store_policy: StorePolicy | None = None
+
+    def __post_init__(self) -> None:
+        check_count("max_shard_bytes", self.max_shard_bytes)
+        check_dtype(self.dtype)
+        if self.names is not None and not callable(self.names) and not isinstance(self.names, Mapping):
+            raise InvalidOption(f"names={self.names!r} has to be a function of a name, or a mapping of names")
+        for name in self.files:
+            plain = name == os.path.basename(name) and not name.startswith(".") and name.isprintable()
+            if not name or not plain or name.endswith(SUFFIX) or name == INDEX_NAME:
+                raise InvalidOption(f"files={name!r} has to be a plain file name, and no name of the export itself")
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether ``{step}`` stands in the last part of ``url``."""
+        return _STEP in os.fspath(self.url).rstrip("/").rpartition("/")[2]
+
+    def sink(self, *, step: int | None, durability: Durability) -> _Sink:
+        """Return what writes the export of one save. Called by the save. Raises ``InvalidOption``."""
+        in_run = _STEP in os.fspath(self.url)
+        if in_run and step is None:
+            raise InvalidOption(
+                f"{self.url}: only the export of a Checkpointer may contain {_STEP}: a save has no step"
+            )
+        location = self._at(step)
+        return _Sink(self, location, durability, replaces=in_run and location.store.capabilities.rename)
+
+    async def prune(self, keep: int, *, durability: Durability) -> None:
+        """Delete the exports of a run but for the ``keep`` of the highest steps. Called by the ``Checkpointer``. Raises
+        what the storage raises."""
+        store = self._at(0).store
+        before, _, after = os.fspath(self.url).rstrip("/").rpartition("/")[2].partition(_STEP)
+        pattern = re.compile(f"{re.escape(before)}(0|[1-9][0-9]*){re.escape(after)}")
+        found = [match for name in await store.directories() if (match := pattern.fullmatch(name))]
+        for match in sorted(found, key=lambda one: int(one[1]))[:-keep]:
+            await store.retire(match[0], durability=durability)
+
+    def _at(self, step: int | None) -> Location:
+        url = os.fspath(self.url).replace(_STEP, str(step))
+        return locate_directory(url, Where(self.storage_options, None, self.store_policy))
+
+
+@public
+def strip_prefix(*prefixes: str) -> Callable[[str], str]:
+    """Return a function for ``names=`` that removes ``prefixes`` from the beginning of a name, one after the other:
+    ``strip_prefix("model.", "module.")``. A name that does not begin with a prefix keeps its beginning."""
+
+    def names(name: str) -> str:
+        for prefix in prefixes:
+            name = name.removeprefix(prefix)
+        return name
+
+    return names
+
+
+class _Candidate(NamedTuple):
+    """A tensor that may be exported. Those with one ``identity`` are tied."""
+
+    fqn: str
+    path: tuple[Key, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    identity: object
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The tensors that are written, with the name of each in the state; and what the report says of the others."""
+
+    tensors: list[OutTensor]
+    origin: dict[str, str]
+    aliases: dict[str, str]
+    left_out: tuple[str, ...]
+    cast: tuple[str, ...]
+
+
+def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
+    """In a thread. Raises ``MissingKeys``, ``KeyCollision``, ``InvalidOption``, ``UnsupportedTensor``."""
+    taken = set(selected([one.fqn for one in candidates], export.select, url))
+    named = {one.fqn: _new_name(export.names, one.fqn) for one in candidates if one.fqn in taken}
+    if isinstance(export.names, Mapping) and not export.names.keys() <= named.keys():
+        unknown = ", ".join(sorted(export.names.keys() - named.keys())[:5])
+        raise InvalidOption(f"{url}: names= has names that are not among the selected tensors: {unknown}")
+    check_names([new for new in named.values() if new is not None])
+    found = _Chosen([], {}, {}, tuple(one.fqn for one in candidates if named.get(one.fqn) is None), ())
+    first: dict[object, str] = {}
+    cast: list[str] = []
+    for one in candidates:
+        new = named.get(one.fqn)
+        if new is None:
+            continue
+        leader = first.setdefault(one.identity, new)
+        if leader != new:
+            found.aliases[new] = leader
+            continue
+        dtype = target_dtype(new, one.dtype, export.dtype)
+        if dtype != one.dtype:
+            cast.append(new)
+        nbytes = math.prod(one.shape) * itemsize(dtype)
+        found.tensors.append(OutTensor(new, (new,), dtype, one.shape, nbytes, one.identity))
+        found.origin[new] = one.fqn
+    return _Chosen(found.tensors, found.origin, found.aliases, found.left_out, tuple(cast))
+
+
+def _new_name(names: Names | None, fqn: str) -> str | None:
+    if names is None:
+        return fqn
+    new: Any = names(fqn) if callable(names) else names.get(fqn, fqn)
+    if new is not None and type(new) is not str:
+        raise InvalidOption(f"names= gives {new!r} for {fqn!r}, which is no name")
+    return None if new is None else str(new)
+
+
+@dataclass(slots=True)
+class _Sink:
+    """One export. ``replaces``: it takes the place of an earlier one."""
+
+    export: HF
+    location: Location
+    durability: Durability
+    replaces: bool
+    _transaction: Transaction | None = None
+
+    @property
+    def url(self) -> str:
+        return self.location.url
+
+    def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> ConvertReport:
+        plan: SavePlan = snapshot.plan(stop)
+        others = _contents(self.export.files)
+        candidates = [_Candidate(*one) for one in plan.named_tensors()]
+        chosen = _choose(self.export, candidates, self.url)
+        items = {fqn: item for fqn, _, _, _, item in plan.named_tensors()}
+        by_item = {items[chosen.origin[one.fqn]]: one for one in chosen.tensors}
+        tensors = [by_item[item] for item in sorted(by_item)]  # as they lie in the snapshot
+        laid, index = safetensors_layout(tensors, None, self.export.max_shard_bytes, chosen.aliases)
+        if any(sum(one.nbytes for one in file.late) > _MOST_HELD_BYTES for file in laid):
+            raise SnapshotLost(f"{self.url}: too many tensors have to be kept back for the end of their file")
+        dtypes = {one.fqn: one.dtype for one in candidates}
+        sources = {one.fqn: dtypes[chosen.origin[one.fqn]] for one in tensors}
+        stream = _Stream(_pieces(snapshot, plan, by_item, sources, stop))
+        bodies = [(file.name, stream.file(file)) for file in laid]
+        small = [(name, BytesBody(content)) for name, content in {**others, **index}.items()]
+        files: list[tuple[str, Body]] = [*bodies, *small]
+        kind: Kind = "replacement" if self.replaces else "files"
+        attempt = Attempt(self.location.name, kind, uuid.uuid4().hex, self.durability)
+        self._transaction = transaction = self.location.store.begin(attempt)
+        try:
+            transaction.write_here(files, stop=stop)
+        except BaseException:
+            stream.close()
+            transaction.discard_here()
+            raise
+        return self._report({name: body.nbytes for name, body in files}, chosen)
+
+    async def finish(self, read: ConvertReport) -> ConvertReport:
+        transaction = self._transaction
+        assert transaction is not None
+        try:
+            await transaction.commit({})
+        except BaseException as error:
+            await transaction.clean_up(error)
+            raise
+        if self.replaces:
+            await transaction.remove_replaced()
+        return read
+
+    async def read_checkpoint(self, checkpoint: Location) -> ConvertReport:
+        others = await io_threads().run(_contents, self.export.files)
+        opened = await open_source_at(checkpoint)
+        async with aclosing(opened):
+            entries = {fqn: one for fqn, one in opened.entries.items() if isinstance(one, SourceTensor)}
+            candidates = [
+                _Candidate(fqn, one.path, one.entry.dtype, one.entry.shape, one.identity)
+                for fqn, one in entries.items()
+            ]
+            chosen = await io_threads().run(_choose, self.export, candidates, self.url)
+            origin = {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
+            order = [one.fqn for one in chosen.tensors]
+            selection = Selection(chosen.tensors, [], origin, order, chosen.left_out, chosen.cast, chosen.aliases)
+            how = How(
+                format="safetensors",
+                shard_bytes=self.export.max_shard_bytes,
+                budget_bytes=_BUDGET_BYTES,
+                verify="always",
+                durability=self.durability,
+                replaces=self.replaces,
+                others=others,
+            )
+            return await convert_opened(opened, selection, self.location, how)
+
+    def _report(self, files: Mapping[str, int], chosen: _Chosen) -> ConvertReport:
+        return ConvertReport(
+            url=self.url,
+            format="safetensors",
+            files=tuple(files),
+            nbytes=sum(files.values()),
+            tensors=tuple(chosen.origin),
+            values=(),
+            left_out=chosen.left_out,
+            cast=chosen.cast,
+            unverified=(),
+        )
+
+
+def _contents(files: Mapping[str, bytes | str | os.PathLike[str]]) -> dict[str, bytes]:
+    """In a thread. Raises ``InvalidOption``, ``StorageError``."""
+    return {name: one if isinstance(one, bytes) else _content(name, one) for name, one in files.items()}
+
+
+def _content(name: str, path: str | os.PathLike[str]) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_SIDECAR_BYTES:
+                raise InvalidOption(f"files[{name!r}]: {path} has to be a regular file of 64 MiB at most")
+            return file.read(_MOST_SIDECAR_BYTES)
+    except OSError as error:
+        raise from_os_error(error, "reading", str(path)) from error
+
+
+# --- from the snapshot ---
+
+
+class _Piece(NamedTuple):
+    """The next elements of a tensor, converted to ``dtype`` when they are copied; None: bytes as they are."""
+
+    name: str
+    elements: torch.Tensor
+    dtype: torch.dtype
+
+
+def _pieces(
+    snapshot: SnapshotReader[SavePlan],
+    plan: SavePlan,
+    by_item: Mapping[Any, OutTensor],
+    sources: Mapping[str, str],
+    stop: Stop,
+) -> Iterator[_Piece]:
+    """Yield the payloads of these items, window after window."""
+    window_number = first_item = 0
+    for layout in plan.shards:
+        for window in layout.windows:
+            with snapshot.window(window_number, stop) as view:  # also where nothing of it is exported: it is given back
+                for number in range(window.first, window.last):
+                    one, item = by_item.get(first_item + number), layout.items[number]
+                    start, end = max(item.payload_offset, window.start), min(item.trailer_offset, window.end)
+                    if one is not None and start < end:
+                        yield _piece(one, sources[one.fqn], view[start - window.start : end - window.start])
+            window_number += 1
+        first_item += len(layout.items)
+
+
+def _piece(one: OutTensor, source: str, view: memoryview) -> _Piece:
+    if source == one.dtype:
+        return _Piece(one.fqn, torch.frombuffer(memory_behind(view), dtype=torch.uint8), torch.uint8)
+    elements = torch.frombuffer(memory_behind(view), dtype=dtype_from_name(source))
+    return _Piece(one.fqn, elements, dtype_from_name(one.dtype))
+
+
+class _Stream:
+    """The bytes of files, one after the other, made of the pieces of tensors as they come."""
+
+    def __init__(self, pieces: Iterator[_Piece]) -> None:
+        self._pieces = pieces
+        self._lock = threading.Lock()
+
+    def file(self, laid: SafetensorsFile) -> _StreamedFile:
+        return _StreamedFile(laid.nbytes, self._content(laid), self._lock)
+
+    def close(self) -> None:
+        """Release the window that a piece lies in."""
+        with self._lock:
+            self._pieces.close()  # type: ignore[attr-defined]
+
+    def _content(self, laid: SafetensorsFile) -> Iterator[_Piece]:
+        """Yield what a file consists of. What belongs to its end is copied until then."""
+        yield _bytes_of(laid.header)
+        held: dict[str, list[_Piece]] = {one.fqn: [] for one in laid.late}
+        left = sum(one.nbytes for one in laid.tensors)
+        while left:
+            piece = next(self._pieces)
+            left -= piece.elements.numel() * piece.dtype.itemsize
+            if piece.name in held:
+                held[piece.name].append(piece._replace(elements=piece.elements.to(piece.dtype, copy=True)))
+            else:
+                yield piece
+            del piece
+        for pieces in held.values():
+            yield from pieces
+
+
+def _bytes_of(content: bytes) -> _Piece:
+    return _Piece("", torch.frombuffer(bytearray(content), dtype=torch.uint8), torch.uint8)
+
+
+class _StreamedFile:
+    """A ``Body`` whose parts are made in their order, by whichever thread comes first."""
+
+    aligned = False
+
+    def __init__(self, nbytes: int, content: Iterator[_Piece], lock: threading.Lock) -> None:
+        self.nbytes = nbytes
+        self._content = content
+        self._lock = lock
+        self._left: _Piece | None = None
+        self._made: dict[int, memoryview] = {}
+        self.parts: Sequence[_Part] = [
+            _Part(self, number, start, min(_PART_BYTES, nbytes - start))
+            for number, start in enumerate(range(0, nbytes, _PART_BYTES))
+        ]
+        self._next = 0
+
+    def take(self, number: int, stop: Stop) -> memoryview:
+        with self._lock:
+            stop.check()
+            while self._next <= number:
+                part = self.parts[self._next]
+                with allocating("memory for a part of an export"):
+                    memory = mmap.mmap(-1, part.nbytes)
+                self._fill(memory, part.nbytes)
+                self._made[self._next] = memoryview(memory)
+                self._next += 1
+            return self._made.pop(number)
+
+    def _fill(self, memory: mmap.mmap, nbytes: int) -> None:
+        """Copy without the GIL, as torch does. Payloads are aligned in the file, and parts begin at multiples of 8."""
+        done = 0
+        while done < nbytes:
+            piece = self._left if self._left is not None else next(self._content)
+            size = piece.dtype.itemsize
+            count = min(piece.elements.numel(), (nbytes - done) // size)
+            torch.frombuffer(memory, dtype=piece.dtype, count=count, offset=done).copy_(piece.elements[:count])
+            done += count * size
+            rest = piece.elements[count:]
+            self._left = piece._replace(elements=rest) if rest.numel() else None
+            del piece, rest
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    file: _StreamedFile
+    number: int
+    offset: int
+    nbytes: int
+
+    def take(self, stop: Stop) -> memoryview:
+        return self.file.take(self.number, stop)
+
+    def release(self) -> None:
+        """Do nothing: the memory is freed with the last view of it."""

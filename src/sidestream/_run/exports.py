@@ -1,0 +1,76 @@
+"""``Exports``: the exports beside the saves of a run: which steps are exported, and which exports stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .._runtime.tasks import finish
+from .._runtime.threads import Deadline, time_limit
+from .._save.sinks import Export, PendingExport, all_ended, exports_in, sinks_of
+from .._storage import parse_step, step_name
+from ..errors import InvalidOption
+from ..options import Durability, check_count
+from .maintenance import Upkeep
+
+__all__ = ["Exports"]
+
+
+class Exports:
+    """The exports of one ``Checkpointer`` of the run at ``run``. ``every``: steps that are multiples of it are
+    exported. ``keep``: how many exports stay of each template; None for all."""
+
+    def __init__(
+        self,
+        export: Export | Sequence[Export] | None,
+        run: str,
+        *,
+        every: int,
+        keep: int | None,
+        durability: Durability,
+        timeout_s: float,
+    ) -> None:
+        check_count("exports_every", every)
+        self._wanted = exports_in(export)
+        if keep is not None:
+            check_count("exports_keep", keep)
+            if not all(one.counts_steps for one in self._wanted):
+                raise InvalidOption("exports_keep= needs {step} in the last part of the URL of each export")
+        for sink in sinks_of(self._wanted, f"{run}/{step_name(0, 1)}", step=0, durability=durability):
+            parent, _, name = sink.url.rpartition("/")
+            if parent == run and parse_step(name) is not None:
+                raise InvalidOption(f"{sink.url} would be taken for a step of the run: export to another directory")
+        self._every, self._keep = every, keep
+        self._durability: Durability = durability
+        self._timeout_s = timeout_s
+        self._pruning = Upkeep(self._prune, f"sidestream exports of {run}")
+        self._pending: list[PendingExport] = []
+
+    def of(self, step: int, target: str) -> tuple[PendingExport, ...]:
+        """Return the exports of the save of ``step`` to the URL ``target``. On the loop."""
+        if step % self._every:
+            return ()
+        sinks = sinks_of(self._wanted, target, step=step, durability=self._durability)
+        return tuple(PendingExport(sink) for sink in sinks)
+
+    def watch_over(self, exports: Sequence[PendingExport]) -> None:
+        """Wait for these in ``ended``, and apply ``keep`` after each of them. They belong to a save that will end."""
+        self._pending = [*(one for one in self._pending if not one.done()), *exports]
+        for one in exports if self._keep is not None else ():
+            one.when_done(self._pruning.request)
+
+    async def ended(self) -> None:
+        """Wait until all exports have ended, and the deleting after them. Never raises what they raised."""
+        await all_ended(self._pending)
+        await self._pruning.ended()
+
+    async def stop(self) -> None:
+        """Cancel all exports, and wait until they have cleaned up."""
+        for one in self._pending:
+            one.cancel()
+        await finish(self.ended)
+
+    async def _prune(self) -> None:
+        assert self._keep is not None
+        with time_limit(Deadline.after(self._timeout_s)):
+            for one in self._wanted:
+                await one.prune(self._keep, durability=self._durability)

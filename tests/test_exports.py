@@ -1,0 +1,332 @@
+"""Exports beside a save, from its snapshot and from its checkpoint, read by safetensors and by transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import sidestream
+from sidestream import HF, AsyncStager, Checkpointer, KeepLast, async_save, save, strip_prefix
+from sidestream._layout import save_layout
+from sidestream.errors import (
+    Conflict,
+    InvalidOption,
+    KeyCollision,
+    MissingKeys,
+    SidestreamError,
+    SnapshotLost,
+    UnsupportedTensor,
+)
+
+WINDOW = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_layout, "_WINDOW_BYTES", (WINDOW, WINDOW))
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    """Tensors of all element sizes, of which some leave what follows unaligned, some lie across windows, and two are
+    tied."""
+    torch.manual_seed(seed)
+    weight = torch.randn(700, 901)  # 2.5 MB, not a multiple of 8 bytes
+    model = {
+        "embed": torch.randn(1000, 512),
+        "odd": torch.randn(3).to(torch.bfloat16),
+        "mask": torch.rand(13) > 0.5,
+        "weight": weight,
+        "count": torch.arange(77),
+        "half": torch.randn(600, 1001).to(torch.float16),
+        "head": weight,
+        "none": torch.zeros(0, 4),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+    return {"model": model, "optimizer": {"moment": torch.randn(500, 500)}, "step": 3}
+
+
+def exported(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors in all files of an export."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+MODEL = {"select": "model.*", "names": strip_prefix("model.")}
+
+
+@pytest.mark.parametrize("saver", ["thread", "process"])
+@pytest.mark.parametrize("road", ["snapshot", "checkpoint"])
+@pytest.mark.parametrize("shard_bytes", [5 << 30, 3 << 20, 1])
+async def test_what_is_exported(road: str, saver: Any, shard_bytes: int, tmp_path: Path) -> None:
+    """Both ways give the same files, but for the place of a tensor whose first name is left out."""
+    state = state_of()
+    budget_bytes = 64 << 20 if road == "snapshot" else 4 << 20  # in the small one the state only passes through
+    async with AsyncStager(budget_bytes=budget_bytes) as stager:
+        export = HF(tmp_path / "hf", **MODEL, max_shard_bytes=shard_bytes, files={"config.json": b"{}"})
+        pending = async_save(state, tmp_path / "step", stager=stager, saver=saver, export=export)
+        await pending
+        report = await pending.exports[0]
+    expected = {name: tensor for name, tensor in state["model"].items() if name != "head"}
+    same(exported(tmp_path / "hf"), expected)
+    assert (tmp_path / "hf" / "config.json").read_bytes() == b"{}"
+    assert set(report.files) == set(os.listdir(tmp_path / "hf"))
+    assert report.nbytes == sum(file.stat().st_size for file in (tmp_path / "hf").iterdir())
+    assert set(report.tensors) == set(expected)
+    assert report.left_out == ("optimizer.moment",)
+    assert ("model.safetensors.index.json" in report.files) == (len(list((tmp_path / "hf").glob("*.safetensors"))) > 1)
+    same((await (await sidestream.open_checkpoint(tmp_path / "step")).state_dict())["model"], state["model"])
+
+
+async def test_both_roads_write_the_same_files(tmp_path: Path) -> None:
+    state = state_of()
+    for name, budget_bytes in (("snapshot", 64 << 20), ("checkpoint", 4 << 20)):
+        async with AsyncStager(budget_bytes=budget_bytes) as stager:
+            export = HF(tmp_path / name, **MODEL, dtype=torch.bfloat16, max_shard_bytes=2 << 20)
+            await save(state, tmp_path / f"step of {name}", stager=stager, export=export)
+    files = {file.name: file.read_bytes() for file in (tmp_path / "snapshot").iterdir()}
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "checkpoint").iterdir()}
+    assert len(files) > 2
+
+
+async def test_tied_tensors_are_noted(tmp_path: Path) -> None:
+    await save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", **MODEL))
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head": "weight"}
+
+
+async def test_tensors_that_are_tied_to_one_that_is_left_out(tmp_path: Path) -> None:
+    """The snapshot has it where the first of its names comes."""
+    shared = torch.randn(400, 400)
+    state = {"ema": {"w": shared}, "model": {"a": torch.randn(300, 300), "w": shared}}
+    await save(state, tmp_path / "step", export=HF(tmp_path / "hf", **MODEL))
+    same(exported(tmp_path / "hf"), state["model"])
+
+
+async def test_dtypes_by_pattern(tmp_path: Path) -> None:
+    state = {"norm": torch.randn(1001), "weight": torch.randn(1001, 301), "count": torch.arange(5)}
+    dtype = {"norm": torch.float32, "*": torch.bfloat16}
+    info = await save(state, tmp_path / "step", export=HF(tmp_path / "hf", dtype=dtype))
+    same(exported(tmp_path / "hf"), {**state, "weight": state["weight"].to(torch.bfloat16)})
+    assert info.exports[0].cast == ("weight",)
+    await sidestream.convert(tmp_path / "step", tmp_path / "converted", format="safetensors", dtype=dtype)
+    same(exported(tmp_path / "converted"), exported(tmp_path / "hf"))
+
+
+async def test_names_by_mapping_and_function(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(1)}
+    exports = [
+        HF(tmp_path / "mapping", names={"a": "first"}),
+        HF(tmp_path / "function", names=lambda name: None if name == "b" else name * 2),
+    ]
+    info = await save(state, tmp_path / "step", export=exports)
+    assert exported(tmp_path / "mapping").keys() == {"first", "b", "c"}
+    assert exported(tmp_path / "function").keys() == {"aa", "cc"}
+    assert info.exports[1].left_out == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"names": lambda name: "same"}, KeyCollision),
+        ({"names": {"absent": "x"}}, InvalidOption),
+        ({"names": lambda name: 3}, InvalidOption),
+        ({"names": lambda name: ""}, InvalidOption),
+        ({"select": "nothing.*"}, MissingKeys),
+        ({"files": {"config.json": "/no/such/file"}}, SidestreamError),
+        ({"files": {"config.json": "/dev/zero"}}, InvalidOption),
+    ],
+)
+async def test_a_failed_export_fails_alone(
+    options: dict[str, Any], error: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"a": torch.ones(3), "b": torch.zeros(3)}
+    with caplog.at_level(logging.ERROR, "sidestream"):
+        info = await save(state, tmp_path / "step", export=HF(tmp_path / "hf", **options))
+    assert isinstance(info.exports[0], error)
+    assert "exporting" in caplog.text
+    assert sorted(os.listdir(tmp_path)) == ["step"]  # nothing is left of the export
+
+
+async def test_a_dtype_that_safetensors_lack(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3, dtype=torch.complex128)}
+    info = await save(state, tmp_path / "step", export=HF(tmp_path / "hf"))
+    assert isinstance(info.exports[0], UnsupportedTensor)
+
+
+async def test_a_target_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "kept").touch()
+    info = await save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", **MODEL))
+    assert isinstance(info.exports[0], Conflict)
+    assert os.listdir(tmp_path / "hf") == ["kept"]
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        [{"url": "{base}/hf"}, {"url": "{base}/hf"}],
+        [{"url": "{base}/step"}],
+        [{"url": "{base}/step/hf"}],
+        [{"url": "{base}"}],
+        [{"url": "{base}/hf-{step}"}],
+    ],
+)
+async def test_places_that_collide(export: list[dict[str, Any]], tmp_path: Path) -> None:
+    wanted = [HF(one["url"].replace("{base}", str(tmp_path))) for one in export]
+    with pytest.raises(InvalidOption):
+        await save({"a": torch.ones(3)}, tmp_path / "step", export=wanted)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_shard_bytes": 0},
+        {"dtype": torch.int8},
+        {"dtype": {"*": "bf16"}},
+        {"names": "model."},
+        {"files": {"../config.json": b""}},
+        {"files": {"model.safetensors": b""}},
+        {"files": {".hidden": b""}},
+        {"files": {"": b""}},
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption):
+        HF("somewhere", **options)
+
+
+async def test_a_cancelled_export_leaves_the_checkpoint(tmp_path: Path) -> None:
+    pending = async_save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", **MODEL))
+    pending.exports[0].cancel()
+    await pending
+    with pytest.raises(asyncio.CancelledError):
+        await pending.exports[0]
+    assert os.listdir(tmp_path) == ["step"]
+
+
+async def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
+    """Also no export that goes on in the background."""
+    task = asyncio.create_task(save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", **MODEL)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_save_that_cannot_begin(tmp_path: Path) -> None:
+    pending = async_save({"bad": object()}, tmp_path / "step", export=HF(tmp_path / "hf"))
+    with pytest.raises(SidestreamError):
+        await pending
+    with pytest.raises(SidestreamError):
+        await pending.exports[0]
+    assert os.listdir(tmp_path) == []
+
+
+# --- of a run ---
+
+
+async def test_the_exports_of_a_run(tmp_path: Path) -> None:
+    export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
+    async with Checkpointer(
+        tmp_path / "run", keep=KeepLast(1), export=export, exports_every=2, exports_keep=2
+    ) as checkpoints:
+        for step in range(1, 9):
+            pending = await checkpoints.save(state_of(step), step=step)
+            await pending
+            assert len(pending.exports) == (step % 2 == 0)
+            if pending.exports:
+                await pending.exports[0]
+    assert sorted(os.listdir(tmp_path / "exports")) == ["step-6", "step-8"]
+    same(exported(tmp_path / "exports" / "step-8"), {k: v for k, v in state_of(8)["model"].items() if k != "head"})
+
+
+async def test_a_step_that_is_saved_again_replaces_its_export(tmp_path: Path) -> None:
+    export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
+    async with Checkpointer(tmp_path / "run", export=export) as checkpoints:
+        for seed in (1, 2):
+            await (await checkpoints.save(state_of(seed), step=5)).exports[0]
+    same(exported(tmp_path / "exports" / "step-5"), {k: v for k, v in state_of(2)["model"].items() if k != "head"})
+    assert os.listdir(tmp_path / "exports") == ["step-5"]
+
+
+async def test_closing_waits_for_exports(tmp_path: Path) -> None:
+    export = HF(tmp_path / "exports" / "{step}", **MODEL)
+    async with Checkpointer(tmp_path / "run", export=export, overlap="latest") as checkpoints:
+        saves = [await checkpoints.save(state_of(step), step=step) for step in range(5)]
+    assert all(one.done() for save_ in saves for one in save_.exports)
+    done = {save_.exports[0].url for save_ in saves if not isinstance(save_.exports[0].result(), BaseException)}
+    assert {str(path) for path in (tmp_path / "exports").iterdir()} == done
+    lost = [one.exports[0].result() for one in saves if isinstance(one.exports[0].result(), BaseException)]
+    assert all(isinstance(error, SnapshotLost) for error in lost)  # of the saves that were skipped
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"export": [HF("{base}/run/step-{step}")]},
+        {"export": [HF("{base}/exports/latest")], "exports_keep": 2},
+        {"export": [HF("{base}/exports/{step}")], "exports_every": 0},
+        {"export": ["{base}/exports/{step}"]},
+    ],
+)
+def test_wrong_arguments_of_a_run(options: dict[str, Any], tmp_path: Path) -> None:
+    export = [
+        HF(str(one.url).replace("{base}", str(tmp_path))) if isinstance(one, HF) else one for one in options["export"]
+    ]
+    with pytest.raises(InvalidOption):
+        Checkpointer(tmp_path / "run", **{**options, "export": export})
+
+
+def test_blocking(tmp_path: Path) -> None:
+    state = state_of()
+    info = sidestream.blocking.save(state, tmp_path / "a", export=HF(tmp_path / "hf-a", **MODEL))
+    assert info.exports[0].files == ("model.safetensors",)
+    pending = sidestream.blocking.async_save(state, tmp_path / "b", export=HF(tmp_path / "hf-b", **MODEL))
+    assert pending.exports[0].result(60).files == ("model.safetensors",)
+    assert pending.result(60).exports == ()
+    same(exported(tmp_path / "hf-a"), exported(tmp_path / "hf-b"))
+
+
+# --- read by transformers ---
+
+
+async def test_transformers_reads_a_sharded_export_of_a_tied_model(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=501, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    config.save_pretrained(tmp_path / "config")
+    export = HF(
+        tmp_path / "hf",
+        select="model.*",
+        names=strip_prefix("model."),
+        max_shard_bytes=100_000,
+        files={"config.json": tmp_path / "config" / "config.json"},
+    )
+    info = await save({"model": model, "step": 1}, tmp_path / "step", export=export)
+    assert len([file for file in info.exports[0].files if re.fullmatch(r"model-\d+-of-\d+\.safetensors", file)]) > 2
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    same(dict(again.state_dict()), dict(model.state_dict()))
