@@ -85,6 +85,21 @@ def test_blocking(place: Place) -> None:
     assert_same(state(4), target)
 
 
+async def test_an_export_beside_a_save(place_on_s3: Place) -> None:
+    """From the snapshot, in several files and in parts; a second export to the same prefix is refused."""
+    place, server = place_on_s3, place_on_s3.server
+    assert server is not None
+    export = sidestream.HF(place.url("hf"), dtype=torch.bfloat16, max_shard_bytes=3 << 20, **place.keywords)
+    info = await sidestream.save(state(4), place.url(), **place.keywords, export=export)
+    assert len(info.exports[0].files) > 2
+    found = await (await sidestream.open_checkpoint(place.url("hf"), **place.keywords)).state_dict()
+    assert torch.equal(found["large"], state(4)["large"].to(torch.bfloat16))
+    assert torch.equal(found["rows"], state(4)["rows"].to(torch.bfloat16))
+    again = await sidestream.save(state(5), place.url("again"), **place.keywords, export=export)
+    assert isinstance(again.exports[0], errors.Conflict)
+    assert server.uploads == {}
+
+
 async def test_two_writers_one_winner(place_on_s3: Place) -> None:
     """Both find the target empty; the storage decides."""
     place, server = place_on_s3, place_on_s3.server
