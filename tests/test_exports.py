@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import sidestream
-from sidestream import HF, AsyncStager, Checkpointer, KeepLast, async_save, save, strip_prefix
+from sidestream import HF, AsyncStager, Checkpointer, KeepLast, async_save, events, save, strip_prefix
 from sidestream._layout import save_layout
 from sidestream.errors import (
     Conflict,
@@ -240,6 +241,47 @@ async def test_a_save_that_cannot_begin(tmp_path: Path) -> None:
     with pytest.raises(SidestreamError):
         await pending.exports[0]
     assert os.listdir(tmp_path) == []
+
+
+async def test_memory_is_given_back_behind_the_last_tensor_that_is_exported(tmp_path: Path) -> None:
+    """Without the help of the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with AsyncStager(budget_bytes=64 << 20) as stager:
+            for number, options in enumerate([MODEL, {"select": "model.embed"}, {"select": "optimizer.*"}]):
+                export = HF(tmp_path / f"hf{number}", **options)
+                await save(state_of(), tmp_path / f"step{number}", stager=stager, export=export)
+                async with asyncio.timeout(30):
+                    while stager.statistics().leases:
+                        await asyncio.sleep(0)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("budget_bytes", [64 << 20, 4 << 20])
+async def test_events(budget_bytes: int, tmp_path: Path) -> None:
+    seen: list[events.SaveEvent] = []
+    with events.observe(lambda event: isinstance(event, events.SaveEvent) and seen.append(event)):
+        async with AsyncStager(budget_bytes=budget_bytes) as stager:
+            info = await save(state_of(), tmp_path / "step", stager=stager, export=HF(tmp_path / "hf", **MODEL))
+    of_export = [event for event in seen if event.save.operation == "export"]
+    names = [type(event).__name__ for event in of_export]
+    assert names[-4:] == ["SaveStarted", "SavePlanned", "SaveWritten", "SaveCommitted"]
+    assert names[:-4] in ([], ["SaveStarted", "SavePlanned", "SaveSkipped"])  # the memory was lost meanwhile
+    assert {event.save.url for event in of_export} == {str(tmp_path / "hf")}
+    last = of_export[-1]
+    assert isinstance(last, events.SaveCommitted)
+    assert last.nbytes == info.exports[0].nbytes
+
+
+async def test_the_event_of_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "kept").touch()
+    seen: list[events.SaveFailed] = []
+    with events.observe(lambda event: isinstance(event, events.SaveFailed) and seen.append(event)):
+        await save(state_of(), tmp_path / "step", export=HF(tmp_path / "hf", **MODEL))
+    assert [(event.save.operation, event.error_type) for event in seen] == [("export", "Conflict")]
 
 
 # --- of a run ---

@@ -64,6 +64,9 @@ class Collecting:
     async def finish(self, read: Any) -> Any:
         return read
 
+    async def undo(self, error: BaseException) -> None:
+        """Nothing has been written."""
+
     async def read_checkpoint(self, checkpoint: Any) -> dict[str, Any]:
         self.read_from = "checkpoint"
         return await (await open_checkpoint(checkpoint.url)).state_dict()
@@ -79,6 +82,9 @@ class Null:
 
     async def finish(self, read: str) -> str:
         return read
+
+    async def undo(self, error: BaseException) -> None:
+        """Nothing has been written."""
 
     async def read_checkpoint(self, checkpoint: Any) -> str:
         return "nothing of the checkpoint"
@@ -306,6 +312,9 @@ class Keeping:
 
     async def finish(self, read: bytes) -> bytes:
         return read
+
+    async def undo(self, error: BaseException) -> None:
+        """Nothing has been written."""
 
     async def read_checkpoint(self, checkpoint: Any) -> None:
         raise AssertionError("the snapshot was lost")

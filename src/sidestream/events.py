@@ -112,12 +112,13 @@ class RanksMissing:
 class SaveContext:
     """The save that an event belongs to.
 
-    ``operation`` is the call: ``"save"``, ``"convert"`` or ``"copy"``. ``url`` is the target. ``run`` is the URL of the
-    run, and ``step`` and ``generation`` are those of the checkpoint in it; None and 1 outside of a run. ``rank`` is the
-    rank of this process among the ``world`` ranks that save together. ``save_id`` is empty until the save is planned.
+    ``operation`` is the call: ``"save"``, ``"export"``, ``"convert"`` or ``"copy"``. ``url`` is the target. ``run`` is
+    the URL of the run, and ``step`` and ``generation`` are those of the checkpoint in it; None and 1 outside of a run.
+    ``rank`` is the rank of this process among the ``world`` ranks that save together. ``save_id`` is empty until the
+    save is planned.
     """
 
-    operation: Literal["save", "convert", "copy"]
+    operation: Literal["save", "export", "convert", "copy"]
     url: str
     save_id: str = ""
     run: str | None = None

@@ -159,6 +159,7 @@ class How:
     verify: Verify
     durability: Durability
     progress: Progress | None = None
+    verb: Literal["export", "convert"] = "convert"
     replaces: bool = False
     """Whether a directory of files takes the place of one that is there."""
     others: Mapping[str, bytes] = field(default_factory=dict)
@@ -184,7 +185,7 @@ async def convert_opened(opened: Source, selection: Selection, where: Location, 
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
     if how.replaces:
         kind = "replacement"
-    order = SaveOrder(where, how.durability, current_deadline(), kind=kind, verb="convert")
+    order = SaveOrder(where, how.durability, current_deadline(), kind=kind, verb=how.verb)
     layout = _ConvertedLayout(order, files, selection.order)
     await run_here(order, partial(pipeline.write, layout.data_files), layout)
     if how.replaces:

@@ -8,24 +8,24 @@ import os
 import re
 import stat
 import threading
-import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .._format.records import Key, itemsize
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._layout.save_layout import SavePlan
 from .._layout.select import selected
 from .._runtime.public import public
-from .._runtime.threads import Stop, io_threads
+from .._runtime.threads import Stop, current_deadline, io_threads
 from .._runtime.torch_probes import dtype_from_name
+from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
-from .._storage import Attempt, Body, BytesBody, Kind, Location, Transaction, Where, locate_directory
-from ..errors import InvalidOption, SnapshotLost, allocating, from_os_error
+from .._storage import Body, BytesBody, Location, Where, locate_directory
+from ..errors import InvalidOption, Skipped, SnapshotLost, allocating, from_os_error
 from ..options import Durability, StorePolicy, check_count
 from .convert import ConvertReport, Dtypes, How, Selection, check_dtype, convert_opened, target_dtype
 from .source import SourceTensor, open_source_at
@@ -136,7 +136,6 @@ class _Candidate(NamedTuple):
     """A tensor that may be exported. Those with one ``identity`` are tied."""
 
     fqn: str
-    path: tuple[Key, ...]
     dtype: str
     shape: tuple[int, ...]
     identity: object
@@ -175,7 +174,7 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
         dtype = target_dtype(new, one.dtype, export.dtype)
         if dtype != one.dtype:
             cast.append(new)
-        nbytes = math.prod(one.shape) * itemsize(dtype)
+        nbytes = math.prod(one.shape) * dtype_from_name(dtype).itemsize
         found.tensors.append(OutTensor(new, (new,), dtype, one.shape, nbytes, one.identity))
         found.origin[new] = one.fqn
     return _Chosen(found.tensors, found.origin, found.aliases, found.left_out, tuple(cast))
@@ -198,7 +197,7 @@ class _Sink:
     location: Location
     durability: Durability
     replaces: bool
-    _transaction: Transaction | None = None
+    _order: SaveOrder | None = None
 
     @property
     def url(self) -> str:
@@ -209,7 +208,7 @@ class _Sink:
         others = _contents(self.export.files)
         candidates = [_Candidate(*one) for one in plan.named_tensors()]
         chosen = _choose(self.export, candidates, self.url)
-        items = {fqn: item for fqn, _, _, _, item in plan.named_tensors()}
+        items = {fqn: item for fqn, _, _, item in plan.named_tensors()}
         by_item = {items[chosen.origin[one.fqn]]: one for one in chosen.tensors}
         tensors = [by_item[item] for item in sorted(by_item)]  # as they lie in the snapshot
         laid, index = safetensors_layout(tensors, None, self.export.max_shard_bytes, chosen.aliases)
@@ -221,28 +220,40 @@ class _Sink:
         bodies = [(file.name, stream.file(file)) for file in laid]
         small = [(name, BytesBody(content)) for name, content in {**others, **index}.items()]
         files: list[tuple[str, Body]] = [*bodies, *small]
-        kind: Kind = "replacement" if self.replaces else "files"
-        attempt = Attempt(self.location.name, kind, uuid.uuid4().hex, self.durability)
-        self._transaction = transaction = self.location.store.begin(attempt)
+        order = SaveOrder(
+            self.location,
+            self.durability,
+            current_deadline(),
+            kind="replacement" if self.replaces else "files",
+            verb="export",
+        )
+        self._order = order
+        order.lifecycle.started()
+        order.lifecycle.planned(order.save_id)
         try:
-            transaction.write_here(files, stop=stop)
-        except BaseException:
+            order.transaction.write_here(files, stop=stop)
+        finally:
             stream.close()
-            transaction.discard_here()
-            raise
-        return self._report({name: body.nbytes for name, body in files}, chosen)
+        report = self._report({name: body.nbytes for name, body in files}, chosen)
+        order.lifecycle.written(report.nbytes)
+        return report
 
     async def finish(self, read: ConvertReport) -> ConvertReport:
-        transaction = self._transaction
-        assert transaction is not None
-        try:
-            await transaction.commit({})
-        except BaseException as error:
-            await transaction.clean_up(error)
-            raise
+        order = self._order
+        assert order is not None
+        await order.transaction.commit({})
+        order.lifecycle.mark("committed")
+        order.lifecycle.committed(read.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
         if self.replaces:
-            await transaction.remove_replaced()
+            await order.transaction.remove_replaced()
         return read
+
+    async def undo(self, error: BaseException) -> None:
+        order = self._order
+        if order is not None:
+            starts_over = isinstance(error, SnapshotLost)
+            order.lifecycle.failed(Skipped(str(error)) if starts_over else error, order.outcome)
+            await order.transaction.clean_up(error)
 
     async def read_checkpoint(self, checkpoint: Location) -> ConvertReport:
         others = await io_threads().run(_contents, self.export.files)
@@ -250,8 +261,7 @@ class _Sink:
         async with aclosing(opened):
             entries = {fqn: one for fqn, one in opened.entries.items() if isinstance(one, SourceTensor)}
             candidates = [
-                _Candidate(fqn, one.path, one.entry.dtype, one.entry.shape, one.identity)
-                for fqn, one in entries.items()
+                _Candidate(fqn, one.entry.dtype, one.entry.shape, one.identity) for fqn, one in entries.items()
             ]
             chosen = await io_threads().run(_choose, self.export, candidates, self.url)
             origin = {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
@@ -263,6 +273,7 @@ class _Sink:
                 budget_bytes=_BUDGET_BYTES,
                 verify="always",
                 durability=self.durability,
+                verb="export",
                 replaces=self.replaces,
                 others=others,
             )
@@ -316,7 +327,7 @@ def _pieces(
     by_item: Mapping[Any, OutTensor],
     sources: Mapping[str, str],
     stop: Stop,
-) -> Iterator[_Piece]:
+) -> Generator[_Piece]:
     """Yield the payloads of these items, window after window."""
     window_number = first_item = 0
     for layout in plan.shards:
@@ -341,19 +352,24 @@ def _piece(one: OutTensor, source: str, view: memoryview) -> _Piece:
 class _Stream:
     """The bytes of files, one after the other, made of the pieces of tensors as they come."""
 
-    def __init__(self, pieces: Iterator[_Piece]) -> None:
+    def __init__(self, pieces: Generator[_Piece]) -> None:
         self._pieces = pieces
         self._lock = threading.Lock()
+        self._files: list[_StreamedFile] = []
 
     def file(self, laid: SafetensorsFile) -> _StreamedFile:
-        return _StreamedFile(laid.nbytes, self._content(laid), self._lock)
+        file = _StreamedFile(laid.nbytes, self._content(laid), self._lock)
+        self._files.append(file)
+        return file
 
     def close(self) -> None:
-        """Release the window that a piece lies in."""
+        """Release the window that the last piece lies in. Nothing is taken from the files after that."""
         with self._lock:
-            self._pieces.close()  # type: ignore[attr-defined]
+            for file in self._files:
+                file.close()
+            self._pieces.close()
 
-    def _content(self, laid: SafetensorsFile) -> Iterator[_Piece]:
+    def _content(self, laid: SafetensorsFile) -> Generator[_Piece]:
         """Yield what a file consists of. What belongs to its end is copied until then."""
         yield _bytes_of(laid.header)
         held: dict[str, list[_Piece]] = {one.fqn: [] for one in laid.late}
@@ -379,7 +395,7 @@ class _StreamedFile:
 
     aligned = False
 
-    def __init__(self, nbytes: int, content: Iterator[_Piece], lock: threading.Lock) -> None:
+    def __init__(self, nbytes: int, content: Generator[_Piece], lock: threading.Lock) -> None:
         self.nbytes = nbytes
         self._content = content
         self._lock = lock
@@ -402,6 +418,12 @@ class _StreamedFile:
                 self._made[self._next] = memoryview(memory)
                 self._next += 1
             return self._made.pop(number)
+
+    def close(self) -> None:
+        """Drop the pieces that refer to staged memory: parts and files refer to each other."""
+        self._content.close()
+        self._left = None
+        self._made.clear()
 
     def _fill(self, memory: mmap.mmap, nbytes: int) -> None:
         """Copy without the GIL, as torch does. Payloads are aligned in the file, and parts begin at multiples of 8."""

@@ -192,12 +192,11 @@ class SavePlan:
     def shard_file(self, index: int) -> str:
         return shard_name(index)
 
-    def named_tensors(self) -> Iterator[tuple[str, tuple[Key, ...], str, tuple[int, ...], int]]:
-        """FQN, path, dtype, shape and item of each tensor; items are numbered over all shards."""
+    def named_tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+        """FQN, dtype, shape and item of each tensor; items are numbered over all shards."""
         said = self.said
-        named = zip(said.fqns, said.paths, said.kinds, strict=True)
-        tensors = zip(*said.tensors, strict=True)
-        return ((fqn, path, *next(tensors)) for fqn, path, kind in named if kind == "tensor")
+        fqns = (fqn for fqn, kind in zip(said.fqns, said.kinds, strict=True) if kind == "tensor")
+        return zip(fqns, *said.tensors, strict=True)
 
     def describe(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Steps[Described]:
         """The entries, given the checksums of each shard's blocks, and what each of the ``files`` is called in the

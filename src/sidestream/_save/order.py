@@ -121,7 +121,7 @@ class SaveOrder:
     """What becomes visible, where that does not follow from ``operation`` and ``apart``."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
-    verb: Literal["save", "convert", "copy"] = "save"
+    verb: Literal["save", "export", "convert", "copy"] = "save"
     lifecycle: Lifecycle = field(init=False, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _begun: list[Transaction] = field(default_factory=list, init=False, repr=False, compare=False)

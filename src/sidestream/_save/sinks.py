@@ -6,11 +6,11 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 from .._runtime.public import public
-from .._runtime.tasks import supervise
+from .._runtime.tasks import finish, supervise
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._staging import SnapshotReader, clean
 from .._storage import Location, Outcome
@@ -32,12 +32,15 @@ class Sink(Protocol):
         """What it writes to."""
 
     def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> Any:
-        """Read the windows of a snapshot, one after the other. Called in a thread. Where this raises it undoes what it
-        did; after ``SnapshotLost`` ``read_checkpoint`` starts over. Memory of a window is kept for as long as any view
-        or tensor over it exists."""
+        """Read the windows of a snapshot, one after the other. Called in a thread. Memory of a window is kept for as
+        long as any view or tensor over it exists."""
 
     async def finish(self, read: Any) -> Any:
         """Return the result of the sink, given what ``read`` has returned. The snapshot has been released."""
+
+    async def undo(self, error: BaseException) -> None:
+        """Remove what ``read`` and ``finish`` have left behind, after the ``error`` that ended them. A thread may hang
+        in ``read`` still. After ``SnapshotLost`` ``read_checkpoint`` starts over."""
 
     async def read_checkpoint(self, checkpoint: Location) -> Any:
         """Read the committed checkpoint, and return the result of the sink."""
@@ -68,7 +71,6 @@ class PendingExport:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._stop = Stop()
         self._result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._saved: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -108,26 +110,20 @@ class PendingExport:
     # --- what the save does ---
 
     def begin(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> None:
-        """Read ``snapshot`` in a thread that begins at once; None: read the checkpoint when it is committed."""
+        """Read ``snapshot`` in a thread; None: read the checkpoint when it is committed."""
         if self._result.done():  # cancelled before the save began
             if snapshot is not None:
                 snapshot.close()
             return
-        threads, read = Threads("sidestream-export", 1), None
-        if snapshot is not None:
-            with time_limit(order.deadline):
-                read = threads.submit(_read, self._sink, snapshot, self._stop)
 
         def settle(_: object) -> None:
             """The task has ended, perhaps before its first step."""
-            self._stop.set()
-            threads.close()
             if snapshot is not None:
-                snapshot.close()  # the thread may not have begun
+                snapshot.close()
             if not self._result.done():
                 self._result.cancel()
 
-        self._task = supervise(self._run(order, threads, read), f"sidestream export to {self.url}")
+        self._task = supervise(self._run(order, snapshot), f"sidestream export to {self.url}")
         self._task.add_done_callback(settle)
 
     def saved(self, outcome: Outcome) -> None:
@@ -139,10 +135,10 @@ class PendingExport:
 
     # --- the task ---
 
-    async def _run(self, order: SaveOrder, threads: Threads, read: Future[Any] | None) -> None:
+    async def _run(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> None:
         """The edge of the background: everything ends in the future."""
         try:
-            self._result.set_result(await self._outcome(order, threads, read))
+            self._result.set_result(await self._outcome(order, snapshot))
         except asyncio.CancelledError:
             self._result.cancel()
         except Exception as error:
@@ -154,13 +150,15 @@ class PendingExport:
         self._result.set_exception(error)
         self._result.exception()  # it was logged; asyncio would do so once more
 
-    async def _outcome(self, order: SaveOrder, threads: Threads, read: Future[Any] | None) -> Any:
-        if read is not None:
+    async def _outcome(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> Any:
+        if snapshot is not None:
             try:
                 with time_limit(order.deadline):
-                    return await self._sink.finish(await threads.wait(read, "an export", stop=self._stop))
-            except SnapshotLost:
-                pass
+                    return await self._sink.finish(await _read_in_thread(self._sink, snapshot))
+            except (Exception, asyncio.CancelledError) as error:
+                await finish(partial(self._sink.undo, error))
+                if not isinstance(error, SnapshotLost):
+                    raise
         if await asyncio.shield(self._saved) != "committed":
             raise SnapshotLost(
                 f"the snapshot could not be read to its end, and {order.location.url} was not saved, which could have "
@@ -168,6 +166,15 @@ class PendingExport:
             )
         with time_limit(Deadline.after(order.deadline.timeout_s)):
             return await self._sink.read_checkpoint(order.location)
+
+
+async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any]) -> Any:
+    """Of its own, because an export may hang for ever."""
+    threads, stop = Threads("sidestream-export", 1), Stop()
+    try:
+        return await threads.run(_read, sink, snapshot, stop, stop=stop)
+    finally:
+        threads.close()
 
 
 def exports_in(export: Export | Sequence[Export] | None) -> tuple[Export, ...]:

@@ -57,6 +57,9 @@ class Drawn:
     async def finish(self, read: Any) -> Any:
         return read
 
+    async def undo(self, error: BaseException) -> None:
+        """Nothing has been written."""
+
     async def read_checkpoint(self, checkpoint: Any) -> list[bytes]:
         self.source = "checkpoint"
         found = await (await open_checkpoint(checkpoint.url)).state_dict()
