@@ -103,6 +103,17 @@ class _Child:
                 info = await (await checkpoints.save(make_state(seed), step=step))
                 self.tell(acked=Path(info.url).name, seed=seed)
 
+    async def exported(self, run: Path) -> None:
+        """Saves with an export of the model beside them, which replaces the one of the same step."""
+        export = sidestream.HF(run.with_name("exports") / "step-{step}", select="model.*", max_shard_bytes=90_000)
+        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, export=export) as checkpoints:
+            for step, seed in self.trial["saves"]:
+                pending = await checkpoints.save(make_state(seed), step=step)
+                info = await pending
+                self.tell(acked=Path(info.url).name, seed=seed)
+                report = await pending.exports[0]
+                self.tell(exported=Path(report.url).name, seed=seed)
+
     async def together(self, run: Path) -> None:
         """All saves in flight at once."""
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from _seeded import blank_state, make_state, same
+from safetensors.torch import load_file
 
 import sidestream
 
@@ -37,6 +38,24 @@ async def seed_of(url: Path) -> int:
     seed = state["seed"]
     assert same(state, reference(seed)), f"{url} is not the state of one save"
     return int(seed)
+
+
+def look_at_exports(folder: Path) -> tuple[dict[str, int], list[str]]:
+    """The seeds of the exports that are visible, by directory, and what is wrong with them."""
+    seeds: dict[str, int] = {}
+    wrong: list[str] = []
+    for path in sorted(folder.iterdir()) if folder.exists() else ():
+        if path.name.startswith("."):
+            continue
+        try:
+            tensors = {name: one for file in path.glob("*.safetensors") for name, one in load_file(file).items()}
+            seed = int(tensors["model.scale"])
+            expected = {f"model.{name}": one for name, one in reference(seed)["model"].items() if name != "tied"}
+            assert same(dict(sorted(tensors.items())), dict(sorted(expected.items()))), "other tensors"
+            seeds[path.name] = seed
+        except (Exception, AssertionError) as error:
+            wrong.append(f"the export {path.name} is visible and not good: {type(error).__name__}: {error}")
+    return seeds, wrong
 
 
 async def look(run: Path) -> Found:

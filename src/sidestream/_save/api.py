@@ -121,12 +121,11 @@ async def save(
     try:
         info = await pending
         await all_ended(pending.exports)
-    except BaseException as error:
-        if isinstance(error, asyncio.CancelledError):
-            pending.cancel()
+    except (Exception, asyncio.CancelledError):
+        pending.cancel()
+        await finish(pending.ended)
         for one in pending.exports:
             one.cancel()
-        await finish(pending.ended)
         await finish(partial(all_ended, pending.exports))
         raise
     return replace(info, exports=tuple([one.result() for one in pending.exports])) if pending.exports else info

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from _judge import Oracle
-from _look import Found
+from _look import Found, look_at_exports
 from _rows import Row, Size, spread
 from _seeded import make_state
 from _trials import Told, Trials
@@ -44,6 +44,7 @@ SCENARIOS = {
     "the same step again": Scenario(((1, 11), (2, 12)), ((2, 22),)),
     "a plain save": Scenario(((1, 11),), ((2, 12),), "plain", options=({"snapshot": False}, {"snapshot": True})),
     "two saves at once": Scenario(((1, 11),), ((2, 12), (3, 13)), "together", steady=False),
+    "saves with an export": Scenario(((1, 11),), ((2, 12), (2, 22)), "exported", steady=False),
     "cleaning up a failed save": Scenario(((1, 11),), ((2, 12),), "failing"),
     "a retention pass": Scenario(
         ((1, 11), (2, 12), (3, 13)), ((4, 14),), "prune", steady=False, goes=("step-1", "step-2")
@@ -94,6 +95,15 @@ def judged(found: Found, told: Told, scenario: Scenario) -> list[str]:
         expected = {seed for at, seed in (*scenario.before, *scenario.saves) if at == step}
         if seed not in expected:
             wrong.append(f"step {step} restores to seed {seed}")
+    return wrong
+
+
+def judged_exports(folder: Path, told: Told) -> list[str]:
+    """What is wrong with the exports: the one that was acknowledged last is there, or one that was made after it."""
+    seeds, wrong = look_at_exports(folder)
+    acked = [report["seed"] for report in told.reports if "exported" in report]
+    if acked and seeds.get("step-2", 0) < acked[-1]:
+        wrong.append(f"the export of seed {acked[-1]} is lost: there is {seeds}")
     return wrong
 
 
@@ -152,6 +162,8 @@ async def test_killed_at_every_operation(
         found = judge.look(root / "run", further=None if recovers or number % 4 else 9, stock=number % 16 == 0)
         committed += steady and len(found.seeds) > len(scenario.before)
         wrong = judged(found, told, scenario)
+        if scenario.work == "exported":
+            wrong += judged_exports(root / "exports", told)
         if recovers:
             again = {"at": random.randint(1, len(operations)), "when": "before"} if number % 2 else {"at": 0}
             children.run(root=root, run=root / "run", work="recover", saves=[], **again)
