@@ -41,6 +41,7 @@ _STEP = "{step}"
 _PART_BYTES = 16 << 20
 _MOST_HELD_BYTES = 256 << 20
 _MOST_SIDECAR_BYTES = 64 << 20
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, and no wait for a pipe
 _BUDGET_BYTES = 256 << 20  # of an export from the checkpoint
 
 
@@ -300,8 +301,7 @@ def _contents(files: Mapping[str, bytes | str | os.PathLike[str]]) -> dict[str, 
 
 def _content(name: str, path: str | os.PathLike[str]) -> bytes:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
+        with open(path, "rb", opener=lambda name, _: os.open(name, _OPEN_FLAGS)) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_SIDECAR_BYTES:
                 raise InvalidOption(f"files[{name!r}]: {path} has to be a regular file of 64 MiB at most")
