@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import blocking, dcp, errors, events, signing
     from ._convert.convert import ConvertReport, convert
-    from ._convert.copy import CopyReport, copy
+    from ._convert.copy import CopyReport, copy, remove
     from ._convert.export import HF, strip_prefix
     from ._load.api import LoadReport, PassedOver, load
     from ._load.checkpoint import Checkpoint, TensorInfo, open_checkpoint
@@ -67,6 +67,7 @@ __all__ = [
     "events",
     "load",
     "open_checkpoint",
+    "remove",
     "save",
     "signing",
     "strip_prefix",
@@ -107,6 +108,7 @@ _HOMES = {
     "copy": "_convert.copy",
     "load": "_load.api",
     "open_checkpoint": "_load.checkpoint",
+    "remove": "_convert.copy",
     "save": "_save.api",
     "strip_prefix": "_convert.export",
     "verify": "_load.verify",

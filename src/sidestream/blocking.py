@@ -52,6 +52,7 @@ __all__ = [
     "copy",
     "load",
     "open_checkpoint",
+    "remove",
     "save",
     "verify",
 ]
@@ -220,6 +221,11 @@ def open_checkpoint(url: str | os.PathLike[str], **options: Any) -> Checkpoint:
 def verify(url: str | os.PathLike[str], **options: Any) -> _verifying.VerifyReport:
     """``sidestream.verify``, blocking."""
     return _run(lambda: _verifying.verify(url, **options))
+
+
+def remove(url: str | os.PathLike[str], **options: Any) -> None:
+    """``sidestream.remove``, blocking."""
+    _run(lambda: _copying.remove(url, **options))
 
 
 def copy(source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any) -> _copying.CopyReport:

@@ -157,6 +157,12 @@ class _Child:
             info = await sidestream.save(make_state(seed), run / f"plain-{step}", snapshot=snapshot)
             self.tell(acked=Path(info.url).name, seed=seed)
 
+    async def overwriting(self, run: Path) -> None:
+        """``save`` to a URL, again and again."""
+        for step, seed in self.trial["saves"]:
+            info = await sidestream.save(make_state(seed), run / f"plain-{step}", overwrite=True)
+            self.tell(acked=Path(info.url).name, seed=seed)
+
     async def race(self, run: Path) -> None:
         """As ``me`` of two, at the same moment as the other: the same steps of one run, or the same directories."""
         me, rounds = self.trial["me"], self.trial["rounds"]

@@ -188,8 +188,6 @@ async def convert_opened(opened: Source, selection: Selection, where: Location, 
     order = SaveOrder(where, how.durability, current_deadline(), kind=kind, verb=how.verb)
     layout = _ConvertedLayout(order, files, selection.order)
     await run_here(order, partial(pipeline.write, layout.data_files), layout)
-    if how.replaces:
-        await order.transaction.remove_replaced()
 
     def report() -> ConvertReport:
         return ConvertReport(

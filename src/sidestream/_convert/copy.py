@@ -39,12 +39,12 @@ from .._runtime.threads import (
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
 from .._storage import Location, RangeSource, ReadRange, Transaction, Where, locate_directory
-from ..errors import Corrupt, InvalidOption, StorageError
+from ..errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
 from .operation import run_here
 from .windows import WINDOWS, WindowedFile, Windows
 
-__all__ = ["CopyReport", "copy"]
+__all__ = ["CopyReport", "copy", "remove"]
 
 _LEAST_BYTES = 96 << 20
 _MOST_WINDOW_BYTES = 64 << 20
@@ -118,6 +118,48 @@ async def copy(
         verified=tuple(fqn for fqn in found.names if fqn not in found.unverified),
         unverified=tuple(sorted(found.unverified)),
     )
+
+
+@public
+async def remove(
+    url: str | os.PathLike[str],
+    *,
+    durability: Durability = "fsync",
+    timeout_s: float = 600.0,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    store_policy: StorePolicy | None = None,
+) -> None:
+    """Remove the checkpoint in the directory or below the prefix ``url``, with everything else that is in it.
+
+    It disappears in one step for those who look for it, and its files are deleted after that: a local directory is
+    renamed first, on object storage the marker goes first. A load that has begun fails. Leases of a run are not asked;
+    retention (``keep=`` of a ``Checkpointer``) asks them. With several ranks one rank calls it.
+
+    Args:
+        url: the checkpoint, ours or one of stock DCP; not a run, and not a single file.
+        durability: with ``"fsync"`` the removal is durable before files are deleted.
+        timeout_s: for the whole call.
+        storage_options, filesystem, store_policy: as for ``save``.
+
+    Raises:
+        CheckpointNotFound: there is no ``.metadata``; nothing was removed.
+        StorageError, AccessDenied, DeadlineExceeded: files may be left behind, which are no checkpoint any more.
+    """
+    running_loop("remove")
+    check_choice("durability", durability, Durability)
+    check_timeout(timeout_s)
+    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    with time_limit(Deadline.after(timeout_s)):
+        try:
+            there = METADATA_NAME in await location.store.sizes(location.name)
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise CheckpointNotFound(
+                f"no checkpoint at {location.url}: there is no {METADATA_NAME}; nothing was removed"
+            )
+        await location.store.retire(location.name, durability=durability)
 
 
 # --- what there is to copy ------------------------------------------------------------------------------------------

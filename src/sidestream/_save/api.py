@@ -64,6 +64,7 @@ async def save(
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
+    overwrite: bool = False,
     export: Export | Sequence[Export] | None = None,
 ) -> SaveInfo:
     """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
@@ -89,6 +90,9 @@ async def save(
 
     ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
     a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
+
+    ``overwrite=True`` replaces a checkpoint in a local directory: readers find the old one or the new one, never
+    neither. With several ranks all give it. A directory that is not a checkpoint is a ``Conflict`` as before.
 
     ``export``, a ``sidestream.HF`` or several, is written beside the checkpoint (``docs/exports.md``). This call waits
     for it; ``SaveInfo.exports`` has its report, or the error that it failed with, which does not fail the save.
@@ -116,6 +120,7 @@ async def save(
         store_policy=store_policy,
         process_group=process_group,
         planner=planner,
+        overwrite=overwrite,
         export=export,
     )
     try:
@@ -149,6 +154,7 @@ def async_save(
     store_policy: StorePolicy | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
+    overwrite: bool = False,
     export: Export | Sequence[Export] | None = None,
 ) -> PendingSave:
     """Start what ``save`` does and return at once. Needs a running event loop.
@@ -169,6 +175,11 @@ def async_save(
             )
         check_seconds("rank_wait_s", rank_wait_s)
         location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+        if overwrite and not location.store.capabilities.rename:
+            raise InvalidOption(
+                f"overwrite=True exchanges two directories in one step, and {location.url} is on object storage, which "
+                "has none: save to a new prefix, and remove() the old one afterwards"
+            )
         sinks = sinks_of(wanted, location.url, step=None, durability=durability)
         if operation is None or operation.rank == 0:
             exports.extend(map(PendingExport, sinks))
@@ -186,6 +197,7 @@ def async_save(
             saver=choose_saver(saver, location.store),
             planner=planner,
             exports=exports,
+            overwrite=overwrite,
         )
 
     if member is None or member.group.world == 1:
@@ -221,6 +233,7 @@ def start_save(
     member: Member | None = None,
     planner: Any = None,
     exports: Sequence[PendingExport] = (),
+    overwrite: bool = False,
 ) -> SaveOperation:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
 
@@ -242,7 +255,17 @@ def start_save(
     if operation is None and member is not None and captured is not None and captured.sharded:
         operation = member.begin("save", deadline)
     order = SaveOrder(
-        location, durability, deadline, step, generation, budget_bytes, digest, metadata, operation, *saver
+        location,
+        durability,
+        deadline,
+        step,
+        generation,
+        budget_bytes,
+        digest,
+        metadata,
+        operation,
+        *saver,
+        kind="replacement" if overwrite else "directory",
     )
     if planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done

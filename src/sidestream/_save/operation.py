@@ -232,6 +232,8 @@ class SaveOperation:
             lifecycle.written(receipt.nbytes)
             committed = await coordinator.commit(receipt, self.layout)
             lifecycle.mark("committed")
+            if self.order.transaction.attempt.kind == "replacement":
+                await finish(self.order.transaction.remove_replaced)
         except BaseException as error:
             committed = await coordinator.fail(error)
         finally:

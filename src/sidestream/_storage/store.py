@@ -81,6 +81,10 @@ class RangeSource(Protocol):
     async def map(self, file: str, nbytes: int) -> mmap:
         """``Store.map``."""
 
+    async def moved(self) -> bool:
+        """Return whether another directory has taken the name of this one since it was opened, or none has it. False
+        where names of files tell one save from another."""
+
     async def aclose(self) -> None:
         """Release the directory; a cancel is raised when that is done. A thread that still uses the directory keeps it
         open until it has ended its system call. Does nothing if nothing is open."""
@@ -188,6 +192,9 @@ class StoreSource:
 
     async def map(self, file: str, nbytes: int) -> mmap:
         return await self._store.map(self.path_of(file), nbytes)
+
+    async def moved(self) -> bool:
+        return False
 
     async def aclose(self) -> None:
         """Nothing is open between two requests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from ..._format.checksum import crc32
@@ -64,15 +64,23 @@ async def open_manifest(location: Location) -> tuple[RangeSource, Manifest]:
     which the manifest was read. The caller closes the source; where this raises, nothing is left open.
 
     Where nothing is listed, a name that ends as those of files do is taken for a file."""
-    source, root = await open_root(location)
-    if isinstance(root, Manifest):
-        return source, root
-    async with _closed_on_error(source):
-        return source, await _whole(source, location.url, root)
+    while True:
+        source, root = await open_root(location)
+        if isinstance(root, Manifest):
+            return source, root
+        with suppress(_Moved):
+            async with _closed_on_error(source):
+                return source, await _whole(source, location.url, root)
 
 
 async def open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
     """As ``open_manifest``; but of a checkpoint that several ranks wrote only the root, which is not yet validated."""
+    while True:
+        with suppress(_Moved):
+            return await _open_root(location)
+
+
+async def _open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
     source, store = location.source(), location.store
     async with _closed_on_error(source):
         listed = await _listed(store, source)
@@ -84,10 +92,24 @@ async def open_root(location: Location) -> tuple[RangeSource, Manifest | Root]:
         return source, await _read_single(source, location)
 
 
+class _Moved(Exception):  # caught in this module
+    """Another checkpoint has taken the place of the one that was being opened, and its files may be deleted."""
+
+
 @asynccontextmanager
 async def _closed_on_error(source: RangeSource) -> AsyncIterator[None]:
+    """Close ``source`` if the body raises. Raises ``_Moved`` instead of what may be due to an exchange of
+    directories."""
     try:
         yield
+    except (Corrupt, CheckpointNotFound) as error:
+        try:
+            moved = await source.moved()
+        finally:
+            await source.aclose()
+        if moved:
+            raise _Moved from error
+        raise
     except BaseException:
         await source.aclose()
         raise
@@ -139,8 +161,8 @@ async def was_replaced(location: Location, manifest: Manifest) -> bool:
     async with aclosing(location.source()) as source:
         try:
             marker = await read_marker(source)
-        except (FileNotFoundError, SidestreamError):  # the caller raises its own error
-            return False
+        except (FileNotFoundError, SidestreamError):
+            return await source.moved()  # if not, the caller raises its own error
     return marker is not None and marker.save_id != manifest.save_id
 
 

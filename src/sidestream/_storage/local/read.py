@@ -69,6 +69,9 @@ class LocalSource:
     async def map(self, file: str, nbytes: int) -> mmap.mmap:
         return await run_io(map_file, self._path / file, self._directory, nbytes)
 
+    async def moved(self) -> bool:
+        return await run_io(_moved, self._path, self._directory)
+
     async def aclose(self) -> None:
         if self._directory.refuse():
             await finish(self._close)
@@ -233,6 +236,20 @@ def size_of(path: Path, within: OpenDirectory | None) -> int:
     try:
         with _place(path, within) as (name, directory):
             return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
+    except OSError as error:
+        raise _translated(error, "looking at", str(path)) from error
+
+
+def _moved(path: Path, within: OpenDirectory) -> bool:
+    try:
+        with within.descriptor() as descriptor:
+            opened = os.fstat(descriptor)
+    except OSError:
+        return False  # it was not even opened
+    try:
+        return not os.path.samestat(opened, os.stat(path, follow_symlinks=True))
+    except FileNotFoundError:
+        return True
     except OSError as error:
         raise _translated(error, "looking at", str(path)) from error
 

@@ -31,6 +31,8 @@ from .write import write_file
 
 __all__ = ["LocalTransaction"]
 
+_REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
+"""Files of which a directory has one if it is a checkpoint or an export."""
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
 
@@ -81,6 +83,8 @@ class LocalTransaction(Transaction):
         replaces = self.attempt.kind == "replacement"
         if not vacant and not (replaces and is_directory(self._target)):
             raise _occupied(self._target)
+        if not vacant:
+            _check_replaceable(self._target)
         with self._make_once():
             self._mode = _create(self._root, self._hidden, self.attempt.durability)
         if replaces and not vacant and not _exchanges(self._hidden):
@@ -186,16 +190,18 @@ def _publish(
         attempt.chmod(mode)
         if durability == "fsync":
             sync_directory(attempt)
-        swap = replacing and not is_vacant(target)
-        _check_whole(attempt, names, target)
-        exchange(attempt, target) if swap else os.rename(attempt, target)
-        try:
-            _check_whole(target, names, target)
-        except FileNotFoundError:
-            pass  # retention or another process has removed the whole directory
-        except StorageError:
-            exchange(attempt, target) if swap else os.rename(target, attempt)
-            raise
+        if replacing and not is_vacant(target):
+            _exchange(attempt, target, names)
+        else:
+            _check_whole(attempt, names, target)
+            os.rename(attempt, target)
+            try:
+                _check_whole(target, names, target)
+            except FileNotFoundError:
+                pass  # retention or another process has removed the whole directory
+            except StorageError:
+                os.rename(target, attempt)
+                raise
     except SidestreamError:
         raise
     except OSError as error:
@@ -211,7 +217,31 @@ def _publish(
             ) from error
 
 
-def _check_whole(directory: Path, names: frozenset[str], target: Path) -> None:
+def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
+    """Exchange the attempt with the target. The attempt is looked at through a descriptor, because another save may
+    replace this one at once, and delete it."""
+    directory = os.open(attempt, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _check_whole(directory, names, target)
+        exchange(attempt, target)
+        try:
+            _check_whole(directory, names, target)
+        except StorageError:
+            if _is_at(directory, target):
+                exchange(attempt, target)
+                raise
+    finally:
+        os.close(directory)
+
+
+def _is_at(directory: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(directory), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _check_whole(directory: Path | int, names: frozenset[str], target: Path) -> None:
     """Raise ``StorageError`` if files are missing, ``FileNotFoundError`` if the directory is missing."""
     gone = sorted(names.difference(os.listdir(directory)))
     if gone:
@@ -281,6 +311,19 @@ def _occupied(target: Path) -> Conflict:
     if not os.path.isdir(target):
         return Conflict(f"{target} already exists and is a file: choose another name, or delete it first")
     return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raise ``Conflict`` if a directory is neither a checkpoint nor an export: what is replaced is deleted whole."""
+    try:
+        found = _REPLACEABLE.isdisjoint(os.listdir(target))
+    except OSError as error:
+        raise from_os_error(error, "listing", str(target)) from error
+    if found:
+        raise Conflict(
+            f"{target} is not empty, and no checkpoint (it has no .metadata), so it was not replaced: save to a new "
+            "directory, or empty this one first"
+        )
 
 
 def _exchanges(attempt: Path) -> bool:
