@@ -311,14 +311,25 @@ async def test_a_step_that_is_saved_again_replaces_its_export(tmp_path: Path) ->
     assert os.listdir(tmp_path / "exports") == ["step-5"]
 
 
+async def test_only_exports_are_pruned(tmp_path: Path) -> None:
+    (tmp_path / "exports" / "step-1").mkdir(parents=True)
+    (tmp_path / "exports" / "step-1" / "notes.txt").write_text("not an export")
+    export = HF(tmp_path / "exports" / "step-{step}", **MODEL)
+    async with Checkpointer(tmp_path / "run", export=export, exports_keep=1) as checkpoints:
+        for step in (2, 3):
+            await (await checkpoints.save(state_of(step), step=step)).exports[0]
+    assert sorted(os.listdir(tmp_path / "exports")) == ["step-1", "step-3"]
+
+
 async def test_closing_waits_for_exports(tmp_path: Path) -> None:
     export = HF(tmp_path / "exports" / "{step}", **MODEL)
     async with Checkpointer(tmp_path / "run", export=export, overlap="latest") as checkpoints:
         saves = [await checkpoints.save(state_of(step), step=step) for step in range(5)]
     assert all(one.done() for save_ in saves for one in save_.exports)
-    done = {save_.exports[0].url for save_ in saves if not isinstance(save_.exports[0].result(), BaseException)}
+    ended = {one.exports[0].url: one.exports[0].report_or_error() for one in saves}
+    done = {url for url, report in ended.items() if not isinstance(report, BaseException)}
     assert {str(path) for path in (tmp_path / "exports").iterdir()} == done
-    lost = [one.exports[0].result() for one in saves if isinstance(one.exports[0].result(), BaseException)]
+    lost = [error for error in ended.values() if isinstance(error, BaseException)]
     assert all(isinstance(error, SnapshotLost) for error in lost)  # of the saves that were skipped
 
 

@@ -38,6 +38,8 @@ Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str]
 mapping of names to names, which leaves those that it lacks as they are."""
 
 _STEP = "{step}"
+_NAMES = frozenset({INDEX_NAME, f"model{SUFFIX}"})
+"""Files of which every export has one."""
 _PART_BYTES = 16 << 20
 _MOST_HELD_BYTES = 256 << 20
 _MOST_SIDECAR_BYTES = 64 << 20
@@ -112,7 +114,8 @@ class HF:
         before, _, after = os.fspath(self.url).rstrip("/").rpartition("/")[2].partition(_STEP)
         pattern = re.compile(f"{re.escape(before)}(0|[1-9][0-9]*){re.escape(after)}")
         found = [match for name in await store.directories() if (match := pattern.fullmatch(name))]
-        for match in sorted(found, key=lambda one: int(one[1]))[:-keep]:
+        exports = [match for match in found if not _NAMES.isdisjoint(await store.sizes(match[0]))]
+        for match in sorted(exports, key=lambda one: int(one[1]))[:-keep]:
             await store.retire(match[0], durability=durability)
 
     def _at(self, step: int | None) -> Location:

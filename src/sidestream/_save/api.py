@@ -127,13 +127,13 @@ async def save(
         info = await pending
         await all_ended(pending.exports)
     except (Exception, asyncio.CancelledError):
-        pending.cancel()
-        await finish(pending.ended)
         for one in pending.exports:
             one.cancel()
+        pending.cancel()
+        await finish(pending.ended)
         await finish(partial(all_ended, pending.exports))
         raise
-    return replace(info, exports=tuple([one.result() for one in pending.exports])) if pending.exports else info
+    return replace(info, exports=tuple(one.report_or_error() for one in pending.exports))
 
 
 @public

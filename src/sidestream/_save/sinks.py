@@ -98,7 +98,7 @@ class PendingExport:
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    def result(self) -> Any:
+    def report_or_error(self) -> Any:
         """Return what awaiting it returns, or the error that awaiting it raises, once it is ``done()``."""
         if self._result.cancelled():
             return asyncio.CancelledError()
