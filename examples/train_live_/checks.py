@@ -73,7 +73,7 @@ def committed(steps: Path) -> dict[int, Path]:
 
 def attempts(steps: Path) -> dict[int, Path]:
     """Return the directories of saves that have begun and not been committed."""
-    return {int(path.name.split(".")[1].removeprefix("step-")): path for path in steps.glob(".step-*.partial")}
+    return {int(path.name.split(".")[1]): path for path in steps.glob(".*.partial")}
 
 
 def size_on_disk(directory: Path) -> int:

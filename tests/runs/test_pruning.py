@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
 from sidestream._storage.local.read import LocalSource
+from sidestream._storage.names import attempt_name
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 
 
@@ -291,21 +292,22 @@ async def test_without_the_right_to_write_a_reader_reads_without_a_lease() -> No
 # --- attempts ---------------------------------------------------------------------------------------------------------
 
 
-async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("called", [attempt_name, lambda target, save_id: f".{target}.{save_id}.partial"])
+async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(
+    tmp_path: Path, called: Callable[[str, str], str]
+) -> None:
     """The living one is as old, and as silent, as the dead one: only its lease tells them apart."""
     held = Held()
-    dead = tmp_path / f".step-1.{'a' * 32}.partial"
-    unleased = tmp_path / f".step-8.{'b' * 32}.partial"
-    foreign = tmp_path / f".weights.{'c' * 32}.partial"
+    dead = tmp_path / called("step-1", "a" * 32)
+    unleased = tmp_path / called("step-8", "b" * 32)
+    foreign = tmp_path / called("weights", "c" * 32)
     async with (
         sidestream.Checkpointer(tmp_path, lease_s=1, stager=held) as slow,
         sidestream.Checkpointer(tmp_path, lease_s=1, abandoned_after_s=3600) as other,
     ):
         pending = await slow.save(state_of(5), step=5)
         await until(lambda: any("save" in name for name in leases_in(tmp_path)), "its lease")
-        living = (
-            tmp_path / f".step-5.{'d' * 32}.partial"
-        )  # a second attempt for the leased step, as old as the dead one
+        living = tmp_path / called("step-5", "d" * 32)  # a second attempt at the leased step, as old as the dead one
         for path in (dead, living, unleased, foreign):
             path.mkdir()
             (path / "__0_1.distcp").write_bytes(b"x")
@@ -329,8 +331,9 @@ async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(
     assert (tmp_path / "step-5").exists()
 
 
-async def test_an_attempt_without_a_lease_is_collected_by_age(tmp_path: Path) -> None:
-    attempt = tmp_path / f".step-8.{'b' * 32}.partial"
+@pytest.mark.parametrize("name", [attempt_name("step-8.g2", "b" * 32), f".step-8.{'b' * 32}.partial"])
+async def test_an_attempt_without_a_lease_is_collected_by_age(tmp_path: Path, name: str) -> None:
+    attempt = tmp_path / name
     attempt.mkdir()
     os.utime(attempt, (1, 1))
     async with sidestream.Checkpointer(tmp_path, lease_s=1, abandoned_after_s=60) as checkpoints:

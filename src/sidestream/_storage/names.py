@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 __all__ = ["attempt_name", "parse_step", "step_name", "target_of_attempt"]
@@ -9,7 +10,8 @@ __all__ = ["attempt_name", "parse_step", "step_name", "target_of_attempt"]
 _NUMBER = "0|[1-9][0-9]{0,17}"  # as Python formats it: another spelling would be a second directory for the same step
 _GENERATION = "[2-9]|[1-9][0-9]{1,8}"
 _STEP = re.compile(rf"step-({_NUMBER})(?:\.g({_GENERATION}))?")
-_TARGET = re.compile(rf"\.?(step-(?:{_NUMBER})(?:\.g(?:{_GENERATION}))?)(?:[./].*)?")
+_TARGET = re.compile(rf"\.?(step-(?:{_NUMBER})(?:\.g(?:{_GENERATION}))?)(?:[./].*)?")  # also attempts of old
+_OF_STEP = re.compile(rf"\.({_NUMBER})(?:\.g({_GENERATION}))?(?:\.[0-9a-f]{{32}})?\.[0-9a-f]{{32}}\.partial")
 
 
 def step_name(step: int, generation: int) -> str:
@@ -23,11 +25,27 @@ def parse_step(name: str) -> tuple[int, int] | None:
 
 
 def attempt_name(target: str, save_id: str) -> str:
-    """The hidden sibling in which ``target`` is written before it is published; names end at 255 bytes."""
-    return f".{target.encode()[:160].decode(errors='ignore')}.{save_id}.partial"
+    """Return the name of the hidden sibling in which ``target`` is written before it is published.
+
+    Two targets never share one. It contains no target's name, because other tools search names for ``step-<digits>``
+    and the like, anywhere in them: what belongs to a step is called by its number, ``.100.g2.<save_id>.partial``, and a
+    target with another name than ``step_name`` gives it a digest of that."""
+    of_step = _TARGET.fullmatch(target)
+    parsed = parse_step(of_step[1]) if of_step else None
+    words = [] if parsed is None else [str(parsed[0])]
+    if parsed is not None and parsed[1] > 1:
+        words.append(f"g{parsed[1]}")
+    if parsed is None or step_name(*parsed) != target:
+        words.append(hashlib.blake2b(target.encode(errors="surrogateescape"), digest_size=16).hexdigest())
+    return ".".join(["", *words, save_id, "partial"])
 
 
 def target_of_attempt(name: str) -> str | None:
-    """The step's directory that an attempt would have become; None if it was no step's."""
+    """Return the name of the step's directory that an attempt, or an upload, was made for; None if it was no step's.
+
+    Attempts of earlier versions have the name of their target in theirs, and those on object stores lie in it."""
+    number = _OF_STEP.fullmatch(name)
+    if number is not None:
+        return step_name(int(number[1]), int(number[2] or 1))
     match = _TARGET.fullmatch(name)
     return match[1] if match else None

@@ -29,8 +29,8 @@ class ReadRange:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something under the root that is no checkpoint: an ``"attempt"`` that was not published (yet), whose name
-    contains that of its target, or a ``"retired"`` checkpoint whose deletion was interrupted. ``age_s``: since it was
+    """Something under the root that is no checkpoint: an ``"attempt"`` that was not published (yet), of whose
+    name ``target_of_attempt`` tells the step, or a ``"retired"`` checkpoint whose deletion was interrupted. ``age_s``: since it was
     last written to, by the storage's clock."""
 
     name: str

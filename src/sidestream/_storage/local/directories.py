@@ -187,7 +187,7 @@ def remove_tree(path: Path) -> None:
 
 def take_away(root: Path, name: str) -> Path | None:
     """Rename it to where nobody looks for it and nobody can publish it; None if it is not there."""
-    hidden = root / f"{RETIRED}{name[:200]}-{uuid.uuid4().hex}"
+    hidden = root / f"{RETIRED}{uuid.uuid4().hex}"  # other tools would take the name for a step
     try:
         os.rename(root / name, hidden)
     except FileNotFoundError:
