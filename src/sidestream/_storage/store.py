@@ -29,9 +29,9 @@ class ReadRange:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something under the root that is no checkpoint: an ``"attempt"`` that was not published (yet), of whose
-    name ``target_of_attempt`` tells the step, or a ``"retired"`` checkpoint whose deletion was interrupted. ``age_s``: since it was
-    last written to, by the storage's clock."""
+    """Something under the root that is no checkpoint: an ``"attempt"`` that was not published (yet), of whose name
+    ``target_of_attempt`` tells the step, or a ``"retired"`` checkpoint whose deletion was interrupted. ``age_s``: since
+    it was last written to, by the storage's clock."""
 
     name: str
     kind: Literal["attempt", "retired"]
