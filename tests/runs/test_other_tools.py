@@ -18,7 +18,7 @@ from sidestream._storage.names import attempt_name, target_of_attempt
 _PATTERNS = (r"step-(\d+)", r"step_(\d+)", r"checkpoint-(\d+)", r"epoch=", r"global_step_(\d+)")
 _NAMES = ("step-100", "checkpoint-500", "global_step_7", "step_9", "epoch=3-step=40.ckpt", "step-100.g2")
 
-# Prints what is in the directory at every operation that Python reports; the last operation before a commit may kill it.
+# Prints what is in the directory at every operation that Python reports; the first rename may kill it.
 _SAVES = """
 import asyncio, json, os, signal, sys, warnings
 import torch, sidestream
