@@ -370,7 +370,7 @@ async def test_a_cancel_reaches_it(tmp_path: Path, children: Children) -> None:
     # Small windows: it looks whether it was cancelled between two of them.
     async with sidestream.AsyncStager(budget_bytes=4 << 20, backing="shared") as stager:
         pending = sidestream.async_save(state_of(1.0, 64), tmp_path / "a", saver=slow, stager=stager)
-        await reach(lambda: any(tmp_path.glob(".a.*/__0_1.distcp")), pending)
+        await reach(lambda: any(tmp_path.glob(".*.partial/__0_1.distcp")), pending)
         (pid,) = children()
         pending.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -18,6 +18,7 @@ from _seeded import make_state
 from _trials import Told, Trials
 
 import sidestream
+from sidestream._storage.names import attempt_name
 
 SHORT, LONG = 2_000, 50_000
 
@@ -70,7 +71,7 @@ async def prepare(folder: Path, scenario: Scenario) -> Path:
 def wreck(run: Path) -> None:
     """An attempt that got far, one that has just begun, a deletion that was interrupted, and the leases of the dead."""
     save_id = "0123456789abcdef0123456789abcdef"
-    shutil.copytree(run / "step-2", run / f".step-3.{save_id}.partial")
+    shutil.copytree(run / "step-2", run / attempt_name("step-3", save_id))
     (run / f".step-4.{save_id}.partial").mkdir()
     shutil.copytree(run / "step-1", run / f".retired-step-0-{save_id}")
     next((run / f".retired-step-0-{save_id}").glob(".metadata")).unlink()

@@ -75,7 +75,7 @@ class LocalTransaction(Transaction):
             self._make()
         for name, body in files:
             self._names[name] = None
-            write_file(self._directory / name, body, attempt.durability, stop, threads)
+            write_file(self._directory / name, body, attempt.durability, stop, threads, target=attempt.target)
             del body  # and with it the memory, while the next one is waited for
 
     def _make(self) -> None:
@@ -86,7 +86,7 @@ class LocalTransaction(Transaction):
         if not vacant:
             _check_replaceable(self._target)
         with self._make_once():
-            self._mode = _create(self._root, self._hidden, self.attempt.durability)
+            self._mode = _create(self._root, self._hidden, self.attempt)
         if replaces and not vacant and not _exchanges(self._hidden):
             self.discard_here()
             raise Conflict(
@@ -161,23 +161,23 @@ def _unlink(path: Path) -> None:
 
 def _put(path: Path, body: Body, attempt: Attempt, stop: Stop) -> None:
     # An attempt that is gone was taken away. Nothing of it may come back, so its directory is not made again.
-    write_file(path, body, attempt.durability, stop)
+    write_file(path, body, attempt.durability, stop, target=attempt.target)
 
 
-def _create(root: Path, attempt: Path, durability: Durability) -> int:
+def _create(root: Path, hidden: Path, attempt: Attempt) -> int:
     """Returns the mode that the umask gives a directory; until it is published nobody else looks into the attempt."""
     made: list[Path] = []
     try:
-        make_root(root, durability, made)
-        attempt.mkdir()
-        made.append(attempt)
-        mode = stat.S_IMODE(attempt.stat().st_mode)
-        attempt.chmod(mode & ~0o077)
+        make_root(root, attempt.durability, made)
+        hidden.mkdir()
+        made.append(hidden)
+        mode = stat.S_IMODE(hidden.stat().st_mode)
+        hidden.chmod(mode & ~0o077)
     except OSError as error:
         with suppress(OSError):  # not empty: another save has moved in meanwhile
             for path in reversed(made):
                 path.rmdir()
-        raise from_os_error(error, "creating a checkpoint directory", str(attempt)) from error
+        raise from_os_error(error, f"creating a directory for {attempt.target}", str(hidden)) from error
     return mode
 
 

@@ -22,7 +22,10 @@ _WRITERS = 4  # so many direct writes in flight keep a fast disk busy
 _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
-def write_file(path: Path, body: Body, durability: Durability, stop: Stop, threads: Threads | None = None) -> None:
+def write_file(
+    path: Path, body: Body, durability: Durability, stop: Stop, threads: Threads | None = None, *, target: str = ""
+) -> None:
+    """Write a new file. ``target`` is named in errors, where ``path`` does not contain the name of what is saved."""
     try:
         descriptor, direct = _open_new(path, direct=body.aligned)
         try:
@@ -38,7 +41,7 @@ def write_file(path: Path, body: Body, durability: Durability, stop: Stop, threa
     except OSError as error:
         if isinstance(error, SidestreamError):  # of the staging: some are also an OSError
             raise
-        raise from_os_error(error, "writing", str(path)) from error
+        raise from_os_error(error, f"writing {target}".rstrip(), str(path)) from error
 
 
 class _Parts:
