@@ -25,6 +25,7 @@ import _cases
 import _ends
 import _latest
 import _planned
+import _replaced
 import torch
 import torch.distributed as dist
 
@@ -94,7 +95,11 @@ class Group:
 
 
 def find(case: str) -> Any:
-    return next(getattr(module, case) for module in (_cases, _ends, _planned, _latest, _calls) if hasattr(module, case))
+    return next(
+        getattr(module, case)
+        for module in (_cases, _ends, _planned, _latest, _calls, _replaced)
+        if hasattr(module, case)
+    )
 
 
 def read_json(path: Path) -> Any:

@@ -133,7 +133,7 @@ async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None
     assert (state.parts, state.gathered, state.answered) == ({}, {}, {})
     operations[0].answer("share", b"later")
     in_owner(lambda: three.spokes[1]._send(Frame(Kind.DATA, number, "share", b"x" * 100)))
-    again = Operation(three.hub, number, "load", Deadline.after(LONG_S))
+    again = Operation(three.hub, number, "load", Deadline.after(LONG_S), LONG_S)
     three.hub.step(again, Exchange("share", b"x" * 100, Future(), late := Future()))
     with pytest.raises(Stopped):
         await asyncio.wait_for(asyncio.wrap_future(late), LONG_S)

@@ -18,6 +18,9 @@ _MAX_CHARS = 4000
 class Stopped(Exception):
     """Another rank cannot go on; the verdict of the operation will say which, and why."""
 
+    written: tuple[str, ...] = ()
+    """Of a load: as in ``SidestreamError``."""
+
 
 def failure_of(rank: int, step: str, error: BaseException) -> RankFailure:
     """``error`` as the other ranks will see it: one of ours by its class, any other by its name and words."""

@@ -35,6 +35,8 @@ class Kind(IntEnum):
     """A rank has begun the operation: its kind, and how long the rank waits for the others."""
     ABSENT = 9
     """From rank 0: the ranks that have not begun the operation, although others have waited for a while."""
+    AGAIN = 10
+    """In place of a verdict: all ranks have stopped, and start over."""
 
 
 class Frame(NamedTuple):

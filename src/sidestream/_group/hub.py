@@ -89,9 +89,10 @@ class Group(ABC):
     def seal(self, operation: Operation) -> Future[bool]:
         raise NotImplementedError
 
-    def fail(self, operation: Operation, error: BaseException, *, undone: bool) -> None:
-        """``undone``: this rank does nothing more. Otherwise its step goes on, and may still be completed."""
-        told = pack(self.rank, operation.step, error)
+    def fail(self, operation: Operation, error: BaseException, *, undone: bool, start_over: bool = False) -> None:
+        """``undone``: this rank does nothing more. Otherwise its step goes on, and may still be completed.
+        ``start_over``: all ranks start over, if none has failed for another reason."""
+        told = {**pack(self.rank, operation.step, error), "start_over": start_over}
         self._owner.post(lambda: self._fail(operation, told, undone))
 
     def leave(self, operation: Operation) -> None:
@@ -104,8 +105,19 @@ class Group(ABC):
     def shut(self) -> None:
         """In the owner's thread: close every connection."""
 
+    def _start_over(self, operation: Operation) -> None:
+        told = operation.start_over()
+        self._look_later(weakref.ref(operation))
+        self._join(operation)
+        if told is not None:
+            self._fail(operation, told, True)
+
     @abstractmethod
     def _begin(self, operation: Operation) -> None: ...
+
+    @abstractmethod
+    def _join(self, operation: Operation) -> None:
+        """Take part in an operation of which nobody has sent a verdict."""
 
     @abstractmethod
     def _step(self, operation: Operation, exchange: Exchange) -> None: ...
@@ -140,10 +152,14 @@ class _State:
     answered: dict[str, Future[bytes]] = field(default_factory=dict)
     steps: dict[int, str] = field(default_factory=dict)  # the last one that each rank has taken part in
     failures: dict[int, RankFailure] = field(default_factory=dict)
+    would_start_over: set[int] = field(default_factory=set)
+    """The ranks in ``failures`` that fail only if not all ranks start over."""
     left: set[int] = field(default_factory=set)
     stopping: bool = False
     sealed: bool = False
     verdict: bytes | None = None
+    started_over: bool = False
+    """It goes on as an operation with another number."""
     closed: bool = False
 
     def forget(self) -> None:
@@ -192,17 +208,21 @@ class Hub(Group):
     def _state(self, number: int) -> _State:
         if number not in self._states:
             self._states[number] = _State(number)
-            for old in sorted(self._states)[: max(0, len(self._states) - _REMEMBERED)]:
+            for old in list(self._states)[: max(0, len(self._states) - _REMEMBERED)]:
                 if self._states[old].closed:
                     del self._states[old]
         return self._states[number]
 
     def _begin(self, operation: Operation) -> None:
         state = self._state(operation.number)
-        state.own = operation
         if state.verdict is not None:
             operation.judge(unpack_all(state.verdict))
-            return
+        else:
+            self._join(operation)
+
+    def _join(self, operation: Operation) -> None:
+        state = self._state(operation.number)
+        state.own = operation
         self._come(state, 0, Coming.of(operation))
         if state.stopping:
             operation.stop()
@@ -282,6 +302,8 @@ class Hub(Group):
 
     def _on_frame(self, rank: int, frame: Frame) -> None:
         state = self._state(frame.op)
+        if state.started_over:  # it comes late
+            return
         if frame.kind is Kind.LEFT or (frame.kind is Kind.FAIL and state.stopping):
             state.left.add(rank)
             self._settle(state)
@@ -293,7 +315,7 @@ class Hub(Group):
             self._part(state, rank, frame.step, frame.payload)
         elif frame.kind is Kind.FAIL and not state.stopping:
             state.left.add(rank)
-            self._failed(state, unpack(json.loads(frame.payload)))
+            self._failed(state, json.loads(frame.payload))
 
     def _on_close(self, rank: int, link: Link, why: str) -> None:
         if self._links.get(rank) is not link:
@@ -310,11 +332,13 @@ class Hub(Group):
         state.left.add(0)
         if undone:  # what was sealed is not carried out
             state.sealed = False
-        self._failed(state, unpack(told))
+        self._failed(state, told)
 
-    def _failed(self, state: _State, failure: RankFailure) -> None:
+    def _failed(self, state: _State, told: dict[str, Any]) -> None:
         """A rank whose time is over while it waits for others has not failed itself: those have."""
-        missing: set[int] = set()
+        failure, missing = unpack(told), set[int]()
+        if told.get("start_over"):
+            state.would_start_over.add(failure.rank)
         for parts in state.parts.values():
             if failure.kind == "DeadlineExceeded" and failure.rank in parts:
                 missing |= set(range(self.world)) - set(parts)
@@ -356,7 +380,7 @@ class Hub(Group):
 
     def _settle(self, state: _State, *, late: bool = False) -> None:
         """The verdict, once every rank that lives has stopped."""
-        if not state.stopping or state.verdict is not None:
+        if not state.stopping or state.verdict is not None or state.started_over:
             return
         expected = set(self._links)
         if state.own is not None:
@@ -364,7 +388,11 @@ class Hub(Group):
         missing = expected - state.left
         if missing and not late:
             return
-        verdict = RankFailures(list(state.failures.values()))
+        others = [one for rank, one in state.failures.items() if rank not in state.would_start_over]
+        if not others and not missing and len(state.came) == self.world:
+            self._all_start_over(state)
+            return
+        verdict = RankFailures(others or list(state.failures.values()))
         state.verdict = pack_all(verdict.failures)
         for link in list(self._links.values()):
             link.send(Frame(Kind.VERDICT, state.number, "", state.verdict))
@@ -373,6 +401,15 @@ class Hub(Group):
             state.own.judge(verdict)
             state.own = None
         state.forget()
+
+    def _all_start_over(self, state: _State) -> None:
+        state.started_over = state.closed = True
+        for link in list(self._links.values()):
+            link.send(Frame(Kind.AGAIN, state.number, "", b""))
+        own, state.own = state.own, None
+        state.forget()
+        if own is not None:
+            self._start_over(own)
 
     def _expire(self, state: _State) -> None:
         """At rank 0's deadline: the ranks that it still waits for have failed."""
@@ -439,7 +476,10 @@ class Spoke(Group):
         verdict = self._verdicts.pop(operation.number, None)
         if verdict is not None:
             operation.judge(unpack_all(verdict))
-            return
+        else:
+            self._join(operation)
+
+    def _join(self, operation: Operation) -> None:
         self._operations[operation.number] = operation
         if self._lost is not None:
             self._judge_alone(operation, died(0, _UNKNOWN))
@@ -511,6 +551,9 @@ class Spoke(Group):
         elif frame.kind is Kind.VERDICT:
             self._forget(operation)
             operation.judge(unpack_all(frame.payload))
+        elif frame.kind is Kind.AGAIN:
+            self._forget(operation)
+            self._start_over(operation)
 
     def _on_close(self, why: str) -> None:
         self._lost, self._link = why, None

@@ -18,8 +18,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from .._runtime.gil import awaited
 from .._runtime.threads import Deadline
 from ..errors import RankFailures
-from ..options import RANK_WAIT_S
-from .failure import Stopped
+from .failure import Stopped, pack
 
 __all__ = ["Decide", "Exchange", "Operation"]
 
@@ -30,6 +29,9 @@ T = TypeVar("T")
 
 VERDICT_GRACE_S = 30.0
 """How long past the deadline a rank waits for what rank 0 has to say before it judges for itself."""
+
+_ROUND = 1 << 32
+"""Added to the number of an operation each time that all ranks start over. A group begins fewer operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Traffic(Protocol):
 
     def seal(self, operation: Operation) -> Future[bool]: ...
 
-    def fail(self, operation: Operation, error: BaseException, *, undone: bool) -> None: ...
+    def fail(self, operation: Operation, error: BaseException, *, undone: bool, start_over: bool = False) -> None: ...
 
     def leave(self, operation: Operation) -> None: ...
 
@@ -68,9 +70,7 @@ class Traffic(Protocol):
 class Operation:
     """This rank's view of one operation. Safe for any thread."""
 
-    def __init__(
-        self, group: Traffic, number: int, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S
-    ) -> None:
+    def __init__(self, group: Traffic, number: int, kind: str, deadline: Deadline, rank_wait_s: float) -> None:
         self.group = group
         self.number = number
         self.kind = kind
@@ -80,7 +80,9 @@ class Operation:
         self.began_at = time.monotonic()
         self.step = "start"
         """What this rank is doing, for its errors."""
-        self.verdict: Future[RankFailures] = Future()
+        self.verdict: Future[RankFailures | None] = Future()
+        """How it failed, the same on all ranks; None if they start over. Then the next round has a future of its own.
+        """
         self.went_on = False
         """After a cancel: it came too late, the step has been completed."""
         self._lock = threading.Lock()
@@ -88,6 +90,8 @@ class Operation:
         self._on_stop: list[Callable[[], None]] = []
         self._waiting: set[Future[bytes] | Future[Sequence[bytes]]] = set()
         self._ended = False
+        self._final: dict[str, Any] | None = None
+        """Why this rank does not start over with the others, packed. The error itself would keep its frames alive."""
         self._suspended = False
 
     @property
@@ -180,6 +184,7 @@ class Operation:
                 await asyncio.wait([waiter])
             except asyncio.CancelledError as cancel:
                 if cancelled is None and not self._stopping:
+                    self._give_up(cancel)
                     self.group.fail(self, cancel, undone=False)
                 cancelled = cancelled or cancel
         if cancelled is not None:
@@ -211,14 +216,41 @@ class Operation:
         the caller raises its own."""
         if not self.went_on:
             self.report(error)
-        verdict = awaited(self.verdict)
-        while not verdict.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([verdict])
-        return verdict.result()
+        while True:
+            verdict = awaited(self.verdict)
+            while not verdict.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([verdict])
+            found = verdict.result()
+            if found is not None:  # the others may have started over: they are told of ``error`` in the next round
+                return found
 
     def report(self, error: BaseException) -> None:
         """As ``failed``, without waiting."""
+        self._give_up(error)
+        self._stopped(error, start_over=False)
+
+    async def starts_over(self, error: BaseException, *, wanted: bool) -> bool:
+        """This rank has stopped, because of ``error`` or because others did. Wait for the others, and return whether
+        all ranks start over: those that failed all ``wanted`` that. Then this is a new operation with the same
+        deadline. Otherwise ``failed`` returns the verdict. A cancel is raised when that is known."""
+        verdict = awaited(self.verdict)
+        self._stopped(error, start_over=wanted)
+        cancelled: asyncio.CancelledError | None = None
+        while not verdict.done():
+            try:
+                await asyncio.wait([verdict])
+            except asyncio.CancelledError as cancel:
+                cancelled = cancelled or cancel
+        if cancelled is not None:
+            raise cancelled
+        return verdict.result() is None
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._lock:
+            self._final = self._final or pack(self.rank, self.step, error)
+
+    def _stopped(self, error: BaseException, *, start_over: bool) -> None:
         with self._lock:
             ended, self._ended = self._ended, True
         if ended:
@@ -226,7 +258,7 @@ class Operation:
         if self._stopping:  # what it fails with now is what comes of stopping
             self.group.leave(self)
         else:
-            self.group.fail(self, error, undone=True)
+            self.group.fail(self, error, undone=True, start_over=start_over)
 
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, in another thread, when the operation cannot go on; at once if that is known."""
@@ -254,6 +286,19 @@ class Operation:
                 future.set_exception(Stopped())
         for callback in callbacks:
             callback()
+
+    def start_over(self) -> dict[str, Any] | None:
+        """Become the next round, under a number of its own, so that messages of this one are not taken for its. The
+        group begins it. Return the failure that this rank has to tell in it."""
+        with self._lock:
+            self.number += _ROUND
+            self.began_at = time.monotonic()
+            self.step = "start"
+            self._stopping = False
+            self._ended = self._final is not None
+            judged, self.verdict = self.verdict, Future()
+        judged.set_result(None)
+        return self._final
 
     def judge(self, verdict: RankFailures) -> None:
         self.stop()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from .._format.records import Manifest, ValueEntry
@@ -19,7 +20,7 @@ from .._storage import Location, RangeSource
 from ..errors import InvalidOption, NotShared, UnexpectedKeys, printable
 from .open.manifest import open_root, read_parts
 
-__all__ = ["Outline", "agree_on", "open_outline"]
+__all__ = ["Outline", "agree_on", "one_checkpoint", "open_outline"]
 
 T = TypeVar("T")
 
@@ -92,25 +93,54 @@ def _join(root: Root, parts: Mapping[int, Part], rows: set[int]) -> Manifest:
     return manifest
 
 
-async def agree_on(operation: Operation, manifest: Manifest, plan: LoadPlan, url: str) -> None:
+async def agree_on(
+    operation: Operation, manifest: Manifest, plan: LoadPlan, url: str, replaced: Callable[[], Awaitable[bool]]
+) -> None:
     """Every rank has found what it needs, in the same checkpoint; and what one does not expect another one asks for.
 
-    Raises ``Stopped``; on rank 0 ``NotShared``, ``UnexpectedKeys`` and ``InvalidOption``."""
+    Raises what ``one_checkpoint`` raises; on rank 0 ``UnexpectedKeys``."""
     unexpected, asked = await io_threads().run(_masks, manifest, plan)
-    part = {"save_id": manifest.save_id, "entries": len(manifest.entries)}
-    mine = json.dumps({**part, "unexpected": _text(unexpected), "asked": _text(asked)}).encode()
+    part = {"unexpected": _text(unexpected), "asked": _text(asked)}
+    await one_checkpoint(operation, manifest, url, replaced, part, partial(_check_unexpected, manifest))
+
+
+async def one_checkpoint(
+    operation: Operation,
+    manifest: Manifest,
+    url: str,
+    replaced: Callable[[], Awaitable[bool]],
+    part: Mapping[str, Any],
+    check: Callable[[Sequence[Mapping[str, Any]]], None],
+) -> None:
+    """Every rank has opened the checkpoint that rank 0 has opened. ``check`` compares the ``part`` of all, on rank 0.
+
+    Raises ``Stopped``; on rank 0 ``InvalidOption`` and what ``check`` raises. Raises ``NotShared`` on ranks whose
+    checkpoint was ``replaced`` since they opened it; if there are none, on rank 0."""
+    known = {"save_id": manifest.save_id, "entries": len(manifest.entries)}
+    planner = bool(part.get("planner"))
 
     async def decide(parts: Sequence[bytes]) -> bytes:
         told = [json.loads(one) for one in parts]
         for rank, one in enumerate(told):
-            if one.get("planner"):
-                raise InvalidOption(f"ranks that load together all give planner=, or none: rank {rank} gives one")
-            if {name: one[name] for name in part} != part:
-                raise NotShared(2, f"rank {rank} reads another checkpoint at this URL than rank 0", url)
-        _check_unexpected(told, manifest)
+            if bool(one.get("planner")) != planner:
+                gives = "none" if planner else "one"
+                raise InvalidOption(f"ranks that load together all give planner=, or none: rank {rank} gives {gives}")
+        for rank, one in enumerate(told):
+            if {name: one[name] for name in known} != known:
+                return f"rank {rank} reads another checkpoint at this URL than rank 0".encode()
+        check(told)
         return b""
 
-    await operation.aexchange("match", mine, decide)
+    different = await operation.aexchange("match", json.dumps({**known, **part}).encode(), decide)
+    if not different:
+        return
+
+    async def refuse(_: Sequence[bytes]) -> bytes:
+        raise NotShared(2, different.decode(), url)
+
+    if await replaced():
+        await refuse(())
+    await operation.aexchange("match again", b"", refuse)  # nobody has raised it: the ranks read two checkpoints
 
 
 @sliced
@@ -133,7 +163,7 @@ def _text(mask: int) -> str:
     return base64.b64encode(mask.to_bytes(mask.bit_length() // 8 + 1, "little")).decode()
 
 
-def _check_unexpected(told: Sequence[Mapping[str, Any]], manifest: Manifest) -> None:
+def _check_unexpected(manifest: Manifest, told: Sequence[Mapping[str, Any]]) -> None:
     unexpected = asked = 0
     for one in told:
         unexpected |= int.from_bytes(base64.b64decode(one["unexpected"]), "little")

@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 from .._format.records import Manifest
-from .._group import Operation, stoppable
+from .._group import Operation, Stopped, stoppable
 from .._runtime.tasks import finish
 from .._runtime.threads import io_threads, time_limit
-from ..errors import Corrupt, SidestreamError, printable
+from ..errors import Corrupt, NotShared, SidestreamError, printable
 from ..events import (
     LoadApplied,
     LoadContext,
@@ -35,8 +35,11 @@ from .report import Loaded, LoadOptions, LoadReport, report_of
 __all__ = ["LoadLifecycle", "LoadOperation", "Target"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 _NAMES_SHOWN = 20
+_MOST_RESTARTS = 8
+"""Of ranks that load together. Where each of them sees a directory of its own, and these change, they never agree."""
 
 
 class Target(Protocol):
@@ -164,11 +167,7 @@ class LoadOperation:
         target, lifecycle, together = self.target, self.lifecycle, self.together
         await target.ask()
         manifest = await self._read()
-        lifecycle.read(target.nbytes)
-        if self.options.verify == "always":
-            lifecycle.verified(len(target.unverified))
         if together is not None:
-            await together.agree("read")  # before anything changes that is more than bytes
             together.step = "hand over"
         # From here on the target changes as a whole: a cancel is raised when it has, and no deadline ends it.
         with time_limit(None):
@@ -180,23 +179,44 @@ class LoadOperation:
 
     async def _read(self) -> Manifest:
         """Open, plan and read; once more from the marker if files are gone or altered because another checkpoint has
-        taken the place of the one that was opened. Ranks do not start over: they would have to do so together."""
-        target, lifecycle = self.target, self.lifecycle
+        taken the place of the one that was opened. Returns when all ranks have read: they start over together."""
+        restarts = 0
         while True:
-            lifecycle.opening()
-            manifest = await self._stoppable(target.open())
-            lifecycle.opened(manifest)
+            manifest = None
+            self.lifecycle.opening()
             try:
-                await self._stoppable(target.plan())
-                lifecycle.planned()
-                if self.together is not None:
-                    self.together.step = "read"
-                await self._stoppable(target.read())
-            except (Corrupt, FileNotFoundError):
-                if self.together is None and await target.replaced():
-                    continue
-                raise
-            return manifest
+                manifest = await self._stoppable(self.target.open())
+                await self._read_opened(manifest)
+            except (SidestreamError, FileNotFoundError, Stopped) as error:
+                if not await self._starts_over(error, restarts, opened=manifest is not None):
+                    raise
+            else:
+                return manifest
+            restarts += 1
+
+    async def _read_opened(self, manifest: Manifest) -> None:
+        target, lifecycle, together = self.target, self.lifecycle, self.together
+        lifecycle.opened(manifest)
+        await self._stoppable(target.plan())
+        lifecycle.planned()
+        if together is not None:
+            together.step = "read"
+        await self._stoppable(target.read())
+        lifecycle.read(target.nbytes)
+        if self.options.verify == "always":
+            lifecycle.verified(len(target.unverified))
+        if together is not None:
+            await together.agree("read")  # before anything changes that is more than bytes
+
+    async def _starts_over(self, error: Exception, restarts: int, *, opened: bool) -> bool:
+        """Return whether the load starts over after ``error``, on all ranks. Waits for the others to stop."""
+        together, lost = self.together, opened and isinstance(error, (Corrupt, FileNotFoundError, NotShared))
+        if together is None:
+            return lost and await self.target.replaced()
+        replaced = lost and restarts < _MOST_RESTARTS and await self.target.replaced()
+        if not replaced and not together.stopping:
+            return False
+        return await together.starts_over(self._as_ours(error), wanted=replaced)
 
     async def _stoppable(self, work: Coroutine[Any, Any, T]) -> T:
         if self.together is None:
@@ -216,8 +236,12 @@ class LoadOperation:
         if written:
             names = printable(", ".join(written[:_NAMES_SHOWN]))
             error.add_note(f"{len(written)} tensors of the target were written already: {names}")
-        if isinstance(error, FileNotFoundError) and not isinstance(error, SidestreamError):
-            error = Corrupt(f"{self.url}: {error.filename} is missing")
-        if isinstance(error, SidestreamError):
+        error = self._as_ours(error)
+        if isinstance(error, (SidestreamError, Stopped)):
             error.written = written
+        return error
+
+    def _as_ours(self, error: E) -> E | Corrupt:
+        if isinstance(error, FileNotFoundError) and not isinstance(error, SidestreamError):
+            return Corrupt(f"{self.url}: {error.filename} is missing")
         return error

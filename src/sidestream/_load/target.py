@@ -86,7 +86,7 @@ class StateTarget:
         await _refuse_opaque(source, url, self._manifest, plan)
         if self.together is not None:
             assert self._outline is not None
-            await agree_on(self.together, self._manifest, plan, url)
+            await agree_on(self.together, self._manifest, plan, url, self.replaced)
             manifest = await self._outline.read_needed(source, plan)
             if manifest is not self._manifest:
                 self._manifest = manifest

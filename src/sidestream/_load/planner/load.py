@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +18,10 @@ from ..._runtime.state_dict_calls import Found, ask, in_order, key_order, watche
 from ..._runtime.threads import io_threads, let_go, politely
 from ..._runtime.torch_probes import Stateful, dtype_name
 from ..._storage import Location, RangeSource
-from ...errors import InvalidOption, NotShared, PlannerFailed, StatefulRefused, indented
+from ...errors import InvalidOption, PlannerFailed, StatefulRefused, indented
 from ..device_streams import streams_of
-from ..open.manifest import open_manifest
+from ..group import one_checkpoint
+from ..open.manifest import open_manifest, was_replaced
 from ..reader import Reader
 from ..report import Loaded, LoadOptions
 from .items import AskedFor, in_batches, metadata_of, read_bytes, targets_of, values_of
@@ -40,6 +40,7 @@ class PlannerTarget:
     nbytes: int = field(default=0, init=False)
     unverified: set[str] = field(default_factory=set, init=False)
     _planner: Asked = field(init=False)
+    _set_up: bool = field(default=False, init=False)
     _state_dict: dict[str, Any] = field(init=False)
     _source: RangeSource | None = field(default=None, init=False)
     _manifest: Manifest = field(init=False)
@@ -64,11 +65,16 @@ class PlannerTarget:
         self._state_dict = {key: answers.get(id(self.state[key]), self.state[key]) for key in keys}
 
     async def open(self) -> Manifest:
+        await self.aclose()
         self._source, self._manifest = await open_manifest(self.location)
         return self._manifest
 
     async def plan(self) -> None:
         threads = io_threads()
+        if self.together is not None:
+            url, part = self.location.url, {"planner": True}
+            await one_checkpoint(self.together, self._manifest, url, self.replaced, part, lambda _: None)
+        self._set_up = True
         merged = await self._merge(await threads.run(self._local))
         self._plan = await threads.run(self._planner.finish_plan, merged)
 
@@ -85,8 +91,9 @@ class PlannerTarget:
             await self._read_batch(source, batch)
 
     async def replaced(self) -> bool:
-        """Return False: planners that add keys to the state cannot be set up twice."""
-        return False
+        """As other targets until the planner is set up; then False. A planner keeps what it was asked, and may have
+        added what was read to a tensor: to ask it again could change the tensor twice."""
+        return not self._set_up and await was_replaced(self.location, self._manifest)
 
     async def apply(self) -> None:
         await io_threads().run(self._hand_over_values)
@@ -137,22 +144,10 @@ class PlannerTarget:
         """What rank 0 makes of the plans of all."""
         if self.together is None:
             return (await io_threads().run(self._merged, [local]))[0]
-        manifest, url = self._manifest, self.location.url
-        said = {"save_id": manifest.save_id, "entries": len(manifest.entries), "planner": True}
-
-        async def agree(parts: Sequence[bytes]) -> bytes:
-            for rank, part in enumerate(parts):
-                told = json.loads(part)
-                if not told.get("planner"):
-                    raise InvalidOption(f"ranks that load together all give planner=, or none: rank {rank} gives none")
-                if {name: told[name] for name in said} != said:
-                    raise NotShared(2, f"rank {rank} reads another checkpoint at this URL than rank 0", url)
-            return b""
 
         async def merge(parts: Sequence[bytes]) -> Sequence[bytes]:
             return await io_threads().run(self._merge_all, parts)
 
-        await self.together.aexchange("match", json.dumps(said).encode(), agree)
         mine = await io_threads().run(packed, self._planner, local)
         raw = await self.together.aexchange("merge plans", mine, merge)
         plan: LoadPlan = await io_threads().run(unpacked, self._planner, raw)
