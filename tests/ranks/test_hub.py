@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
-from _hub import LONG_S, Ranks, in_owner
+from _hub import LONG_S, Ranks, in_owner, owner_held
 
-from sidestream._group import has_ended, this_process
+from sidestream._group import has_ended, hub, this_process
 from sidestream._group.failure import Stopped
 from sidestream._group.frames import Frame, Kind
 from sidestream._group.hub import Hub, Spoke
@@ -203,3 +203,149 @@ async def test_a_rank_that_begins_late_hears_why_although_rank_0_is_gone(three: 
             assert [(one.rank, one.kind) for one in verdict.failures] == [(1, "ValueError")]
         after = three.spokes[1].begin("save", Deadline.after(LONG_S))
         assert [one.kind for one in (await after.failed(Stopped())).failures] == ["RankDied"]
+
+
+# --- ranks that start over --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def loads(three: Ranks) -> list[Operation]:
+    """One operation of three ranks, which all have begun it."""
+    operations = [group.begin("load", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)]
+    await meet(operations)
+    return operations
+
+
+async def meet(operations: Sequence[Operation]) -> None:
+    async with asyncio.timeout(LONG_S):
+        await asyncio.gather(*(one.agree("match") for one in operations))
+
+
+async def read(operation: Operation, may_stop: asyncio.Event | None = None) -> bool:
+    """Wait in a step that rank 1 does not reach, and stop when the others do. Return whether all start over."""
+    try:
+        await operation.agree("read")
+    except Stopped as stopped:
+        if may_stop is not None:
+            await may_stop.wait()
+        return await operation.starts_over(stopped, wanted=False)
+    raise AssertionError("rank 1 was not there")
+
+
+async def lose(operation: Operation) -> bool:
+    return await operation.starts_over(ValueError("lost"), wanted=True)
+
+
+async def verdicts(operations: Sequence[Operation]) -> list[list[tuple[int, str]]]:
+    async with asyncio.timeout(LONG_S):
+        found = await asyncio.gather(*(operation.failed(Stopped()) for operation in operations))
+    return [[(one.rank, one.kind) for one in verdict.failures] for verdict in found]
+
+
+async def test_ranks_that_start_over(three: Ranks, loads: list[Operation]) -> None:
+    """Several times. The next operation is another one."""
+    first, second, third = loads
+    async with asyncio.timeout(LONG_S):
+        for _ in range(3):
+            assert await asyncio.gather(read(first), lose(second), read(third)) == [True] * 3
+            await meet(loads)
+    for operation in loads:
+        assert not operation.ended
+        operation.close()
+    in_owner(lambda: None)
+    assert all(state.closed for state in three.hub._states.values())
+    assert not any(spoke._operations for spoke in three.spokes)
+    await meet([group.begin("load", Deadline.after(LONG_S)) for group in (three.hub, *three.spokes)])
+
+
+async def test_ranks_that_all_want_to_start_over(loads: list[Operation]) -> None:
+    async with asyncio.timeout(LONG_S):
+        assert await asyncio.gather(*(lose(one) for one in loads)) == [True] * 3
+    await meet(loads)
+
+
+async def test_a_failure_beside_a_rank_that_wants_to_start_over(loads: list[Operation]) -> None:
+    """The failure of the rank that would start over is not told."""
+    first, second, third = loads
+    with owner_held():
+        losing, reading = asyncio.ensure_future(lose(second)), asyncio.ensure_future(read(third))
+        await asyncio.sleep(0)
+        first.report(KeyError("no"))
+    async with asyncio.timeout(LONG_S):
+        assert await asyncio.gather(losing, reading) == [False] * 2
+    assert await verdicts(loads) == [[(0, "KeyError")]] * 3
+
+
+async def test_a_rank_that_does_not_stop(loads: list[Operation], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others cannot start over without it, and fail for the reason that one of them had."""
+    monkeypatch.setattr(hub, "_STOP_S", 0.1)
+    first, second, third = loads
+    goes_on = asyncio.Event()
+    late = asyncio.ensure_future(read(third, goes_on))
+    async with asyncio.timeout(LONG_S):
+        assert await asyncio.gather(read(first), lose(second)) == [False] * 2
+        goes_on.set()
+        assert not await late
+    assert await verdicts(loads) == [[(1, "ValueError")]] * 3
+
+
+async def test_a_rank_that_dies_while_the_others_would_start_over(three: Ranks, loads: list[Operation]) -> None:
+    first, second, third = loads
+    dying = asyncio.ensure_future(read(third, asyncio.Event()))
+    others = asyncio.gather(read(first), lose(second))
+    async with asyncio.timeout(LONG_S):
+        while not third.stopping:
+            await asyncio.sleep(0)
+        in_owner(three.spokes[1].shut)
+        assert await others == [False] * 2
+    assert await verdicts(loads[:2]) == [[(2, "RankDied")]] * 2
+    dying.cancel()
+    await asyncio.wait([dying])
+
+
+@pytest.mark.parametrize("how", ["cancelled", "abandoned"])
+async def test_a_rank_that_ends_while_it_waits_to_start_over(loads: list[Operation], how: str) -> None:
+    """The others start over, and are told then."""
+    first, second, third = loads
+    goes_on = asyncio.Event()
+    slow, losing, ending = (asyncio.ensure_future(one) for one in (read(first, goes_on), lose(second), read(third)))
+    async with asyncio.timeout(LONG_S):
+        while not (third.stopping and third.ended):
+            await asyncio.sleep(0)
+        if how == "cancelled":
+            ending.cancel()
+            await asyncio.sleep(0)
+        else:
+            third.report(asyncio.CancelledError())
+        goes_on.set()
+        assert await asyncio.gather(slow, losing) == [True] * 2
+        if how == "cancelled":
+            with pytest.raises(asyncio.CancelledError):
+                await ending
+            assert not third.ended
+            third.report(asyncio.CancelledError())
+        else:
+            assert await ending
+        with pytest.raises(Stopped):
+            await first.agree("match")
+    assert await verdicts(loads) == [[(2, "CancelledError")]] * 3
+
+
+async def test_a_cancel_at_the_moment_when_another_rank_wants_to_start_over(loads: list[Operation]) -> None:
+    """Rank 0 hears of the cancel when all ranks stop anyway."""
+    first, second, third = loads
+    reading, cancelled = asyncio.ensure_future(read(first)), asyncio.ensure_future(third.agree("read"))
+    await asyncio.sleep(0)
+    with owner_held():
+        losing = asyncio.ensure_future(lose(second))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+    async with asyncio.timeout(LONG_S):
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        third.report(asyncio.CancelledError())
+        if await asyncio.gather(reading, losing) == [True] * 2:
+            with pytest.raises(Stopped):
+                await first.agree("match")
+    assert await verdicts(loads) == [[(2, "CancelledError")]] * 3
