@@ -227,8 +227,8 @@ class LoadStarted(LoadEvent):
 
 @dataclass(frozen=True, slots=True)
 class LoadOpened(LoadEvent):
-    """The marker and the manifest were read and validated. Emitted again if the load starts over, because another
-    checkpoint has taken the place of this one."""
+    """The marker and the manifest were read and validated. If the load starts over, because another checkpoint has
+    taken the place of this one, this event and the next ones are emitted again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """One thing that all ranks of a group do together, step by step, and how it ends for all of them alike.
 
 In a step every rank gives rank 0 some bytes, rank 0 makes answers of them, and every rank gets its own. A rank that
-cannot go on says so; all others are told to stop, say that they have, and rank 0 tells everybody the same verdict.
+cannot go on says so; all others are told to stop, say that they have, and rank 0 tells everybody the same verdict, or
+to start over.
 """
 
 from __future__ import annotations
@@ -231,9 +232,10 @@ class Operation:
         self._stopped(error, start_over=False)
 
     async def starts_over(self, error: BaseException, *, wanted: bool) -> bool:
-        """This rank has stopped, because of ``error`` or because others did. Wait for the others, and return whether
-        all ranks start over: those that failed all ``wanted`` that. Then this is a new operation with the same
-        deadline. Otherwise ``failed`` returns the verdict. A cancel is raised when that is known."""
+        """This rank has stopped, because of ``error`` or because others did. ``wanted``: it could start over. Wait for
+        the others, and return whether all ranks start over, which they do if each rank that failed ``wanted`` it; then
+        this is a new operation with the same deadline. Otherwise ``failed`` returns the verdict. A cancel is raised
+        when the outcome is known."""
         verdict = awaited(self.verdict)
         self._stopped(error, start_over=wanted)
         cancelled: asyncio.CancelledError | None = None

@@ -39,12 +39,13 @@ E = TypeVar("E", bound=BaseException)
 
 _NAMES_SHOWN = 20
 _MOST_RESTARTS = 8
-"""Of ranks that load together. Where each of them sees a directory of its own, and these change, they never agree."""
+"""Of ranks that load together: those that see directories of their own, which change, would start over for ever."""
 
 
 class Target(Protocol):
     """The state that a load changes. ``ask``, ``open``, ``plan``, ``read``, ``apply`` and ``finish`` are called in this
-    order; ``open``, ``plan`` and ``read`` once more for each time that ``replaced`` returns True."""
+    order; ``open``, ``plan`` and ``read`` once more each time that the load starts over: after ``replaced`` has
+    returned True here, or on another rank."""
 
     async def ask(self) -> None:
         """Call the methods of the caller's objects that say what they need. On the event loop, the same on each
@@ -61,7 +62,7 @@ class Target(Protocol):
 
     async def replaced(self) -> bool:
         """Return whether another checkpoint has taken the place of the one that was opened, so that ``open`` has to be
-        called once more. False if this target cannot start over."""
+        called once more. False if this target cannot start over any more."""
 
     async def apply(self) -> None:
         """Change what is more than the bytes of tensors. Shielded: it runs to its end."""
