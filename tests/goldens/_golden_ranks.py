@@ -56,12 +56,14 @@ def _all(table: Table) -> None:
         host.stdin.close()
 
 
-def _without_chance(entry: dict[str, Any], rank: int) -> dict[str, Any]:
+def _without_chance(entry: Any, rank: int) -> Any:
     """How much a rank has read when another one fails is free."""
-    raised = entry.get("raises") or {}
-    if raised.get("type") == "RankFailures" and f"rank {rank} (" not in raised["message"]:
-        raised.pop("written", None)
-    return entry
+    if isinstance(entry, list):
+        return [_without_chance(one, rank) for one in entry]
+    if not isinstance(entry, dict):
+        return entry
+    stopped = entry.get("type") == "RankFailures" and f"rank {rank} (" not in entry["message"]
+    return {key: _without_chance(one, rank) for key, one in entry.items() if not (stopped and key == "written")}
 
 
 class _Cases:
