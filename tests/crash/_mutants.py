@@ -59,13 +59,15 @@ _DIRECTORIES = "_storage/local/directories.py"
 _STORE = "_storage/local/store.py"
 _WRITE = "_storage/local/write.py"
 _TRANSACTION = "_storage/transaction.py"
-_RENAME = "        exchange(attempt, target) if swap else os.rename(attempt, target)\n        try:\n"
-_TRY = "        try:\n"
+_RENAME = "            os.rename(attempt, target)\n            try:\n"
+_TRY = "            try:\n"
 _SYNC_AND_RENAME = (
     """        if durability == "fsync":
             sync_directory(attempt)
-        swap = replacing and not is_vacant(target)
-        _check_whole(attempt, names, target)
+        if replacing and not is_vacant(target):
+            _exchange(attempt, target, names)
+        else:
+            _check_whole(attempt, names, target)
 """
     + _RENAME
 )
@@ -93,12 +95,12 @@ MUTANTS = (
     Mutant("directories are opened and not synced", _DIRECTORIES, _SYNC_DIRECTORY,
            _SYNC_DIRECTORY.replace("os.fsync(descriptor)", "pass"), "cuts"),
     Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_RENAME,
-           "        swap = False\n        os.rename(attempt, target)\n"
-           "        if durability == 'fsync':\n            sync_directory(target)\n" + _TRY,
+           "        if True:\n            os.rename(attempt, target)\n"
+           "            if durability == 'fsync':\n                sync_directory(target)\n" + _TRY,
            "cuts"),
     Mutant("the parent is synced before the rename", _LOCAL, _SYNC_AND_RENAME,
-           "        sync_directory(attempt)\n        sync_directory(target.parent)\n"
-           "        os.rename(attempt, target)\n        return\n" + _TRY, "cuts"),
+           "        if True:\n            sync_directory(attempt)\n            sync_directory(target.parent)\n"
+           "            os.rename(attempt, target)\n            return\n" + _TRY, "cuts"),
     Mutant("files are synced before they are written", _WRITE,
            "            _Parts(descriptor, direct, body).write(stop, threads)\n",
            "            os.fsync(descriptor)\n            durability = 'flush'\n"
@@ -109,15 +111,15 @@ MUTANTS = (
            'asked["save_id"], "flush")', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
-           "        shutil.copytree(attempt, target)\n        shutil.rmtree(attempt)\n" + _TRY, "kills"),
+           "            shutil.copytree(attempt, target)\n            shutil.rmtree(attempt)\n" + _TRY, "kills"),
     Mutant("a deletion begins with the files", _STORE, "    hidden = take_away(root, directory)\n",
            "    remove_tree(root / directory)\n    hidden = take_away(root, directory)\n", "kills",
            "a retention pass"),
     Mutant("the marker is written first and published alone", _LOCAL, _RENAME,
-           "        target.mkdir()\n        for one in sorted(attempt.iterdir()):\n"
-           "            os.rename(one, target / one.name)\n        attempt.rmdir()\n" + _TRY, "kills"),
+           "            target.mkdir()\n            for one in sorted(attempt.iterdir()):\n"
+           "                os.rename(one, target / one.name)\n            attempt.rmdir()\n" + _TRY, "kills"),
     Mutant("an occupied target is replaced", _LOCAL, _RENAME,
-           "        shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
+           "            shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
     Mutant("a generation that is there is taken again", "_run/steps.py",
            "    return max((found.generation for found in found), default=0) + 1",
            "    return 1", "conflicts"),
