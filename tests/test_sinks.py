@@ -56,6 +56,9 @@ class Collecting:
     read_from: str = ""
     url: str = "memory of the test"
 
+    async def prepare(self) -> None:
+        """Nothing else is needed."""
+
     def read(self, snapshot: Any, stop: Any) -> dict[str, torch.Tensor]:
         found = payloads(snapshot, stop, self.before)
         self.read_from = "snapshot"
@@ -76,6 +79,9 @@ class Null:
     """Reads nothing."""
 
     url = "nowhere"
+
+    async def prepare(self) -> None:
+        """Nothing else is needed."""
 
     def read(self, snapshot: Any, stop: Any) -> str:
         return "nothing"
@@ -303,6 +309,9 @@ class Keeping:
 
     def __init__(self) -> None:
         self.kept: torch.Tensor | None = None
+
+    async def prepare(self) -> None:
+        """Nothing else is needed."""
 
     def read(self, snapshot: Any, stop: Any) -> bytes:
         snapshot.plan(stop)

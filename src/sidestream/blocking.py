@@ -311,7 +311,7 @@ class Checkpoint(Mapping[str, "_checkpoint.TensorInfo | None"]):
     def __init__(self, checkpoint: _checkpoint.Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.url, self.save_id, self.step = checkpoint.url, checkpoint.save_id, checkpoint.step
-        self.info = checkpoint.info
+        self.info, self.files = checkpoint.info, checkpoint.files
 
     def __getitem__(self, fqn: str) -> _checkpoint.TensorInfo | None:
         return self._checkpoint[fqn]
@@ -327,6 +327,9 @@ class Checkpoint(Mapping[str, "_checkpoint.TensorInfo | None"]):
 
     def value(self, fqn: str) -> Any:
         return _run(lambda: self._checkpoint.value(fqn))
+
+    def file(self, name: str) -> bytes:
+        return _run(lambda: self._checkpoint.file(name))
 
     def state_dict(self, **options: Any) -> dict[Any, Any]:
         return _run(lambda: self._checkpoint.state_dict(**options))

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -46,7 +46,7 @@ from ._save.api import Stager, start_save, start_together
 from ._save.pending import PendingSave, SaveWork
 from ._save.sinks import Export, PendingExport
 from ._staging import AsyncStager, Backing, capture
-from ._storage import Location, Where, locate_run, step_name
+from ._storage import FileSource, Location, Where, check_sources, locate_run, step_name
 from ._worker.client import Saver, choose_saver
 from .errors import (
     AsyncOnly,
@@ -119,6 +119,17 @@ class _Holding:
             with suppress(SidestreamError):  # reported elsewhere
                 self.stager.close()
         return "its staging memory and its saver process were released"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a save of a run was asked to do."""
+
+    state: Mapping[str, Any]
+    step: int
+    metadata: Node = None
+    planner: Any = None
+    files: Mapping[str, FileSource] = field(default_factory=dict)
 
 
 @public
@@ -262,6 +273,7 @@ class Checkpointer:
         step: int,
         metadata: Mapping[str, Any] | None = None,
         planner: Any = None,
+        files: Mapping[str, FileSource] | None = None,
     ) -> PendingSave:
         """Launch the copies of ``state`` and return; see ``async_save`` for the result. With ``overlap="wait"`` this
         waits for a free slot first, with the other policies for nothing but the listing of the run. Over several ranks
@@ -269,7 +281,7 @@ class Checkpointer:
         are launched when all have called and rank 0 has a slot, unless all have called a newer save by then.
 
         ``metadata`` is plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
-        ``planner`` is as for ``save``; two saves that overlap need one each. A step
+        ``planner`` and ``files`` are as for ``save``; two saves that overlap need a planner each. A step
         that is committed already is saved as its next generation; the old one stays until that is verified. Raises
         ``Busy`` (``overlap="fail"``), and what an earlier save, or the deleting after it, failed with if nobody has
         heard of it; then it starts nothing. Cancelling before this returns starts nothing either.
@@ -277,29 +289,27 @@ class Checkpointer:
         self._check_usable()
         member = self._together()
         if member is not None:
-            return await self._save_together(member, state, step, metadata, planner)
+            return await self._save_together(member, state, step, metadata, planner, files)
         check_step(step)
-        noted = encode_metadata(metadata)
+        asked = _Asked(state, step, encode_metadata(metadata), planner, check_sources(files))
         self._raise_unheard()
         if self._slots.full and self._overlap == "latest":
-            return self._queue(state, step, noted, planner)
+            return self._queue(asked)
         if self._slots.full and self._overlap != "wait":
             return self._give_way(step)
-        return await self._in_turn(state, step, noted, planner)
+        return await self._in_turn(asked)
 
-    async def _in_turn(
-        self, state: Mapping[str, Any], step: int, noted: Node, planner: Any = None, *, promised: bool = False
-    ) -> PendingSave:
-        exports = self._exports_of(step)
+    async def _in_turn(self, asked: _Asked, *, promised: bool = False) -> PendingSave:
+        exports = self._exports_of(asked.step)
         await self._slots.acquire()
         try:
-            work = await self._start(state, step, noted, planner, exports, promised=promised)
+            work = await self._start(asked, exports, promised=promised)
             pending = PendingSave(work, exports)
         except BaseException:
             self._slots.release()
             raise
         pending.when_done(self._slots.release)
-        return self._watch_over(pending, step)
+        return self._watch_over(pending, asked.step)
 
     def _together(self) -> Member | None:
         """The group that saves and restores with this process; None where it is by itself."""
@@ -313,6 +323,7 @@ class Checkpointer:
         step: int,
         metadata: Mapping[str, Any] | None,
         planner: Any = None,
+        files: Mapping[str, FileSource] | None = None,
         *,
         promised: bool = False,
     ) -> PendingSave:
@@ -320,23 +331,23 @@ class Checkpointer:
         overlap: Overlap = "wait" if promised else self._overlap
         turn = JointTurn(self._starts, operation, step, self._overlap, promised=promised)
 
-        async def begin() -> Node:
+        async def begin() -> _Asked:
             check_step(step)
-            noted = encode_metadata(metadata)
+            asked = _Asked(state, step, encode_metadata(metadata), planner, check_sources(files))
             if not promised:
                 self._raise_unheard_to_all(operation)
             if overlap != "latest":
                 await turn.agree()
-            return noted
+            return asked
 
         try:
-            noted = await call_together(operation, begin)
+            asked = await call_together(operation, begin)
             if overlap != "latest" and turn.generation is None:
                 operation.close()
                 turn.leave()
                 return self._give_way(step)
             exports = () if operation.rank else self._exports_of(step)
-            start = partial(self._start_together, turn, operation, state, step, noted, planner, exports)
+            start = partial(self._start_together, turn, operation, asked, exports)
             if overlap == "latest":
                 queued = QueuedSave(self.url, step, turn, start)
                 return self._watch_over(PendingSave(queued, exports), step)
@@ -351,16 +362,13 @@ class Checkpointer:
         self,
         turn: JointTurn,
         operation: Operation,
-        state: Mapping[str, Any],
-        step: int,
-        noted: Node,
-        planner: Any,
+        asked: _Asked,
         exports: tuple[PendingExport, ...],
     ) -> SaveWork:
         generation = turn.generation
         assert generation is not None
-        name = step_name(step, generation)
-        launch = partial(self._launch, state, step, generation, noted, planner, exports)
+        name = step_name(asked.step, generation)
+        launch = partial(self._launch, asked, generation, exports)
         work = start_together(launch, operation, f"{self.url}/{name}")
         turn.begun()
         return work if operation.rank else LeasedSave(work, self._leases.announce(name, "save"))
@@ -396,61 +404,51 @@ class Checkpointer:
             raise Busy(f"{url} was not saved: {self._slots.taken} saves are in flight, as many as in_flight= allows")
         return PendingSave(SkippedSave(self.url, step, f"{self._slots.taken} saves are in flight"))
 
-    def _queue(self, state: Mapping[str, Any], step: int, noted: Node, planner: Any) -> PendingSave:
+    def _queue(self, asked: _Asked) -> PendingSave:
         if self._queued is not None:
             self._queued.give_way()
         self._queued = OwnTurn(self._slots)
-        exports = self._exports_of(step)
-        start = partial(self._start, state, step, noted, planner, exports, promised=True)
-        return self._watch_over(PendingSave(QueuedSave(self.url, step, self._queued, start), exports), step)
+        exports = self._exports_of(asked.step)
+        start = partial(self._start, asked, exports, promised=True)
+        queued = QueuedSave(self.url, asked.step, self._queued, start)
+        return self._watch_over(PendingSave(queued, exports), asked.step)
 
     def _exports_of(self, step: int) -> tuple[PendingExport, ...]:
         return self._exports.of(step, f"{self.url}/{step_name(step, 1)}")
 
-    async def _start(
-        self,
-        state: Mapping[str, Any],
-        step: int,
-        noted: Node,
-        planner: Any,
-        exports: tuple[PendingExport, ...],
-        *,
-        promised: bool = False,
-    ) -> SaveWork:
+    async def _start(self, asked: _Asked, exports: tuple[PendingExport, ...], *, promised: bool = False) -> SaveWork:
         async with self._starting:
-            generation = await self._next_generation(step)
+            generation = await self._next_generation(asked.step)
             if not promised:  # for those closing waits, and they are made whatever became of others
                 self._check_usable()  # it may have been closed while this waited
                 self._raise_unheard()
-            work = self._launch(state, step, generation, noted, planner, exports)
-            self._take(step, generation)
-            return LeasedSave(work, self._leases.announce(step_name(step, generation), "save"))
+            work = self._launch(asked, generation, exports)
+            self._take(asked.step, generation)
+            return LeasedSave(work, self._leases.announce(step_name(asked.step, generation), "save"))
 
     def _launch(
         self,
-        state: Mapping[str, Any],
-        step: int,
+        asked: _Asked,
         generation: int,
-        noted: Node,
-        planner: Any,
         exports: tuple[PendingExport, ...],
         operation: Operation | None = None,
     ) -> SaveWork:
-        name = step_name(step, generation)
+        name = step_name(asked.step, generation)
         return start_save(
-            state,
+            asked.state,
             Location(self._store, name, f"{self.url}/{name}"),
             stager=self._stager,
             durability=self._durability,
             timeout_s=self._timeout_s,
-            step=step,
+            step=asked.step,
             generation=generation,
-            metadata=noted,
+            metadata=asked.metadata,
             digest=self._digest,
             saver=(self._saver, self._fall_back),
             operation=operation,
-            planner=planner,
+            planner=asked.planner,
             exports=exports,
+            files=asked.files,
         )
 
     def _watch_over(self, pending: PendingSave, step: int) -> PendingSave:
@@ -693,7 +691,7 @@ class Checkpointer:
                 if member is not None:
                     await (await self._save_together(member, state, step, None, promised=True))
                 else:
-                    await (await self._in_turn(state, step, encode_metadata(None), promised=True))
+                    await (await self._in_turn(_Asked(state, step), promised=True))
         except Exception:
             await self._all_ended()
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -38,7 +37,7 @@ from .._runtime.threads import (
 )
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
-from .._storage import Location, RangeSource, ReadRange, Transaction, Where, locate_directory
+from .._storage import Location, RangeSource, ReadRange, Transaction, Where, id_of, locate_directory
 from ..errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
 from .operation import run_here
@@ -49,7 +48,6 @@ __all__ = ["CopyReport", "copy", "remove"]
 _LEAST_BYTES = 96 << 20
 _MOST_WINDOW_BYTES = 64 << 20
 _PAGE_BYTES = 4096
-_OURS = re.compile(r"(?:__[0-9]+_[0-9]+|manifest)-([0-9a-f]{32})(?:\.distcp|\.[0-9]+)?")
 
 
 @public
@@ -209,11 +207,7 @@ def _names(manifest: Manifest) -> list[str]:
 
 def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
     """On object storage, what an attempt that did not commit has left carries its own id."""
-    return {
-        name: nbytes
-        for name, nbytes in politely(listed.items())
-        if (match := _OURS.fullmatch(name)) is None or match[1] == manifest.save_id
-    }
+    return {name: nbytes for name, nbytes in politely(listed.items()) if id_of(name) in (None, manifest.save_id)}
 
 
 def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:

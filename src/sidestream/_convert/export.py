@@ -6,7 +6,6 @@ import math
 import mmap
 import os
 import re
-import stat
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import aclosing
@@ -24,8 +23,8 @@ from .._runtime.threads import Stop, current_deadline, io_threads
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
-from .._storage import Body, BytesBody, Location, Where, locate_directory
-from ..errors import InvalidOption, Skipped, SnapshotLost, allocating, from_os_error
+from .._storage import Body, BytesBody, FileSource, Location, Where, is_plain_name, locate_directory, read_sources
+from ..errors import InvalidOption, Skipped, SnapshotLost, allocating
 from ..options import Durability, StorePolicy, check_count
 from .convert import ConvertReport, Dtypes, How, Selection, check_dtype, convert_opened, target_dtype
 from .source import SourceTensor, open_source_at
@@ -42,8 +41,6 @@ _NAMES = frozenset({INDEX_NAME, f"model{SUFFIX}"})
 """Files of which every export has one."""
 _PART_BYTES = 16 << 20
 _MOST_HELD_BYTES = 256 << 20
-_MOST_SIDECAR_BYTES = 64 << 20
-_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, and no wait for a pipe
 _BUDGET_BYTES = 256 << 20  # of an export from the checkpoint
 
 
@@ -78,7 +75,7 @@ class HF:
     names: Names | None = None
     dtype: Dtypes | None = None
     max_shard_bytes: int = 5 << 30
-    files: Mapping[str, bytes | str | os.PathLike[str]] = field(default_factory=dict)
+    files: Mapping[str, FileSource] = field(default_factory=dict)
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     store_policy: StorePolicy | None = None
 
@@ -88,8 +85,7 @@ class HF:
         if self.names is not None and not callable(self.names) and not isinstance(self.names, Mapping):
             raise InvalidOption(f"names={self.names!r} has to be a function of a name, or a mapping of names")
         for name in self.files:
-            plain = name == os.path.basename(name) and not name.startswith(".") and name.isprintable()
-            if not name or not plain or name.endswith(SUFFIX) or name == INDEX_NAME:
+            if not is_plain_name(name) or name.endswith(SUFFIX) or name == INDEX_NAME:
                 raise InvalidOption(f"files={name!r} has to be a plain file name, and no name of the export itself")
 
     @property
@@ -202,14 +198,17 @@ class _Sink:
     durability: Durability
     replaces: bool
     _order: SaveOrder | None = None
+    _others: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
         return self.location.url
 
+    async def prepare(self) -> None:
+        self._others = await read_sources(self.export.files, timeout_s=current_deadline().remaining_s())
+
     def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> ConvertReport:
         plan: SavePlan = snapshot.plan(stop)
-        others = _contents(self.export.files)
         candidates = [_Candidate(*one) for one in plan.named_tensors()]
         chosen = _choose(self.export, candidates, self.url)
         items = {fqn: item for fqn, _, _, item in plan.named_tensors()}
@@ -222,7 +221,7 @@ class _Sink:
         sources = {one.fqn: dtypes[chosen.origin[one.fqn]] for one in tensors}
         stream = _Stream(_pieces(snapshot, plan, by_item, sources, stop))
         bodies = [(file.name, stream.file(file)) for file in laid]
-        small = [(name, BytesBody(content)) for name, content in {**others, **index}.items()]
+        small = [(name, BytesBody(content)) for name, content in {**self._others, **index}.items()]
         files: list[tuple[str, Body]] = [*bodies, *small]
         order = SaveOrder(
             self.location,
@@ -260,7 +259,6 @@ class _Sink:
             await order.transaction.clean_up(error)
 
     async def read_checkpoint(self, checkpoint: Location) -> ConvertReport:
-        others = await io_threads().run(_contents, self.export.files)
         opened = await open_source_at(checkpoint)
         async with aclosing(opened):
             entries = {fqn: one for fqn, one in opened.entries.items() if isinstance(one, SourceTensor)}
@@ -279,7 +277,7 @@ class _Sink:
                 durability=self.durability,
                 verb="export",
                 replaces=self.replaces,
-                others=others,
+                others=self._others,
             )
             return await convert_opened(opened, selection, self.location, how)
 
@@ -295,22 +293,6 @@ class _Sink:
             cast=chosen.cast,
             unverified=(),
         )
-
-
-def _contents(files: Mapping[str, bytes | str | os.PathLike[str]]) -> dict[str, bytes]:
-    """In a thread. Raises ``InvalidOption``, ``StorageError``."""
-    return {name: one if isinstance(one, bytes) else _content(name, one) for name, one in files.items()}
-
-
-def _content(name: str, path: str | os.PathLike[str]) -> bytes:
-    try:
-        with open(path, "rb", opener=lambda name, _: os.open(name, _OPEN_FLAGS)) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_SIDECAR_BYTES:
-                raise InvalidOption(f"files[{name!r}]: {path} has to be a regular file of 64 MiB at most")
-            return file.read(_MOST_SIDECAR_BYTES)
-    except OSError as error:
-        raise from_os_error(error, "reading", str(path)) from error
 
 
 # --- from the snapshot ---

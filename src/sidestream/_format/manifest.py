@@ -107,7 +107,14 @@ def _head(manifest: Manifest, version: int, torch_version: str, entries: int) ->
         "entries": entries,
         "metadata": manifest.metadata is not None,
         **({} if manifest.digest is None else {"digest": manifest.digest}),
+        **({} if not manifest.sidecars else {"sidecars": [_sidecar(*one) for one in manifest.sidecars.items()]}),
     }
+
+
+def _sidecar(name: str, entry: TensorEntry) -> list[object]:
+    (chunk,) = entry.chunks
+    _, _, file, _, nbytes, _, *checksums = _chunk(chunk)
+    return [name, file, nbytes, *checksums]
 
 
 def metadata_line(manifest: Manifest) -> bytes:
@@ -191,7 +198,18 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
             raise UnsupportedCheckpoint(f"the manifest was planned by {planner!a:.40}, which is unknown: upgrade it")
         generation, noted = _is(int, head["generation"]), head.get("planner_data")
         save_id = _is(str, head["save_id"])
-        return Manifest(save_id, Entries(entries), files, step, generation, digest, metadata, planner, noted)
+        return Manifest(
+            save_id,
+            Entries(entries),
+            files,
+            step,
+            generation,
+            digest,
+            metadata,
+            planner,
+            noted,
+            sidecars=_sidecars(head),
+        )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
             raise
@@ -200,6 +218,16 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
 
 def _files(head: dict[str, Any]) -> dict[str, int]:
     return {_is(str, name): _is(int, nbytes) for name, nbytes in head["files"].items()}
+
+
+def _sidecars(head: dict[str, Any]) -> dict[str, TensorEntry]:
+    found: dict[str, TensorEntry] = {}
+    for name, file, nbytes, *checksums in _is(list, head.get("sidecars", [])):
+        if _is(str, name) in found:
+            raise Corrupt("the manifest has a sidecar file twice", file=name)
+        chunk = _parse_chunk([[0], [nbytes], file, 0, nbytes, 0, *checksums])
+        found[name] = TensorEntry((name,), "uint8", chunk.sizes, (chunk,))
+    return found
 
 
 def _step(head: dict[str, Any]) -> int | None:
@@ -219,7 +247,9 @@ def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, me
         if any(len(one.offsets) != len(row.shape) for one in boxes[:1]):
             raise Corrupt(f"{row.fqn}: the manifest has boxes of another rank for it", fqn=row.fqn)
     save_id, generation = _is(str, head["save_id"]), _is(int, head["generation"])
-    made = Manifest(save_id, {}, _files(head), _step(head), generation, digest, metadata, ranks=len(parts))
+    made = Manifest(
+        save_id, {}, _files(head), _step(head), generation, digest, metadata, ranks=len(parts), sidecars=_sidecars(head)
+    )
     return Root(made, shared, parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 __all__ = [
@@ -212,6 +212,8 @@ class Manifest:
     """How many ranks wrote it, each with a part of the manifest of its own; 0 where it is in one piece."""
     parts: tuple[Any, ...] = ()
     """The markers of the ranks, where they saved apart."""
+    sidecars: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """The files that the user added, by name: each is one chunk of bytes, a whole file, which ``files`` has too."""
 
     @property
     def own(self) -> bool:

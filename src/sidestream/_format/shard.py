@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from .._runtime.steps import Steps
 from .checksum import Burst, block_count, block_crcs, crc32, join_blocks, pack_crcs
-from .digest import DigestOf
+from .digest import DigestOf, installed_digest
 from .frame import Frame
 from .records import BLOCK_BYTES
 
-__all__ = ["PAGE_BYTES", "BlockSums", "Placed", "Sealer", "ShardLayout", "Window", "lay_out"]
+__all__ = ["PAGE_BYTES", "BlockSums", "Placed", "Sealer", "ShardLayout", "Window", "checksums_of", "lay_out"]
 
 PAGE_BYTES = 4096
 _PAGED_PAYLOAD_BYTES = 64 << 10
@@ -269,3 +269,13 @@ def _first_block(window: Window, item: Placed) -> int:
 def _write(view: memoryview, window: Window, offset: int, content: bytes | Sequence[int]) -> None:
     start = offset - window.start
     view[start : start + len(content)] = content  # type: ignore[assignment]
+
+
+def checksums_of(content: bytes, digest: str | None) -> tuple[bytes, bytes | None]:
+    """Return the CRCs of the blocks of ``content``, packed, and their digests."""
+    view = memoryview(content)
+    crcs = pack_crcs(block_crcs(view))
+    of = installed_digest(digest)
+    if of is None:
+        return crcs, None
+    return crcs, b"".join(of(view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES))

@@ -94,6 +94,7 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
             missing = _check_tensor(manifest.files, fqn, entry, manifest.digest)
             if missing and not partly:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
+    _check_sidecars(manifest, {*rows, *ranges})
     tied: set[str] = set()
     for file, found in rows.items():
         yield
@@ -204,6 +205,20 @@ def _check_file(name: str, size: int) -> None:
         raise Corrupt(f"{name[:_MAX_NAME_BYTES]!r} is no plain file name", file=name)
     if not 0 <= size <= _MAX_SIZE:
         raise Corrupt(f"file {name!r} has an impossible size ({size})", file=name)
+
+
+def _check_sidecars(manifest: Manifest, taken: set[str]) -> None:
+    """Raise ``Corrupt`` unless each sidecar file is a whole file, in which nothing else lies. ``taken``: the files of
+    tensors and values."""
+    taken = set(taken)
+    for name, entry in manifest.sidecars.items():
+        (chunk,) = entry.chunks
+        _check_file(name, chunk.item_bytes)
+        check_item(manifest.files, name, chunk.file, 0, chunk.item_bytes)
+        _check_tensor(manifest.files, name, entry, manifest.digest)
+        if chunk.file in taken or manifest.files[chunk.file] != chunk.item_bytes:
+            raise Corrupt(f"the sidecar file {name!r} is not the whole of {chunk.file!r}", file=chunk.file)
+        taken.add(chunk.file)
 
 
 def _check_names(fqn: str, entry: Entry) -> None:

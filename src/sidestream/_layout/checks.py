@@ -39,6 +39,7 @@ __all__ = [
     "compare_metadata",
     "foreign_pieces",
     "own_pieces",
+    "sidecar_pieces",
     "value_pieces",
 ]
 
@@ -91,6 +92,14 @@ def own_pieces(fqn: str, entry: TensorEntry) -> Iterator[Piece]:
             nbytes = min(PIECE_BYTES, frame.payload_bytes - begin)
             yield Piece(fqn, chunk.file, start + begin, nbytes, chunk, begin // BLOCK_BYTES)
         yield Piece(fqn, chunk.file, start + frame.payload_bytes, len(trailer), trailer)
+
+
+def sidecar_pieces(name: str, entry: TensorEntry) -> Iterator[Piece]:
+    """Every byte of a sidecar file."""
+    (chunk,) = entry.chunks
+    for begin in range(0, chunk.item_bytes, PIECE_BYTES):
+        nbytes = min(PIECE_BYTES, chunk.item_bytes - begin)
+        yield Piece(name, chunk.file, begin, nbytes, chunk, begin // BLOCK_BYTES)
 
 
 def value_pieces(fqn: str, entry: ValueEntry) -> Iterator[Piece]:

@@ -132,6 +132,27 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         """What the user noted with ``metadata=``; empty if nothing."""
         return decode_metadata(self._manifest.metadata)
 
+    @property
+    def files(self) -> dict[str, int]:
+        """The sidecar files that were saved with ``files=``: the bytes of each, by name."""
+        return {name: entry.nbytes for name, entry in self._manifest.sidecars.items()}
+
+    async def file(self, name: str) -> bytes:
+        """Return the content of a sidecar file, compared with its checksums unless ``verify`` says otherwise.
+
+        Raises ``MissingKeys`` if the checkpoint has no such file, ``Corrupt``. A cancel leaves nothing behind.
+        """
+        entry = self._manifest.sidecars.get(name)
+        if entry is None:
+            there = ", ".join(self.files) or "none"
+            raise MissingKeys(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
+        content = bytearray(entry.nbytes)
+        async with self._files() as source:
+            if content:
+                target = torch.frombuffer(content, dtype=torch.uint8)
+                await self._read(source, [Wanted(name, entry, whole(entry), target)], None, await streams_of([]))
+        return await io_threads().run(bytes, content)
+
     def __getitem__(self, fqn: str) -> TensorInfo | None:
         entry = self._entry(fqn)
         if isinstance(entry, OpaqueEntry):

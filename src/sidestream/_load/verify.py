@@ -16,7 +16,7 @@ from .._format.independent_parts import PART_ATTRIBUTE, part_metadata_name
 from .._format.marker import ATTRIBUTE, METADATA_NAME, TAIL_BYTES, attribute_end, find_marker
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .._format.transforms import require
-from .._layout.checks import Piece, compare_metadata, foreign_pieces, own_pieces, value_pieces
+from .._layout.checks import Piece, compare_metadata, foreign_pieces, own_pieces, sidecar_pieces, value_pieces
 from .._layout.ranges import PIECE_BYTES
 from .._runtime.abandoned import noted
 from .._runtime.caller import call
@@ -283,6 +283,8 @@ class Verification:
                     pieces.extend(own_pieces(fqn, entry))
                 elif isinstance(entry, ValueEntry) and self.manifest.exact:
                     pieces.extend(value_pieces(fqn, entry))
+        for name, entry in self.manifest.sidecars.items():
+            pieces.extend(sidecar_pieces(name, entry))
 
     async def _locate(self) -> dict[str, Located]:
         """Locate the tensors whose places only the zips record. Tensors whose zips are damaged are left out."""

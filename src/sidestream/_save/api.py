@@ -19,7 +19,7 @@ from .._runtime.public import public
 from .._runtime.tasks import finish, running_loop
 from .._runtime.threads import Deadline, run_sliced
 from .._staging import AsyncStager, Captured, PlanCache, capture
-from .._storage import Location, Where, locate_directory
+from .._storage import FileSource, Location, Where, check_sources, locate_directory
 from .._worker.client import Saver, choose_saver
 from ..errors import InvalidOption
 from ..options import (
@@ -66,6 +66,7 @@ async def save(
     planner: Any = None,
     overwrite: bool = False,
     export: Export | Sequence[Export] | None = None,
+    files: Mapping[str, FileSource] | None = None,
 ) -> SaveInfo:
     """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
 
@@ -93,6 +94,10 @@ async def save(
 
     ``overwrite=True`` replaces a checkpoint in a local directory: readers find the old one or the new one, never
     neither. With several ranks all give it. A directory that is not a checkpoint is a ``Conflict`` as before.
+
+    ``files`` are sidecar files that are committed with the checkpoint: by name their content, or the path of a regular
+    file of this machine, of 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file`` returns
+    them. With several ranks those of rank 0 count.
 
     ``export``, a ``sidestream.HF`` or several, is written beside the checkpoint (``docs/exports.md``). This call waits
     for it; ``SaveInfo.exports`` has its report, or the error that it failed with, which does not fail the save.
@@ -122,6 +127,7 @@ async def save(
         planner=planner,
         overwrite=overwrite,
         export=export,
+        files=files,
     )
     try:
         info = await pending
@@ -156,6 +162,7 @@ def async_save(
     planner: Any = None,
     overwrite: bool = False,
     export: Export | Sequence[Export] | None = None,
+    files: Mapping[str, FileSource] | None = None,
 ) -> PendingSave:
     """Start what ``save`` does and return at once. Needs a running event loop.
 
@@ -198,6 +205,7 @@ def async_save(
             planner=planner,
             exports=exports,
             overwrite=overwrite,
+            files=files,
         )
 
     if member is None or member.group.world == 1:
@@ -234,6 +242,7 @@ def start_save(
     planner: Any = None,
     exports: Sequence[PendingExport] = (),
     overwrite: bool = False,
+    files: Mapping[str, FileSource] | None = None,
 ) -> SaveOperation:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
 
@@ -266,6 +275,7 @@ def start_save(
         operation,
         *saver,
         kind="replacement" if overwrite else "directory",
+        files=check_sources(files) if operation is None or operation.rank == 0 else {},
     )
     if planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .._format.checksum import crc32
@@ -13,8 +13,8 @@ from .._format.dcp.described import Described, describe
 from .._format.dcp.shared import places_of_chunks, places_of_values, shared_metadata
 from .._format.manifest import metadata_line, write_root
 from .._format.marker import METADATA_NAME, Marker, manifest_name
-from .._format.records import Manifest
-from .._format.shard import BlockSums
+from .._format.records import Chunk, Manifest, TensorEntry
+from .._format.shard import BlockSums, checksums_of
 from .._format.shared import PartName, Root, part_name, write_part
 from .._layout.save_layout import SavePlan
 from .._layout.sharded.rank_layout import RankPlan
@@ -26,7 +26,7 @@ from .group_planning import Planned, Planning
 from .operation import RankReceipt
 from .order import SaveOrder
 
-__all__ = ["AgreedLayout", "NativeLayout", "commit_files"]
+__all__ = ["AgreedLayout", "NativeLayout", "commit_files", "sidecar_files", "with_sidecars"]
 
 
 def commit_files(manifest: Manifest, saved_at: int = 0, described: Described | None = None) -> dict[str, list[bytes]]:
@@ -59,13 +59,33 @@ class NativeLayout:
         return RankReceipt(files, lambda: run_sliced(plan.describe(written, names)))
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
-        return commit_files(_about(self._order, receipts), self._order.saved_at, receipts[0].content())
+        files = commit_files(_about(self._order, receipts), self._order.saved_at, receipts[0].content())
+        return {**sidecar_files(self._order), **files}
 
 
 def _about(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Manifest:
     """Return the manifest of a save without its entries."""
     files = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
-    return Manifest(order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata)
+    about = Manifest(order.save_id, {}, files, order.step, order.generation, order.digest, order.metadata)
+    return with_sidecars(about, order)
+
+
+def sidecar_files(order: SaveOrder) -> dict[str, list[bytes]]:
+    """Return the sidecar files, under the names that they have on this store."""
+    return {order.transaction.sidecar_name(name): [content] for name, content in order.sidecars.items()}
+
+
+def with_sidecars(manifest: Manifest, order: SaveOrder) -> Manifest:
+    """Return ``manifest`` with the sidecar files and their checksums. Called in a worker thread."""
+    digest = order.digest if manifest.digest is not None else None
+    sidecars: dict[str, TensorEntry] = {}
+    for name, content in order.sidecars.items():
+        file, nbytes = order.transaction.sidecar_name(name), len(content)
+        crcs, digests = checksums_of(content, digest)
+        chunk = Chunk((0,), (nbytes,), file, 0, nbytes, 0, crcs, digests=digests)
+        sidecars[name] = TensorEntry((name,), "uint8", (nbytes,), (chunk,))
+    sizes = {one.chunks[0].file: one.nbytes for one in sidecars.values()}
+    return replace(manifest, files={**manifest.files, **sizes}, sidecars=sidecars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +161,7 @@ class AgreedLayout:
         places = [content.chunks for content in contents] + [content.values for content in contents]
         marker = _marker(about, raw, self._order.saved_at)
         return {
+            **sidecar_files(self._order),
             manifest_name(about.save_id): [raw],
             METADATA_NAME: list(shared_metadata(agreement.head, places, marker)),
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -227,6 +228,8 @@ class SaveOperation:
         coordinator, lifecycle = self.coordinator, self.order.lifecycle
         try:
             coordinator.attach(self.writer)
+            if self.order.files:
+                await self._read_files()
             self.writer.pass_on(coordinator.relay(staged))
             receipt = await self.layout.receipt(*await self.writer.ended())
             lifecycle.written(receipt.nbytes)
@@ -240,6 +243,21 @@ class SaveOperation:
             await finish(self.writer.release)
         coordinator.close()
         return committed
+
+    async def _read_files(self) -> None:
+        """Read the sidecar files, which may change once ``staged`` is done. If that fails, no thread writes any more
+        when this raises."""
+        try:
+            await self.order.read_files()
+        except BaseException:
+            self.writer.interrupt()
+
+            async def ended() -> None:
+                with suppress(Exception):
+                    await self.writer.ended()
+
+            await finish(ended)
+            raise
 
     def abandon(self) -> None:
         for snapshot in self.snapshots:

@@ -12,7 +12,7 @@ from typing import Literal
 from .._format.records import Node
 from .._group import Operation
 from .._runtime.threads import Deadline, Stop, Threads
-from .._storage import Attempt, Body, Kind, Location, Outcome, Transaction
+from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Transaction, read_sources
 from .._worker.client import Saver
 from ..errors import Skipped
 from ..events import (
@@ -119,12 +119,16 @@ class SaveOrder:
     """Set for a save of one rank's part, in the target itself."""
     kind: Kind = "directory"
     """What becomes visible, where that does not follow from ``operation`` and ``apart``."""
+    files: Mapping[str, FileSource] = field(default_factory=dict)
+    """The sidecar files, by name."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
     verb: Literal["save", "export", "convert", "copy"] = "save"
     lifecycle: Lifecycle = field(init=False, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _begun: list[Transaction] = field(default_factory=list, init=False, repr=False, compare=False)
+    sidecars: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The content of ``files``, which ``read_files`` has read."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lifecycle", Lifecycle(self._context()))
@@ -153,6 +157,10 @@ class SaveOrder:
                 attempt = Attempt(self.location.name, kind, self.save_id, self.durability)
                 self._begun.append(self.location.store.begin(attempt))
             return self._begun[0]
+
+    async def read_files(self) -> None:
+        """Read the sidecar files. Raises what ``read_sources`` raises."""
+        self.sidecars.update(await read_sources(self.files, timeout_s=self.deadline.remaining_s()))
 
     @property
     def outcome(self) -> Outcome:

@@ -31,6 +31,9 @@ class Sink(Protocol):
     def url(self) -> str:
         """What it writes to."""
 
+    async def prepare(self) -> None:
+        """Read what it needs besides the state. Called first, under the deadline of the save."""
+
     def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> Any:
         """Read the windows of a snapshot, one after the other. Called in a thread. Memory of a window is kept for as
         long as any view or tensor over it exists."""
@@ -151,6 +154,8 @@ class PendingExport:
         self._result.exception()  # it was logged; asyncio would do so once more
 
     async def _outcome(self, order: SaveOrder, snapshot: SnapshotReader[Any] | None) -> Any:
+        with time_limit(order.deadline):
+            await self._sink.prepare()
         if snapshot is not None:
             try:
                 with time_limit(order.deadline):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from .bodies import Body, BytesBody, ShardBody
+from .local.sources import FileSource, check_sources, is_plain_name, read_sources
 from .local.store import LocalStore
 from .names import parse_step, step_name, target_of_attempt
+from .object_store.names import id_of
 from .store import Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
@@ -15,6 +17,7 @@ __all__ = [
     "Attempt",
     "Body",
     "BytesBody",
+    "FileSource",
     "Files",
     "Kind",
     "Leftover",
@@ -28,9 +31,13 @@ __all__ = [
     "StoreAddress",
     "Transaction",
     "Where",
+    "check_sources",
+    "id_of",
+    "is_plain_name",
     "locate_directory",
     "locate_run",
     "parse_step",
+    "read_sources",
     "step_name",
     "target_of_attempt",
 ]

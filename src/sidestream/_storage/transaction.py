@@ -160,6 +160,10 @@ class Transaction(ABC):
 
     # --- what is the same for all ---
 
+    def sidecar_name(self, name: str) -> str:
+        """Return what a sidecar file is called, before and after the commit."""
+        return name
+
     def write_here(self, files: Iterable[tuple[str, Body]], *, stop: Stop | None = None) -> None:
         """``write`` in the calling thread and in threads that end with it."""
         threads = Threads("sidestream-write", WRITE_THREADS)

@@ -39,6 +39,9 @@ class Drawn:
         self.way, self.at, self.over = way, at, over
         self.source = ""
 
+    async def prepare(self) -> None:
+        """Nothing else is needed."""
+
     def read(self, snapshot: Any, stop: Any) -> list[bytes] | None:
         if self.way == "nothing":
             return None

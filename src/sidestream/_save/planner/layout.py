@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..._format.records import Manifest
+from ..layouts import sidecar_files, with_sidecars
 from ..operation import RankReceipt
 from ..order import SaveOrder
 from .independent import part_id_of
@@ -38,11 +39,12 @@ class PlannerLayout:
         self.metadata = complete(self.metadata, results, order.location.url, order.reported_id)
         sizes = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
         about = Manifest(order.save_id, {}, sizes, order.step, order.generation, None, order.metadata)
+        about = with_sidecars(about, order)
         if order.apart is None:
             files = files_of_commit(self.metadata, about, order.saved_at)
         else:
             files = files_of_part(self.metadata, about, order.apart, part_id_of(order.save_id), order.saved_at)
-        return {name: [content] for name, content in files.items()}
+        return {**sidecar_files(order), **{name: [content] for name, content in files.items()}}
 
     def stock_metadata(self) -> Metadata:
         """Return what was written to ``.metadata``, as stock DCP reads it. Called after the commit."""

@@ -6,7 +6,7 @@ import re
 
 __all__ = ["id_of", "name_with_id"]
 
-_OURS = re.compile(r"(?:__[0-9]+_[0-9]+|manifest)-([0-9a-f]{32})(?:\.distcp|\.[0-9]+)?")
+_OURS = re.compile(r"(?:__[0-9]+_[0-9]+|manifest)-([0-9a-f]{32})(?:\.distcp|\.[0-9]+)?|file-([0-9a-f]{32})\..+")
 
 
 def name_with_id(name: str, save_id: str) -> str:
@@ -17,4 +17,4 @@ def name_with_id(name: str, save_id: str) -> str:
 def id_of(file: str) -> str | None:
     """Return the id of the save that wrote this object; None for an object with another kind of name."""
     match = _OURS.fullmatch(file)
-    return None if match is None else match[1]
+    return None if match is None else match[1] or match[2]

@@ -66,6 +66,9 @@ class ObjectTransaction(Transaction):
     def committed_name(self, name: str) -> str:
         return name_with_id(name, self.attempt.save_id) if self._carries_id else name
 
+    def sidecar_name(self, name: str) -> str:
+        return f"file-{self.attempt.save_id}.{name}" if self._carries_id else name
+
     def path_of(self, name: str = "") -> str:
         target = self.attempt.target
         return f"{target}/{name}" if name and self.attempt.kind != "file" else target

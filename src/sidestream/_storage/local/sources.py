@@ -1,0 +1,98 @@
+"""Sources of ``files=``: small files of this machine, and bytes, that are written beside the data of a state."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import aiofiles
+
+from ..._runtime.tasks import finish
+from ...errors import DeadlineExceeded, InvalidOption, from_os_error
+
+__all__ = ["FileSource", "check_sources", "is_plain_name", "read_sources"]
+
+FileSource: TypeAlias = bytes | str | os.PathLike[str]
+"""The content of a file, or the path of a regular file on this machine."""
+
+_MOST_BYTES = 64 << 20
+_MOST_NAME_BYTES = 200  # on object storage 38 characters come before it
+_GRACE_S = 5.0
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link, and no wait for a pipe
+_OWN_STARTS = ("__", "manifest-", "file-")
+_OWN_ENDS = (".distcp", ".metadata", ".partial")
+
+
+def check_sources(files: Mapping[str, FileSource] | None) -> dict[str, FileSource]:
+    """Return ``files``, the sidecar files of a checkpoint. Raises ``InvalidOption`` for a name that is no plain file
+    name or that files of checkpoints have, and for a source of another type."""
+    if files is None:
+        return {}
+    if not isinstance(files, Mapping):
+        raise InvalidOption(f"files={files!r:.80} has to be a mapping of file names to bytes or paths")
+    for name, one in files.items():
+        if not is_plain_name(name) or name.startswith(_OWN_STARTS) or name.endswith(_OWN_ENDS):
+            raise InvalidOption(
+                f"files={name!r} has to be a plain file name of {_MOST_NAME_BYTES} bytes at most, and no name of the "
+                "files of a checkpoint (__*, manifest-*, file-*, *.distcp, *.metadata, *.partial)"
+            )
+        if not isinstance(one, bytes | str | os.PathLike):
+            raise InvalidOption(f"files[{name!r}] has to be bytes or a path, not a {type(one).__name__}")
+        if isinstance(one, bytes) and len(one) > _MOST_BYTES:
+            raise _too_large(name, f"{len(one)} bytes")
+    return dict(files)
+
+
+def is_plain_name(name: object) -> bool:
+    """Return whether ``name`` can be the name of a file on every store: one component, printable, not hidden."""
+    if not isinstance(name, str) or not name or name[0] == "." or name[1:2] == ":" or not name.isprintable():
+        return False
+    return "/" not in name and "\\" not in name and len(name.encode()) <= _MOST_NAME_BYTES
+
+
+async def read_sources(files: Mapping[str, FileSource], *, timeout_s: float) -> dict[str, bytes]:
+    """Return the content of ``files``, which are read through to their end if this task is cancelled meanwhile.
+
+    Raises ``InvalidOption`` for what is not a regular file or is larger than 64 MiB, ``DeadlineExceeded`` 5 s after
+    ``timeout_s``, and what the file system raises, translated.
+    """
+    found = {name: one for name, one in files.items() if isinstance(one, bytes)}
+    paths = {name: one for name, one in files.items() if not isinstance(one, bytes)}
+    if not paths:
+        return found
+
+    async def read() -> None:
+        try:
+            async with asyncio.timeout(timeout_s + _GRACE_S):
+                for name, path in paths.items():
+                    found[name] = await _read(name, path)
+        except TimeoutError:
+            raise DeadlineExceeded(f"reading files=: not done within {timeout_s:.0f} s") from None
+
+    await finish(read)
+    return {name: found[name] for name in files}
+
+
+async def _read(name: str, path: str | os.PathLike[str]) -> bytes:
+    try:
+        async with aiofiles.open(path, "rb", opener=_open) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+                raise _too_large(name, os.fspath(path))
+            content = await file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise from_os_error(error, f"reading files[{name!r}]", os.fspath(path)) from error
+    if len(content) > _MOST_BYTES:  # it has grown
+        raise _too_large(name, os.fspath(path))
+    return content
+
+
+def _open(path: Any, _: int) -> int:
+    return os.open(path, _OPEN_FLAGS)
+
+
+def _too_large(name: str, what: str) -> InvalidOption:
+    return InvalidOption(f"files[{name!r}]: {what} has to be a regular file of 64 MiB at most")
