@@ -33,13 +33,12 @@ from ..errors import (
     UnsupportedTensor,
     printable,
 )
-from ..options import Names
 from .ask import Answers
 from .cast import castable
 from .flatten import Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
 from .prefixes import prefix_hint
-from .renamed import Renamed, renamed
+from .renamed import Names, Renamed, renamed
 from .straight import Straight
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]

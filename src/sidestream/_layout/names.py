@@ -13,7 +13,7 @@ from ..errors import InvalidOption, KeyCollision, UnsupportedTensor, printable
 from ..options import Dtypes, Names
 from .cast import castable
 
-__all__ = ["new_names", "target_dtype"]
+__all__ = ["Names", "new_names", "target_dtype"]
 
 _SHOWN = 50
 _FEW = 5

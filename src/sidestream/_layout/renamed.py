@@ -8,11 +8,10 @@ from typing import Any
 
 from .._format.records import DictKey, Entries, Entry, Key, Manifest, Row, path_of, stored
 from .._runtime.steps import Steps
-from ..options import Names
 from .flatten import Leaf, StatefulRoot
-from .names import new_names
+from .names import Names, new_names
 
-__all__ = ["Renamed", "renamed"]
+__all__ = ["Names", "Renamed", "renamed"]
 
 _MARK = "\0"  # in the place of a name of the checkpoint that the state dict uses for another entry
 
