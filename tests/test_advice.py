@@ -112,7 +112,7 @@ async def test_a_checkpoint_of_a_wrapped_module(tmp_path: Path) -> None:
     plain = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     says = (
         r"has all of these names with the prefix 'module\.' \('model\.module\.0\.weight'\)(.|\n)*"
-        r"load into \{'module\.' \+ name: tensor for name, tensor in module\.state_dict\(\)\.items\(\)\}"
+        r'pass names=sidestream\.add_prefix\("module\.", after="model\."\) to the load'
     )
     for target in ({"model": plain}, {"model": plain.state_dict()}):
         with pytest.raises(errors.Mismatch, match=says):

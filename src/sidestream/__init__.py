@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from . import blocking, dcp, errors, events, signing
     from ._convert.convert import ConvertReport, convert
     from ._convert.copy import CopyReport, copy, remove
-    from ._convert.export import HF, strip_prefix
+    from ._convert.export import HF
     from ._load.api import LoadReport, PassedOver, load
     from ._load.checkpoint import Checkpoint, TensorInfo, open_checkpoint
     from ._load.verify import Damage, VerifyReport, verify
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._staging.stager import AsyncStager
     from ._staging.tree import StagedState
     from .checkpointer import Checkpointer
-    from .options import SaverProcess, StorePolicy
+    from .options import SaverProcess, StorePolicy, add_prefix, strip_prefix
 
 __all__ = [
     "HF",
@@ -58,6 +58,7 @@ __all__ = [
     "StorePolicy",
     "TensorInfo",
     "VerifyReport",
+    "add_prefix",
     "async_save",
     "blocking",
     "convert",
@@ -103,6 +104,7 @@ _HOMES = {
     "StorePolicy": "options",
     "TensorInfo": "_load.checkpoint",
     "VerifyReport": "_load.verify",
+    "add_prefix": "options",
     "async_save": "_save.api",
     "convert": "_convert.convert",
     "copy": "_convert.copy",
@@ -110,7 +112,7 @@ _HOMES = {
     "open_checkpoint": "_load.checkpoint",
     "remove": "_convert.copy",
     "save": "_save.api",
-    "strip_prefix": "_convert.export",
+    "strip_prefix": "options",
     "verify": "_load.verify",
 }
 

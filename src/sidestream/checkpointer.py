@@ -67,6 +67,7 @@ from .options import (
     Digest,
     Durability,
     Fallback,
+    Names,
     Overlap,
     Progress,
     SaverChoice,
@@ -476,6 +477,7 @@ class Checkpointer:
         *,
         fallback: Fallback = "never",
         strict: Collection[Allowance] = (),
+        names: Names | None = None,
         verify: Verify | None = None,
         atomic: bool = False,
         progress: Progress | None = None,
@@ -505,6 +507,7 @@ class Checkpointer:
             allowed_types(allow),
             trust,
             planner,
+            names,
         )
         member = self._together()
         restoring: Restoring | RestoringTogether

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 from .errors import InvalidOption
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "RANK_WAIT_S",
@@ -18,11 +21,13 @@ __all__ = [
     "BlobUpload",
     "Capabilities",
     "Digest",
+    "Dtypes",
     "Durability",
     "EngineChoice",
     "Fallback",
     "IoPriority",
     "Listing",
+    "Names",
     "Overlap",
     "Progress",
     "PutMode",
@@ -32,8 +37,11 @@ __all__ = [
     "Trust",
     "Verify",
     "WhenFull",
+    "add_prefix",
     "check_choice",
     "check_count",
+    "check_dtype",
+    "check_names",
     "check_saver",
     "check_seconds",
     "check_step",
@@ -41,6 +49,7 @@ __all__ = [
     "check_strict",
     "check_timeout",
     "check_verify",
+    "strip_prefix",
 ]
 
 Durability = Literal["fsync", "flush"]
@@ -65,6 +74,21 @@ called. ``"pickle"``: they are unpickled, which runs whatever code their author 
 Allowance = Literal["partial", "cast", "ignore_unexpected"]
 """What ``strict=`` of a load may name. ``"partial"``: keys that the checkpoint lacks are left as they are. ``"cast"``:
 tensors of another dtype are converted. ``"ignore_unexpected"``: keys that the target lacks are not loaded."""
+
+Names: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
+"""What ``names=`` takes: a function from an FQN in the state dict to its FQN in the checkpoint, or a mapping from the
+ones to the others.
+
+The direction is the same in every call. A load passes the names of its target, and reads each tensor under the name
+that is returned. An export passes the names of the state that is saved, and writes each tensor under the name that is
+returned. ``convert`` has no state dict; its source takes that place. A mapping leaves the names that it lacks as they
+are. None means that the name has no counterpart: an export or ``convert`` leaves it out, and a load reports it as
+missing. Two names may become one only if they are names of the same memory (tied tensors)."""
+
+Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype]"
+"""What ``dtype=`` takes: a floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32,
+"*": torch.bfloat16}``), of which the first that matches decides. A tensor that matches none keeps its dtype, and every
+tensor that is not floating-point keeps its dtype."""
 
 Progress: TypeAlias = Callable[[int, int], object]
 """Called on the event loop with the bytes read so far and the bytes to read, first with 0. What it raises ends the
@@ -333,6 +357,55 @@ def check_strict(strict: object) -> frozenset[str]:
     return frozenset(strict)
 
 
+def check_names(names: object) -> None:
+    """Raise ``InvalidOption`` for what is neither a function nor a mapping, nor None."""
+    if names is not None and not callable(names) and not isinstance(names, Mapping):
+        raise InvalidOption(f"names={names!r} has to be a function of a name, or a mapping of names")
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise ``InvalidOption`` for what is neither a floating-point dtype nor a mapping of patterns to some."""
+    for one in dtype.values() if isinstance(dtype, Mapping) else () if dtype is None else (dtype,):
+        if not getattr(one, "is_floating_point", False):
+            raise InvalidOption(f"dtype={one!r} has to be a floating-point dtype of torch")
+
+
+def strip_prefix(*prefixes: str, after: str | Collection[str] = "") -> Callable[[str], str]:
+    """Return a function for ``names=`` that removes ``prefixes`` from a name, one after the other:
+    ``strip_prefix("model.", "module.")``. A name that does not begin with a prefix keeps its beginning.
+
+    ``after``: the beginning that stays, or several. ``strip_prefix("module.", after="model.")`` turns
+    ``"model.module.weight"`` into ``"model.weight"``, and changes only names that begin with ``"model."``.
+    """
+    heads = (after,) if isinstance(after, str) else tuple(after)
+
+    def names(name: str) -> str:
+        for head in heads:
+            if name.startswith(head):
+                rest = name[len(head) :]
+                for prefix in prefixes:
+                    rest = rest.removeprefix(prefix)
+                return head + rest
+        return name
+
+    return names
+
+
+def add_prefix(prefix: str, *, after: str | Collection[str] = "") -> Callable[[str], str]:
+    """Return a function for ``names=`` that puts ``prefix`` before a name: ``add_prefix("module.")``.
+
+    ``after``: the beginning that the prefix follows, or several. ``add_prefix("module.", after="model.")`` turns
+    ``"model.weight"`` into ``"model.module.weight"``, and changes only names that begin with ``"model."``.
+    """
+    heads = (after,) if isinstance(after, str) else tuple(after)
+
+    def names(name: str) -> str:
+        head = next((one for one in heads if name.startswith(one)), None)
+        return name if head is None else f"{head}{prefix}{name[len(head) :]}"
+
+    return names
+
+
 def check_timeout(timeout_s: object) -> None:
     check_seconds("timeout_s", timeout_s)
 
@@ -360,5 +433,5 @@ def check_step(step: object) -> None:
 
 
 Apart.__module__ = "sidestream.dcp"
-for _kind in (SaverProcess, StorePolicy):
-    _kind.__module__ = "sidestream"  # users import them from there; the decorator `public` belongs to a higher floor
+for _public in (SaverProcess, StorePolicy, add_prefix, strip_prefix):
+    _public.__module__ = "sidestream"  # users import them from there; the decorator `public` belongs to a higher floor

@@ -191,14 +191,17 @@ async def test_cast_select_and_rename(tmp_path: Path) -> None:
     state = {"model": {"layer.weight": torch.randn(4 * MIB), "count": torch.arange(3)}, "other": 1, "x": torch.ones(2)}
     await sidestream.save(state, tmp_path / "a")
     report = await sidestream.convert(
-        tmp_path / "a", tmp_path / "b", dtype=torch.bfloat16, select="model.*", rename={r"layer\.": "dense."},
+        tmp_path / "a", tmp_path / "b", dtype=torch.bfloat16, select="model.*",
+        names=lambda fqn: fqn.replace("layer.", "dense."),
         budget_bytes=LEAST,
     )  # fmt: skip
     expected = {"model": {"dense.weight": state["model"]["layer.weight"].bfloat16(), "count": torch.arange(3)}}
     assert_same(expected, await read(tmp_path / "b"))
     assert (report.cast, report.left_out) == (("model.dense.weight",), ("other", "x"))
     assert report.tensors == ("model.dense.weight", "model.count")
-    await sidestream.convert(tmp_path / "b", tmp_path / "c.pt", dtype=torch.float64, rename=lambda fqn: f"module.{fqn}")
+    await sidestream.convert(
+        tmp_path / "b", tmp_path / "c.pt", dtype=torch.float64, names=sidestream.add_prefix("module.")
+    )
     loaded = torch.load(tmp_path / "c.pt", weights_only=True)
     assert set(loaded) == {"module.model.dense.weight", "module.model.count"}
     assert torch.equal(loaded["module.model.dense.weight"], expected["model"]["dense.weight"].double())
@@ -209,10 +212,10 @@ async def test_cast_select_and_rename(tmp_path: Path) -> None:
     [
         ({"select": "no.*"}, errors.MissingKeys, "no"),
         ({"select": []}, errors.MissingKeys, "an empty selection"),
-        ({"rename": lambda _: "same"}, errors.KeyCollision, "same"),
-        ({"rename": lambda _: ""}, errors.InvalidOption, "empty"),
-        ({"rename": lambda _: 3}, errors.InvalidOption, "no name"),
-        ({"rename": {"(": ""}}, errors.InvalidOption, "regular expression"),
+        ({"names": lambda _: "same"}, errors.KeyCollision, "same"),
+        ({"names": lambda _: ""}, errors.InvalidOption, "empty"),
+        ({"names": lambda _: 3}, errors.InvalidOption, "no name"),
+        ({"names": {"nobody": ""}}, errors.InvalidOption, "nobody"),
         ({"dtype": torch.int8}, errors.InvalidOption, "dtype="),
         ({"dtype": "float16"}, errors.InvalidOption, "dtype="),
         ({"format": "onnx"}, errors.InvalidOption, "format="),

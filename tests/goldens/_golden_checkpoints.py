@@ -95,7 +95,7 @@ def foreign_ranks() -> dict[Any, Any]:
 
 
 def selected() -> dict[str, Any]:
-    """``small()`` after ``convert(select="model.*", rename={r"^model\\.": ""})``."""
+    """``small()`` after ``convert(select="model.*", names=strip_prefix("model."))``."""
     return dict(small()["model"])
 
 

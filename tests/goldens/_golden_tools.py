@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,7 @@ async def convert(table: Table) -> None:
     good: dict[str, tuple[str, dict[str, Any]]] = {
         "dcp": ("dcp", {}),
         "selected": ("selected", {"select": ["model.w", "step"]}),
-        "renamed": ("renamed", {"rename": {r"^model\.": "m."}}),
+        "renamed": ("renamed", {"names": lambda name: re.sub(r"^model\.", "m.", name)}),
         "cast": ("cast", {"dtype": torch.bfloat16}),
         "torch.save": ("m.pt", {}),
         "safetensors": ("m.safetensors", {"select": "model.*"}),
@@ -64,8 +65,8 @@ async def convert(table: Table) -> None:
         "values for safetensors": ("a.safetensors", {}),
         "format": ("a", {"format": "pickle"}),
         "nothing is selected": ("a", {"select": "none.*"}),
-        "two become one": ("a", {"rename": {r"\.[wb]$": ".x"}}),
-        "a bad pattern": ("a", {"rename": {"(": "a"}}),
+        "two become one": ("a", {"names": lambda name: re.sub(r"\.[wb]$", ".x", name)}),
+        "a bad pattern": ("a", {"names": {"(": "a"}}),
         "dtype": ("a", {"dtype": torch.int8}),
         "shard_bytes": ("a", {"shard_bytes": 0}),
         "budget_bytes": ("a", {"budget_bytes": 1}),

@@ -81,7 +81,7 @@ async def native(target: Path) -> None:
         await async_save_part(part(rank), target / "parts", Apart(rank=rank, world_size=3, save_id="step 5"))
     await sidestream.copy(target / "metadata", target / "copied")
     converted = target / "converted"
-    taken: dict[str, Any] = {"select": "model.*", "rename": {r"^model\.": ""}}
+    taken: dict[str, Any] = {"select": "model.*", "names": sidestream.strip_prefix("model.")}
     await sidestream.convert(target / "metadata", converted / "dcp", **taken)
     await sidestream.convert(target / "metadata", converted / "directory", format="safetensors", **taken)
     await sidestream.convert(target / "metadata", converted / "model.safetensors", **taken)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, TypeAlias
-
-import torch
+from typing import Any, Literal
 
 from .._format.records import Manifest, itemsize
 from .._format.safetensors.read import SUFFIX
-from .._layout.cast import castable
+from .._layout.names import new_names, target_dtype
 from .._layout.ranges import PIECE_BYTES
 from .._layout.select import selected
 from .._load.foreign.manifests import TORCH_SUFFIXES
@@ -27,23 +23,35 @@ from .._runtime.threads import (
     current_deadline,
     gathered,
     io_threads,
+    run_sliced,
     time_limit,
 )
-from .._runtime.torch_probes import dtype_from_name, dtype_name
 from .._save.layouts import commit_files
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
 from .._storage import Kind, Location, Where, locate_directory
-from ..errors import InvalidOption, UnsupportedTensor
-from ..options import Durability, Progress, StorePolicy, Verify, check_choice, check_count, check_timeout, check_verify
+from ..errors import InvalidOption
+from ..options import (
+    Dtypes,
+    Durability,
+    Names,
+    Progress,
+    StorePolicy,
+    Verify,
+    check_choice,
+    check_count,
+    check_dtype,
+    check_names,
+    check_timeout,
+    check_verify,
+)
 from .operation import run_here
-from .source import Pipeline, Source, SourceOpaque, SourceTensor, open_source
+from .source import Pipeline, Source, SourceOpaque, SourceTensor, SourceValue, open_source
 from .targets import (
     DcpTarget,
     OutTensor,
     OutValue,
     TargetFile,
-    check_names,
     renamed_path,
     safetensors_files,
     torch_file,
@@ -52,27 +60,16 @@ from .windows import WINDOWS
 
 __all__ = [
     "ConvertReport",
-    "Dtypes",
     "Format",
     "How",
-    "Rename",
     "Selection",
-    "check_dtype",
     "convert",
     "convert_opened",
-    "target_dtype",
 ]
 
 Format = Literal["dcp", "torch", "safetensors"]
 """``"dcp"``: a checkpoint of ours, which stock DCP reads. ``"torch"``: one file, as ``torch.save`` writes it.
 ``"safetensors"``: one file, or a directory as transformers reads it."""
-
-Rename: TypeAlias = Callable[[str], str] | Mapping[str, str]
-"""A function of the old name, or regular expressions and what replaces every match of them, one after the other."""
-
-Dtypes: TypeAlias = torch.dtype | Mapping[str, torch.dtype]
-"""A floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32, "*": torch.bfloat16}``), of which the
-first that matches decides. What matches none keeps its dtype, and so does every tensor that is not floating-point."""
 
 _LEAST_BYTES = 96 << 20
 _MIB = 1 << 20
@@ -82,8 +79,8 @@ _MIB = 1 << 20
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
     """What was written: ``files`` by name, ``nbytes`` of them together, ``tensors`` and ``values`` by their new names.
-    ``left_out`` are names of the source that ``select`` did not name, ``cast`` what was converted, and ``unverified``
-    what the source had no checksum for."""
+    ``left_out`` are names of the source that ``select`` did not name or for which ``names`` gave None, ``cast`` what
+    was converted, and ``unverified`` what the source had no checksum for."""
 
     url: str
     format: Format
@@ -103,7 +100,7 @@ async def convert(
     *,
     format: Format | None = None,  # noqa: A002  # what everybody calls it
     select: str | Collection[str] | None = None,
-    rename: Rename | None = None,
+    names: Names | None = None,
     dtype: Dtypes | None = None,
     shard_bytes: int | None = 5 << 30,
     budget_bytes: int = 256 << 20,
@@ -121,7 +118,8 @@ async def convert(
     directory); everything is read as data, and nothing unpickled. ``format`` follows from ``target`` if it is not
     given: ``.safetensors``, ``.pt``, ``.pth`` and ``.bin`` are files, everything else is a directory for DCP.
 
-    ``select``: patterns (``"model.*"``) of what to take. ``rename``: see ``Rename``; it sees the source's names.
+    ``select``: patterns (``"model.*"``) of what to take. ``names``: the name in the target of each
+    name in the selection, as a function or a mapping (``Names``); None leaves the entry out.
     ``dtype``: what floating-point tensors become, or patterns of new names and what those become (``Dtypes``).
     ``shard_bytes``: where a directory of safetensors, or of DCP, goes on
     in the next file; None for one file. ``budget_bytes`` of memory at most are used for payloads, unless a single
@@ -141,12 +139,13 @@ async def convert(
     """
     running_loop("convert")
     chosen = _format(target, format)
+    check_names(names)
     _check_options(verify, durability, timeout_s, budget_bytes, shard_bytes, dtype)
     where = locate_directory(target, Where(target_options, None, store_policy))
     with time_limit(Deadline.after(timeout_s)):
         opened = await open_source(source, Where(storage_options, None, store_policy))
         async with aclosing(opened):
-            selection = await io_threads().run(_select, opened, select, rename, dtype)
+            selection = await io_threads().run(_select, opened, select, names, dtype)
             how = How(chosen, shard_bytes, budget_bytes, verify, durability, progress)
             return await convert_opened(opened, selection, where, how)
 
@@ -223,19 +222,21 @@ class Selection:
 
 
 def _select(
-    source: Source, select: str | Collection[str] | None, rename: Rename | None, dtype: Dtypes | None
+    source: Source, select: str | Collection[str] | None, names: Names | None, dtype: Dtypes | None
 ) -> Selection:
     taken = selected(source.entries, select, source.url)
-    _refuse_opaque(source, taken)
-    names = {fqn: _new_name(fqn, rename) for fqn in taken}
-    check_names(list(names.values()))
-    found = Selection([], [], {}, list(names.values()), tuple(fqn for fqn in source.entries if fqn not in names), ())
+    entries = source.entries
+    named = run_sliced(new_names(names, taken, source.url, identity=lambda fqn: _identity(fqn, entries[fqn])))
+    _refuse_opaque(source, [fqn for fqn in taken if named[fqn] is not None])
+    order = list(dict.fromkeys(new for new in named.values() if new is not None))
+    left_out = tuple(fqn for fqn in entries if named.get(fqn) is None)
+    found = Selection([], [], {}, order, left_out, ())
     cast = []
-    for fqn, new in names.items():
-        entry = source.entries[fqn]
-        path = renamed_path(entry.path, fqn, new)
-        if isinstance(entry, SourceOpaque):
+    for fqn, new in named.items():
+        entry = entries[fqn]
+        if new is None or new in found.origin or isinstance(entry, SourceOpaque):
             continue
+        path = renamed_path(entry.path, fqn, new)
         if not isinstance(entry, SourceTensor):
             found.values.append(OutValue(new, path, entry.node, entry.empty))
             continue
@@ -247,6 +248,11 @@ def _select(
         found.tensors.append(OutTensor(new, path, wanted, entry.entry.shape, nbytes, (entry.identity, wanted)))
         found.origin[new] = (fqn, entry)
     return Selection(found.tensors, found.values, found.origin, found.order, found.left_out, tuple(cast))
+
+
+def _identity(fqn: str, entry: SourceTensor | SourceValue | SourceOpaque) -> object:
+    """Return what is the same for tied tensors, and for nothing else."""
+    return (entry.identity, entry.entry.shape) if isinstance(entry, SourceTensor) else fqn
 
 
 def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
@@ -264,34 +270,6 @@ def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
 def _total(selection: Selection) -> int:
     distinct = dict(gathered((one.identity, one.nbytes) for one in selection.tensors))
     return sum(distinct.values())
-
-
-def _new_name(fqn: str, rename: Rename | None) -> str:
-    if rename is None:
-        return fqn
-    if callable(rename):
-        new: Any = rename(fqn)
-        if type(new) is not str:
-            raise InvalidOption(f"rename= gives {new!r} for {fqn!r}, which is no name")
-        return str(new)
-    for pattern, replacement in rename.items():
-        try:
-            fqn = re.sub(pattern, replacement, fqn)
-        except re.error as error:
-            raise InvalidOption(f"rename={pattern!r} is no regular expression: {error}") from None
-    return fqn
-
-
-def target_dtype(name: str, saved: str, dtype: Dtypes | None) -> str:
-    """Return what the tensor that is called ``name`` in the target becomes. Raises ``UnsupportedTensor``."""
-    if isinstance(dtype, Mapping):
-        dtype = next((one for pattern, one in dtype.items() if fnmatchcase(name, pattern)), None)
-    if dtype is None or not dtype_from_name(saved).is_floating_point:
-        return saved
-    wanted = dtype_name(dtype)
-    if not castable(saved, wanted):
-        raise UnsupportedTensor(f"{name}: torch does not convert {saved} to {wanted}")
-    return wanted
 
 
 # --- doing it -------------------------------------------------------------------------------------------------------
@@ -359,10 +337,3 @@ def _check_options(
     if shard_bytes is not None:
         check_count("shard_bytes", shard_bytes)
     check_dtype(dtype)
-
-
-def check_dtype(dtype: Dtypes | None) -> None:
-    """Raise ``InvalidOption`` for what is neither a floating-point dtype nor a mapping of patterns to some."""
-    for one in dtype.values() if isinstance(dtype, Mapping) else () if dtype is None else (dtype,):
-        if not getattr(one, "is_floating_point", False):
-            raise InvalidOption(f"dtype={one!r} has to be a floating-point dtype of torch")

@@ -7,34 +7,31 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
+from .._layout.names import new_names, target_dtype
 from .._layout.save_layout import SavePlan
 from .._layout.select import selected
 from .._runtime.public import public
-from .._runtime.threads import Stop, current_deadline, io_threads
+from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
 from .._storage import Body, BytesBody, FileSource, Location, Where, is_plain_name, locate_directory, read_sources
 from ..errors import InvalidOption, Skipped, SnapshotLost, allocating
-from ..options import Durability, StorePolicy, check_count
-from .convert import ConvertReport, Dtypes, How, Selection, check_dtype, convert_opened, target_dtype
+from ..options import Dtypes, Durability, Names, StorePolicy, check_count, check_dtype, check_names
+from .convert import ConvertReport, How, Selection, convert_opened
 from .source import SourceTensor, open_source_at
-from .targets import OutTensor, SafetensorsFile, check_names, safetensors_layout
+from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
-__all__ = ["HF", "Names", "strip_prefix"]
-
-Names: TypeAlias = Callable[[str], str | None] | Mapping[str, str]
-"""A function of the name in the state that returns the name in the export, or None to leave the tensor out; or a
-mapping of names to names, which leaves those that it lacks as they are."""
+__all__ = ["HF"]
 
 _STEP = "{step}"
 _NAMES = frozenset({INDEX_NAME, f"model{SUFFIX}"})
@@ -82,8 +79,7 @@ class HF:
     def __post_init__(self) -> None:
         check_count("max_shard_bytes", self.max_shard_bytes)
         check_dtype(self.dtype)
-        if self.names is not None and not callable(self.names) and not isinstance(self.names, Mapping):
-            raise InvalidOption(f"names={self.names!r} has to be a function of a name, or a mapping of names")
+        check_names(self.names)
         for name in self.files:
             if not is_plain_name(name) or name.endswith(SUFFIX) or name == INDEX_NAME:
                 raise InvalidOption(f"files={name!r} has to be a plain file name, and no name of the export itself")
@@ -119,19 +115,6 @@ class HF:
         return locate_directory(url, Where(self.storage_options, None, self.store_policy))
 
 
-@public
-def strip_prefix(*prefixes: str) -> Callable[[str], str]:
-    """Return a function for ``names=`` that removes ``prefixes`` from the beginning of a name, one after the other:
-    ``strip_prefix("model.", "module.")``. A name that does not begin with a prefix keeps its beginning."""
-
-    def names(name: str) -> str:
-        for prefix in prefixes:
-            name = name.removeprefix(prefix)
-        return name
-
-    return names
-
-
 class _Candidate(NamedTuple):
     """A tensor that may be exported. Those with one ``identity`` are tied."""
 
@@ -155,17 +138,15 @@ class _Chosen:
 def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
     """In a thread. Raises ``MissingKeys``, ``KeyCollision``, ``InvalidOption``, ``UnsupportedTensor``."""
     taken = set(selected([one.fqn for one in candidates], export.select, url))
-    named = {one.fqn: _new_name(export.names, one.fqn) for one in candidates if one.fqn in taken}
-    if isinstance(export.names, Mapping) and not export.names.keys() <= named.keys():
-        unknown = ", ".join(sorted(export.names.keys() - named.keys())[:5])
-        raise InvalidOption(f"{url}: names= has names that are not among the selected tensors: {unknown}")
-    check_names([new for new in named.values() if new is not None])
+    identities = {one.fqn: one.identity for one in candidates}
+    chosen = [one.fqn for one in candidates if one.fqn in taken]
+    named = run_sliced(new_names(export.names, chosen, url, identity=identities.__getitem__))
     found = _Chosen([], {}, {}, tuple(one.fqn for one in candidates if named.get(one.fqn) is None), ())
     first: dict[object, str] = {}
     cast: list[str] = []
     for one in candidates:
         new = named.get(one.fqn)
-        if new is None:
+        if new is None or new in found.origin:
             continue
         leader = first.setdefault(one.identity, new)
         if leader != new:
@@ -178,15 +159,6 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
         found.tensors.append(OutTensor(new, (new,), dtype, one.shape, nbytes, one.identity))
         found.origin[new] = one.fqn
     return _Chosen(found.tensors, found.origin, found.aliases, found.left_out, tuple(cast))
-
-
-def _new_name(names: Names | None, fqn: str) -> str | None:
-    if names is None:
-        return fqn
-    new: Any = names(fqn) if callable(names) else names.get(fqn, fqn)
-    if new is not None and type(new) is not str:
-        raise InvalidOption(f"names= gives {new!r} for {fqn!r}, which is no name")
-    return None if new is None else str(new)
 
 
 @dataclass(slots=True)

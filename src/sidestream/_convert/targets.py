@@ -26,7 +26,6 @@ from .._runtime.threads import (
     run_sliced,
     wait_for_change,
 )
-from ..errors import InvalidOption, KeyCollision
 from .windows import WindowedFile
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "Slice",
     "TargetFile",
     "Written",
-    "check_names",
     "renamed_path",
     "safetensors_files",
     "safetensors_layout",
@@ -265,16 +263,6 @@ def renamed_path(path: tuple[Key, ...], old: str, new: str) -> tuple[Key, ...]:
         if new.startswith(prefix) and len(new) > len(prefix):
             return (*path[:depth], new[len(prefix) :])
     return (new,)
-
-
-def check_names(names: Sequence[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if not name:
-            raise InvalidOption("rename= gives an empty name")
-        if name in seen:
-            raise KeyCollision(f"rename= gives two entries the name {name!r}")
-        seen.add(name)
 
 
 # --- a checkpoint of ours ---

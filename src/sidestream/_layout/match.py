@@ -38,6 +38,7 @@ from .cast import castable
 from .flatten import Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
 from .prefixes import prefix_hint
+from .renamed import Names, Renamed, renamed
 from .straight import Straight
 
 __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
@@ -72,12 +73,14 @@ class LoadPlan:
 
     ``tensors``: FQN to the tensor that is overwritten in place. Of these, ``straight`` are read as they are in the
     file; of the others, ``local`` is the memory of this process that they are, by name (of plain tensors the FQN), and
-    ``leaders`` the first name of the same memory (tied tensors have one leader).
+    ``leaders`` the first name of the same memory (tied tensors have one leader). ``names`` has the checkpoint under the
+    FQNs of the target; only ``not_asked_for``, ``ignored`` and ``unexpected`` are names of the checkpoint.
     ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets a
     new value. ``not_asked_for``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: what
     ``strict=`` let pass.
     """
 
+    names: Renamed
     tensors: Mapping[str, torch.Tensor]
     straight: Straight
     local: Mapping[str, Local]
@@ -100,6 +103,7 @@ class _Findings:
     """Offenders by kind, in the order in which they are told, and what is none because ``strict`` allows it."""
 
     strict: frozenset[str]
+    names: Renamed
     offenders: dict[type[Mismatch], list[str]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
@@ -119,9 +123,12 @@ class _Findings:
         else:
             if what == _ABSENT:
                 self.absent.append(fqn)
-            self.add(MissingKeys, f"{fqn}: in the target, {what}")
+            name = self.names.saved.get(fqn, fqn)
+            told = "" if name == fqn else f" as {name}" if name else ": names= gives no name for it"
+            self.add(MissingKeys, f"{fqn}: in the target, {what}{told}")
 
     def add_unexpected(self, fqn: str, where: str) -> None:
+        fqn = self.names.told(fqn)
         if "ignore_unexpected" in self.strict:
             self.ignored.append(fqn)
         elif self.unexpected is not None:
@@ -129,8 +136,9 @@ class _Findings:
         else:
             self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
 
-    def raise_if_any(self, url: str, saved: Collection[str]) -> Steps[None]:
-        """Raise an error if there are findings. ``saved`` are the names in the checkpoint."""
+    def raise_if_any(self, url: str, targets: Callable[[], Collection[str]], saved: Collection[str]) -> Steps[None]:
+        """Raise an error if there are findings. ``targets`` returns the names of the target, ``saved`` are those in the
+        checkpoint."""
         if not self.offenders:
             return
         lines = [line for found in self.offenders.values() for line in found]
@@ -139,7 +147,7 @@ class _Findings:
             [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
         )
         text = "\n  ".join(shown)
-        hint = yield from prefix_hint(self.absent, saved)
+        hint = (yield from prefix_hint(self.absent, targets(), saved)) if self.absent else ""
         raise kind(
             f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}"
             + (f"\n{hint}" if hint else ""),
@@ -161,14 +169,20 @@ def match(
     in_place: bool,
     *,
     others: bool = False,
+    names: Names | None = None,
 ) -> Steps[LoadPlan]:
     """Flatten the template and find its leaves in the checkpoint. ``in_place``: bytes may be read into the template.
-    ``others``: other ranks load with this one, so what is unexpected here is noted and not an error.
+    ``others``: other ranks load with this one, so what is unexpected here is noted and not an error. ``names``: the
+    names in the checkpoint of those in ``state``.
 
     Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
-    as far as ``strict`` does not let them pass.
+    as far as ``strict`` does not let them pass; ``KeyCollision`` where ``names`` gives one name to several.
     """
-    findings = _Findings(strict, unexpected=[] if others else None)
+    saved_names, called = manifest.entries.keys(), Renamed(manifest)
+    if names is not None:
+        called = yield from renamed(manifest, leaves_of(state, answers), names, url, same=_same, others=others)
+        manifest = called.manifest
+    findings = _Findings(strict, called, unexpected=[] if others else None)
     roots: dict[int, Leaf] = {}
     owned: dict[int, list[Leaf]] = {}
     asked: set[str] = set()
@@ -205,17 +219,19 @@ def match(
         _match_stateful(root, owned[number], below[number], manifest, findings) for number, root in roots.items()
     )
     asked.update(fqn for entries in below.values() for fqn in entries)
-    rest = yield from _not_asked_for(manifest, asked, {str(key) for key, _ in answers.items(state)}, findings)
+    top = {str(key) for key, _ in answers.items(state)}
+    rest = yield from _not_asked_for(called, asked, top, findings)
     local = yield from _locals(tensors, straight)
     leaders = yield from _tied(local, manifest, findings)
     _check_fresh(statefuls, tensors)
-    yield from findings.raise_if_any(url, manifest.entries.keys())
+    yield from findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
     new: list[str] = []
     for entries in (stateful.entries for stateful in statefuls if stateful is not None):
         for some in chunked(entries.items(), _MANY):
             new += [fqn for fqn, entry in some if isinstance(entry, TensorEntry) and fqn not in tensors]
             yield
     return LoadPlan(
+        names=called,
         tensors=tensors,
         straight=straight,
         local=local,
@@ -230,6 +246,22 @@ def match(
         unexpected=tuple(findings.unexpected or ()),
         opaque=tuple(findings.opaque),
     )
+
+
+def _names_in(state: Mapping[str, Any], answers: Answers) -> list[str]:
+    return [leaf.fqn for leaf in leaves_of(state, answers) if not isinstance(leaf.value, StatefulRoot)]
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two values of the target are tensors over the same memory."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    views = ([(_view(local.tensor), local.box) for _, local in locals_of("", each)] for each in (one, other))
+    return one is other or (one.numel() > 0 and next(views) == next(views))
+
+
+def _view(tensor: torch.Tensor) -> object:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _locals(tensors: Mapping[str, torch.Tensor], straight: Straight) -> Steps[dict[str, Local]]:
@@ -286,18 +318,18 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
                 )
 
 
-def _not_asked_for(manifest: Manifest, asked: set[str], top: set[str], findings: _Findings) -> Steps[tuple[str, ...]]:
+def _not_asked_for(called: Renamed, asked: set[str], top: set[str], findings: _Findings) -> Steps[tuple[str, ...]]:
     """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for."""
     rest = []
-    for number, (fqn, entry) in enumerate(stored(manifest.entries).items()):
+    for number, (fqn, entry) in enumerate(stored(called.manifest.entries).items()):
         if number % 64 == 0:
             yield
         if fqn in asked:
             continue
-        if str(plain_path(path_of(entry))[0]) in top:
+        if fqn in called.inside or str(plain_path(path_of(entry))[0]) in top:
             findings.add_unexpected(fqn, "target")
         else:
-            rest.append(fqn)
+            rest.append(called.told(fqn))
     return tuple(rest)
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .._runtime.steps import Steps
+from ..options import add_prefix, strip_prefix
 
 __all__ = ["prefix_hint"]
 
 _MOST_PARTS = 3  # the most parts that a prefix may have
 _MOST_TRIED = 8
+_MOST_HEADS = 5  # the most beginnings of names that advice lists
 
 _Inserted = tuple[int, tuple[str, ...]]
 """The position of a prefix in a name, and the prefix."""
 
 
-def prefix_hint(absent: Sequence[str], saved: Collection[str]) -> Steps[str]:
+def prefix_hint(absent: Sequence[str], targets: Collection[str], saved: Collection[str]) -> Steps[str]:
     """Return advice if all ``absent`` names of a target are names of the checkpoint with one prefix added or removed;
-    empty otherwise.
+    empty otherwise. ``targets`` are all names of the target.
 
-    A prefix is at the same depth of every name: ``module.`` of ``model.module.weight``.
+    A prefix is at the same depth of every name: ``module.`` of ``model.module.weight``. The advice names the call of
+    ``add_prefix`` or ``strip_prefix`` that makes the target fit, if there is one.
     """
     if not absent:
         return ""
@@ -27,22 +31,57 @@ def prefix_hint(absent: Sequence[str], saved: Collection[str]) -> Steps[str]:
     if found is not None:
         at, prefix = found
         dotted = ".".join(prefix) + "."
+        heads = sorted({"".join(f"{part}." for part in name.split(".")[:at]) for name in absent})
+        call = yield from _call("add_prefix", dotted, heads, add_prefix(dotted, after=heads), (absent, targets, saved))
+        remedy = call or f"load into {{{dotted!r} + name: tensor for name, tensor in module.state_dict().items()}}"
         return (
             f"the checkpoint has all of these names with the prefix {dotted!r} ({_with(absent[0], at, prefix)!r}), "
-            "which wrappers such as DataParallel and torch.compile add: save the unwrapped module, or load into "
-            f"{{{dotted!r} + name: tensor for name, tensor in module.state_dict().items()}}"
+            f"which wrappers such as DataParallel and torch.compile add: save the unwrapped module, or {remedy}"
         )
     found = yield from _prefix_to_leave_out(absent, saved)
     if found is not None:
         at, prefix = found
         dotted = ".".join(prefix) + "."
+        heads = sorted({"".join(f"{part}." for part in name.split(".")[:at]) for name in absent})
+        names = strip_prefix(dotted, after=heads)
+        call = yield from _call("strip_prefix", dotted, heads, names, (absent, targets, saved))
         return (
             f"the checkpoint has all of these names without the prefix {dotted!r} "
             f"({_without(absent[0], at, prefix)!r}), which wrappers such as DataParallel and "
             "torch.compile add: unwrap the module before state_dict(), "
-            "as model.module or model._orig_mod"
+            "as model.module or model._orig_mod" + (f", or {call}" if call else "")
         )
     return ""
+
+
+def _call(
+    function: str,
+    dotted: str,
+    heads: Sequence[str],
+    names: Callable[[str], str],
+    found: tuple[Collection[str], Collection[str], Collection[str]],
+) -> Steps[str]:
+    """Return advice to load with ``names=``, which is ``function`` of the prefix after each of ``heads``; empty if the
+    target would not fit then either. ``found``: absent names, those of the target, those of the checkpoint."""
+    absent, targets, saved = found
+    if len(heads) > _MOST_HEADS:
+        return ""
+    missing, taken = set(absent), set()
+    for name in targets:
+        new = names(name)
+        if new not in saved and (name in saved or name in missing):
+            return ""
+        if new in saved and new in taken:
+            return ""
+        taken.add(new)
+        yield
+    after = "" if list(heads) == [""] else f", after={_quoted(heads)}"
+    return f"pass names=sidestream.{function}({_quoted([dotted])}{after}) to the load"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    texts = [json.dumps(name, ensure_ascii=False) for name in names]
+    return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
 
 
 def _prefix(absent: Sequence[str], saved: Collection[str]) -> Steps[_Inserted | None]:

@@ -18,6 +18,7 @@ from ..events import LoadContext
 from ..options import (
     RANK_WAIT_S,
     Allowance,
+    Names,
     Progress,
     StorePolicy,
     Trust,
@@ -38,6 +39,7 @@ async def load(
     url: str | os.PathLike[str],
     *,
     strict: Collection[Allowance] = (),
+    names: Names | None = None,
     verify: Verify = "always",
     atomic: bool = False,
     progress: Progress | None = None,
@@ -66,6 +68,12 @@ async def load(
     of its own first, so that a failure leaves ``state`` untouched. The same holds for a cancel, ``StorageError`` and
     ``DeadlineExceeded``; a cancel that comes when all has been read is raised after ``state`` has changed as a whole.
 
+    ``names``: the FQN in the checkpoint of an FQN in ``state``, as a function or a mapping (``Names``), where they
+    differ: ``names=sidestream.add_prefix("module.")`` reads ``"weight"`` from ``"module.weight"``. It is asked once for
+    each name in ``state`` and in the ``state_dict()`` of its objects, in a thread. Raises ``KeyCollision``, which lists
+    all names that would be given to two tensors of different memory. Unexpected keys are then those inside the
+    top-level keys of the new names.
+
     Of other writers' values only plain data is read, and objects of the types in ``allow``: those, and no others, are
     made again by their own code from what was saved. Anything else raises ``UnsafeObject``. ``trust="pickle"``
     unpickles those values instead, and so runs whatever code the file brings: only for files that you would run as a
@@ -87,7 +95,7 @@ async def load(
     async def run(operation: Operation | None) -> LoadReport:
         check_seconds("rank_wait_s", rank_wait_s)
         allowed = allowed_types(allow)
-        options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed, trust, planner)
+        options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed, trust, planner, names)
         where = Where(storage_options, filesystem, store_policy)
         location = locate_directory(url, where)
         return await load_from(location, state, options, LoadContext("load", location.url), operation)

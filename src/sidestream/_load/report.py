@@ -11,7 +11,7 @@ from .._format.records import Manifest
 from .._layout.objects import Allowed
 from .._runtime.public import public
 from ..errors import InvalidOption, SidestreamError
-from ..options import Progress, Trust, Verify, check_choice, check_timeout, check_verify
+from ..options import Names, Progress, Trust, Verify, check_choice, check_names, check_timeout, check_verify
 
 __all__ = ["LoadOptions", "LoadReport", "Loaded", "PassedOver", "report_of"]
 
@@ -35,7 +35,8 @@ class LoadReport:
     target. ``unverified``: of these some bytes had no checksum (only in files of other writers). ``digest``: with
     ``verify="always"``, whether the digests that the checkpoint carries were compared too; None if it has none. What
     ``strict=`` let pass: ``missing`` keys of the target were left as they are, tensors that were ``cast`` from another
-    dtype, and ``ignored`` keys of the checkpoint inside the target's own.
+    dtype, and ``ignored`` keys of the checkpoint inside the target's own. With ``names=`` the names are those of the
+    state dict, but ``not_asked_for`` and ``ignored`` are names in the checkpoint.
 
     Of a ``restore``: the damaged steps that were ``passed_over`` for this one, newest first, and whether the step was
     ``leased`` while it was read; where this process may not write, it was not, and could have been deleted meanwhile.
@@ -100,10 +101,14 @@ class LoadOptions:
     allow: Allowed
     trust: Trust = "data"
     planner: Any = None
+    names: Names | None = None
 
     def __post_init__(self) -> None:
         check_verify(self.verify)
         check_choice("trust", self.trust, Trust)
         check_timeout(self.timeout_s)
+        check_names(self.names)
         if self.planner is not None and (self.strict or self.atomic):
             raise InvalidOption("what may differ is for the planner to say: leave out strict= and atomic= beside it")
+        if self.planner is not None and self.names is not None:
+            raise InvalidOption("names are for the planner to say: leave out names= beside it")

@@ -83,7 +83,7 @@ class StateTarget:
         threads, url, source = io_threads(), self.location.url, self._source
         assert source is not None
         plan = await threads.run(self._match)
-        await _refuse_opaque(source, url, self._manifest, plan)
+        await _refuse_opaque(source, url, plan)
         if self.together is not None:
             assert self._outline is not None
             await agree_on(self.together, self._manifest, plan, url, self.replaced)
@@ -123,6 +123,7 @@ class StateTarget:
     def finish(self) -> Loaded:
         prepared, plan = self._ready, self._ready.plan
         let_go(self._manifest.entries)
+        let_go(plan.names.manifest.entries)
         return Loaded(prepared.loaded, plan.not_asked_for, plan.missing, plan.cast, plan.ignored)
 
     def written(self) -> tuple[str, ...]:
@@ -158,10 +159,13 @@ class StateTarget:
     def _match(self) -> LoadPlan:
         options, others = self.options, self.together is not None
         found, url, in_place = self._manifest, self.location.url, not options.atomic
-        return run_sliced(match(self.state, self._answers, found, url, options.strict, in_place, others=others))
+        steps = match(
+            self.state, self._answers, found, url, options.strict, in_place, others=others, names=options.names
+        )
+        return run_sliced(steps)
 
     def _prepare(self, plan: LoadPlan, reader: Reader, values: Mapping[str, Any]) -> _Prepared:
-        manifest = self._manifest
+        manifest = plan.names.manifest
         entries = manifest.entries
         new = new_tensors(entries, plan.new)
         fresh = new.tensors
@@ -186,7 +190,7 @@ class StateTarget:
 
     def _want(self, plan: LoadPlan, name: str, tensor: torch.Tensor) -> Wanted:
         local = plan.local.get(name)
-        entry = self._manifest.entries[name if local is None else local.fqn]
+        entry = plan.names.manifest.entries[name if local is None else local.fqn]
         assert isinstance(entry, TensorEntry)
         return Wanted(name, entry, whole(entry) if local is None or local.box is None else local.box, tensor)
 
@@ -236,12 +240,12 @@ def _count_versions(plan: LoadPlan) -> Steps[None]:
         yield
 
 
-async def _refuse_opaque(source: RangeSource, url: str, manifest: Manifest, plan: LoadPlan) -> None:
+async def _refuse_opaque(source: RangeSource, url: str, plan: LoadPlan) -> None:
     """Raise an error if the target requests tensors that cannot be read. It names the first and says how many."""
     if not plan.opaque:
         return
     fqn = plan.opaque[0]
-    entry = manifest.entries[fqn]
+    entry = plan.names.manifest.entries[fqn]
     assert isinstance(entry, OpaqueEntry)
     error = await why_opaque(source, fqn, entry)
     others = f"; the target requests {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""

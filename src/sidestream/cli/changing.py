@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from operator import or_
@@ -36,12 +36,12 @@ def convert(
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
     """Write a checkpoint in another format, in pieces; the target appears as a whole or not at all."""
-    options: dict[str, Any] = {"format": format, "select": select, "rename": _pairs(rename)}
+    options: dict[str, Any] = {"format": format, "select": select, "names": _renaming(rename)}
     stores = {"storage_options": options_of(storage_option), "target_options": options_of(target_option)}
     options |= {"dtype": _dtype(dtype), **stores}
     from .. import blocking
 
-    with _named_as_options("select", "rename", "dtype"), bar("converting", as_json) as progress:
+    with _named_as_options("select", "dtype", names="rename"), bar("converting", as_json) as progress:
         report = blocking.convert(
             source,
             target,
@@ -138,13 +138,17 @@ def prune(
 
 
 @contextmanager
-def _named_as_options(*keywords: str) -> Iterator[None]:
-    """Spell the options in errors as the command line does."""
+def _named_as_options(*keywords: str, **others: str) -> Iterator[None]:
+    """Spell the options in errors as the command line does. ``others`` have another name there."""
+    spelled = {**{keyword: keyword for keyword in keywords}, **others}
     try:
         yield
     except SidestreamError as error:
-        keyword = re.compile(rf"\b({'|'.join(keywords)})=")
-        error.args = tuple(keyword.sub(r"--\1 ", one).rstrip() if isinstance(one, str) else one for one in error.args)
+        keyword = re.compile(rf"\b({'|'.join(spelled)})=")
+        error.args = tuple(
+            keyword.sub(lambda found: f"--{spelled[found[1]]} ", one).rstrip() if isinstance(one, str) else one
+            for one in error.args
+        )
         raise
 
 
@@ -155,13 +159,19 @@ def _metric(word: str) -> tuple[str, int]:
     return metric, int(count or 1)
 
 
-def _pairs(rename: list[str] | None) -> dict[str, str] | None:
+def _renaming(rename: list[str] | None) -> Callable[[str], str] | None:
     if not rename:
         return None
     pairs = [one.partition("=") for one in rename]
     if not all(middle for _, middle, _ in pairs):
         raise InvalidOption("--rename takes REGEX=REPLACEMENT")
-    return {old: new for old, _, new in pairs}
+    try:
+        patterns = [(re.compile(old), new) for old, _, new in pairs]
+        for pattern, new in patterns:
+            pattern.sub(new, "")
+    except re.error as error:
+        raise InvalidOption(f"--rename takes REGEX=REPLACEMENT, of which one is not valid: {error}") from None
+    return lambda name: reduce(lambda found, one: one[0].sub(one[1], found), patterns, name)
 
 
 def _dtype(name: str | None) -> Any:

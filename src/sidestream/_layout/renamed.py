@@ -1,0 +1,138 @@
+"""A checkpoint under the names of the state dict that it is loaded into, as ``names=`` of a load gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .._format.records import DictKey, Entries, Entry, Key, Manifest, Row, path_of, stored
+from .._runtime.steps import Steps
+from .flatten import Leaf, StatefulRoot
+from .names import Names, new_names
+
+__all__ = ["Names", "Renamed", "renamed"]
+
+_MARK = "\0"  # in the place of a name of the checkpoint that the state dict uses for another entry
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """``manifest`` has every entry under the name that the state dict has for it; entries that the state dict does not
+    ask for keep their names. ``saved``: of the names that differ, those in the checkpoint; None where ``names=`` gives
+    none. ``inside``: names of entries that are not asked for, although other entries below the same top-level key of
+    the checkpoint are."""
+
+    manifest: Manifest
+    saved: Mapping[str, str | None] = field(default_factory=dict)
+    inside: frozenset[str] = frozenset()
+
+    def told(self, fqn: str) -> str:
+        """Return the name in the checkpoint."""
+        return self.saved.get(fqn) or fqn
+
+
+def renamed(
+    manifest: Manifest,
+    leaves: Iterable[Leaf],
+    names: Names,
+    url: str,
+    *,
+    same: Callable[[Any, Any], bool],
+    others: bool,
+) -> Steps[Renamed]:
+    """Return ``manifest`` as the target with these ``leaves`` names it. ``same``: whether two values of the target are
+    one memory.
+
+    What was saved below an object of the target, and is not in its own state yet (the moments of a fresh optimizer), is
+    found where all names of that state lie. Raises what ``new_names`` raises.
+    """
+    known: dict[str, Leaf] = {}
+    roots: dict[int, Leaf] = {}
+    for leaf in leaves:
+        if isinstance(leaf.value, StatefulRoot):
+            roots[leaf.value.number] = leaf
+        else:
+            known[leaf.fqn] = leaf
+        yield
+    leaders: list[Leaf] = []
+
+    def identity(fqn: str) -> object:
+        leaf = known[fqn]
+        leader = next((one for one in leaders if same(one.value, leaf.value)), None)
+        if leader is None:
+            leaders.append(leader := leaf)
+        return leader.fqn
+
+    wanted = yield from new_names(names, known, url, identity=identity, others=others)
+    asking: dict[str, list[str]] = {}
+    for fqn, new in wanted.items():
+        if new is not None:
+            asking.setdefault(new, []).append(fqn)
+    claims = yield from _claims(roots, known, wanted, manifest)
+    saved = {fqn: new for fqn, new in wanted.items() if new != fqn}
+    found: dict[str, Entry | Row] = {}
+    rest: dict[str, tuple[Key, ...]] = {}
+    tops = {new.split(".")[0] for new in asking if new not in manifest.entries}
+    for fqn, one in stored(manifest.entries).items():
+        yield
+        path = path_of(one)
+        if fqn in asking:
+            tops.add(_text(path[:1]))
+            found.update((own, _at(one, known[own].path)) for own in asking[fqn])
+            continue
+        claimed = _claimed(path, claims)
+        own = fqn if claimed is None else ".".join(filter(None, (claimed[0].fqn, _text(path[claimed[1] :]))))
+        if claimed is None or own in known or own in found:
+            own = fqn + _MARK if fqn in known or fqn in found else fqn
+            rest[own] = path
+            found[own] = _at(one, (own + _MARK,))
+        else:
+            found[own] = _at(one, (*claimed[0].path, *path[claimed[1] :]))
+        if own != fqn:
+            saved[own] = fqn
+    inside = frozenset(own for own, path in rest.items() if _text(path[:1]) in tops)
+    entries: Any = Entries(found) if isinstance(manifest.entries, Entries) else found
+    return Renamed(replace(manifest, entries=entries), saved, inside)
+
+
+def _claims(
+    roots: Mapping[int, Leaf], known: Mapping[str, Leaf], wanted: Mapping[str, str | None], manifest: Manifest
+) -> Steps[dict[str, Leaf]]:
+    """Return, by their names in the checkpoint, the objects and the empty dicts of the target: what was saved below
+    one of these names belongs to them."""
+    below: dict[int, set[str | None]] = {number: set() for number in roots}
+    claims: dict[str, Leaf] = {}
+    for fqn, leaf in known.items():
+        new = wanted[fqn]
+        if leaf.owner is not None:
+            rest = fqn[len(roots[leaf.owner].fqn) :]
+            fits = new is not None and new.endswith(rest)
+            below[leaf.owner].add(new[: len(new) - len(rest)] if new is not None and fits else None)
+        elif leaf.kind == "empty" and new is not None and new not in manifest.entries:
+            claims[new] = leaf
+        yield
+    for number, root in roots.items():
+        prefixes = below[number]
+        prefix = next(iter(prefixes)) if len(prefixes) == 1 else None
+        claims[prefix or root.fqn] = root
+    return claims
+
+
+def _claimed(path: tuple[Key, ...], claims: Mapping[str, Leaf]) -> tuple[Leaf, int] | None:
+    """Return what claims the entry at ``path``, and how many keys of the path that is."""
+    for depth in range(1, len(path) + 1):
+        root = claims.get(_text(path[:depth]))
+        if root is not None:
+            return root, depth
+    return None
+
+
+def _text(path: tuple[Key, ...]) -> str:
+    return ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
+
+
+def _at(one: Entry | Row, path: tuple[Key, ...]) -> Entry | Row:
+    if path_of(one) == path:
+        return one
+    return (*one[:-1], path) if isinstance(one, tuple) else replace(one, path=path)

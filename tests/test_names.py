@@ -1,0 +1,102 @@
+"""``names=`` of loads and conversions: the name in the checkpoint of a name in the state dict."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from states import assert_same
+
+import sidestream
+from sidestream import errors
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*assuming the intent is to (save|load) in a single process.*"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
+
+
+def model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize("writer", ["sidestream", "dcp"])
+@pytest.mark.parametrize(
+    ("wrap", "prefix"), [(torch.nn.DataParallel, "module."), (torch.compile, "_orig_mod.")], ids=["parallel", "compile"]
+)
+@pytest.mark.parametrize("saved_wrapped", [True, False])
+async def test_the_call_that_an_error_proposes_loads(
+    writer: str, wrap: Any, prefix: str, saved_wrapped: bool, tmp_path: Path
+) -> None:
+    source, target = model(1), model(2)
+    state = {"model": (wrap(source) if saved_wrapped else source).state_dict(), "epoch": 3}
+    if writer == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    else:
+        await sidestream.save(state, tmp_path / "c")
+    for make in (lambda one: one, lambda one: one.state_dict()):
+        asked = {"model": make(target if saved_wrapped else wrap(target)), "epoch": 0}
+        with pytest.raises(errors.Mismatch) as refused:
+            await sidestream.load(asked, tmp_path / "c")
+        call = re.search(r"names=(sidestream\.\w+\(.*?\)) to the load", str(refused.value))
+        assert call is not None, refused.value
+        assert prefix in call[1]
+        report = await sidestream.load(asked, tmp_path / "c", names=eval(call[1]))  # noqa: S307
+        assert asked["epoch"] == 3
+        assert_same(target.state_dict(), source.state_dict())
+        assert (report.not_asked_for, report.missing, report.ignored) == ((), (), ())
+        assert set(report.loaded) >= {"epoch", f"model.{'' if saved_wrapped else prefix}0.weight"}
+        with torch.no_grad():
+            target[0].weight.zero_()
+
+
+async def test_the_moments_of_a_fresh_optimizer_follow_its_names(tmp_path: Path) -> None:
+    source = model(1)
+    optimizer = torch.optim.AdamW(source.parameters())
+    source(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    await sidestream.save({"run": {"model": source, "optimizer": optimizer}}, tmp_path / "c")
+    target = model(2)
+    fresh = torch.optim.AdamW(target.parameters())
+    report = await sidestream.load(
+        {"model": target, "optimizer": fresh}, tmp_path / "c", names=sidestream.add_prefix("run.")
+    )
+    assert_same(target.state_dict(), source.state_dict())
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    assert "optimizer.state.0.exp_avg" in report.loaded
+
+
+async def test_tied_tensors_are_read_from_one_name(tmp_path: Path) -> None:
+    await sidestream.save({"embed": torch.arange(6.0).reshape(2, 3)}, tmp_path / "c")
+    weight = torch.zeros(2, 3)
+    report = await sidestream.load({"embed": weight, "head": weight}, tmp_path / "c", names={"head": "embed"})
+    assert torch.equal(weight, torch.arange(6.0).reshape(2, 3))
+    assert report.loaded == ("embed", "head")
+    other = {"embed": torch.zeros(2, 3), "head": torch.zeros(2, 3), "a": torch.zeros(1), "b": torch.zeros(1)}
+    with pytest.raises(errors.KeyCollision, match=r"embed: the name of embed, head\n  x: the name of a, b"):
+        await sidestream.load(other, tmp_path / "c", names={"head": "embed", "a": "x", "b": "x"})
+    assert not other["embed"].any()
+
+
+async def test_names_that_change_places_and_names_that_are_not_there(tmp_path: Path) -> None:
+    await sidestream.save({"m": {"a": torch.ones(2), "b": torch.zeros(2), "c": torch.ones(1)}}, tmp_path / "c")
+    target = {"m": {"a": torch.full((2,), 5.0), "b": torch.full((2,), 5.0)}}
+    swap = {"m.a": "m.b", "m.b": "m.a"}
+    with pytest.raises(errors.UnexpectedKeys, match=r"m\.c: in the checkpoint"):
+        await sidestream.load(target, tmp_path / "c", names=swap)
+    report = await sidestream.load(target, tmp_path / "c", names=swap, strict={"ignore_unexpected"})
+    assert (target["m"]["a"].sum(), target["m"]["b"].sum()) == (0, 2)
+    assert report.ignored == ("m.c",)
+    with pytest.raises(errors.InvalidOption, match="nobody"):
+        await sidestream.load(target, tmp_path / "c", names={"nobody": "m.a"})
+    with pytest.raises(errors.MissingKeys, match=r"m\.a: in the target, not in the checkpoint as m\.x"):
+        await sidestream.load(target, tmp_path / "c", names={"m.a": "m.x"}, strict={"ignore_unexpected"})
+    report = await sidestream.load(
+        target, tmp_path / "c", names={"m.a": "m.x"}, strict={"partial", "ignore_unexpected"}
+    )
+    assert report.missing == ("m.a",)
