@@ -301,11 +301,21 @@ class Transaction(ABC):
             attempt = self.attempt.name
             error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")
 
+    async def check_not_overtaken(self) -> None:
+        """Raise ``Conflict`` if this is a ``"replacement"`` that cannot be committed any more, because another save has
+        replaced its target meanwhile. Where an exchange commits, the last one stays, and there is no such case."""
+        return
+
+    async def _discard_replaced(self) -> None:
+        """Delete what this transaction has replaced. Where two directories were exchanged, it has the name of the
+        attempt."""
+        await self.discard()
+
     async def remove_replaced(self) -> None:
         """Remove what a committed ``"replacement"`` has replaced. A failure is logged, because the new one is there."""
         try:
-            await self.discard()
-        except SidestreamError as error:
+            await self._discard_replaced()
+        except (SidestreamError, OSError) as error:
             _log.warning("what %s replaced could not be removed: %s", self.attempt.target, error)
 
 
