@@ -26,10 +26,10 @@ __all__ = ["KEY", "SECRET", "Request", "S3Server", "serving"]
 
 KEY, SECRET = "AKIACANARY00000000", "canary-secret-0123456789abcdef"
 
-Fault = int | str
-"""A status to answer with; ``"reset"`` before anything was read, ``"stall"`` for ever, ``"lose"`` the answer after the
-work was done, ``"stall-after"`` it was done, ``"truncate"`` the body of the answer, ``"stall-midway"`` in
-the middle of it."""
+Fault = int | str | Callable[[], object]
+"""What is called before the request is carried out, or a status to answer with; ``"reset"`` before anything was read,
+``"stall"`` for ever, ``"lose"`` the answer after the work was done, ``"stall-after"`` it was done, ``"truncate"`` the
+body of the answer, ``"stall-midway"`` in the middle of it."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.s3.log.append(request)
             fault = self.s3.fault(request)
             self.s3.seen.notify_all()
+        if callable(fault):
+            fault()
         if fault == "reset":
             return self._hang_up()
         if fault == "stall":
