@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from mmap import mmap
 from typing import Literal, Protocol
 
-from .._format.marker import METADATA_NAME
 from .._runtime.threads import Stop
 from ..options import Capabilities, Durability
 from .bodies import Body
 from .transaction import Attempt, StoreAddress, Transaction
 
 __all__ = ["Files", "Leftover", "RangeSource", "ReadRange", "Store", "StoreSource"]
+
+_MARKER = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ class StoreSource:
 
     async def read_tail(self, file: str, nbytes: int) -> bytes:
         tail = await self._store.read_tail(self.path_of(file), nbytes)
-        if file == METADATA_NAME and self._marker is None:
+        if file == _MARKER and self._marker is None:
             self._marker = nbytes, tail
         return tail
 
@@ -211,7 +212,7 @@ class StoreSource:
             return False
         nbytes, tail = self._marker
         try:
-            return await self._store.read_tail(self.path_of(METADATA_NAME), nbytes) != tail
+            return await self._store.read_tail(self.path_of(_MARKER), nbytes) != tail
         except FileNotFoundError:
             return True
 

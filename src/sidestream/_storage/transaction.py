@@ -14,9 +14,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
-from .._format.marker import TAIL_BYTES
+from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from ..errors import Closed, Conflict, DeadlineExceeded, NotDurable, OutcomeUnknown, SidestreamError
@@ -24,7 +24,7 @@ from ..options import Durability, StorePolicy
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
 
-__all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "StoreAddress", "Transaction"]
+__all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "StoreAddress", "Transaction", "marker_in"]
 
 Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
 
@@ -317,6 +317,15 @@ class Transaction(ABC):
             await self._discard_replaced()
         except (SidestreamError, OSError) as error:
             _log.warning("what %s replaced could not be removed: %s", self.attempt.target, error)
+
+
+class _Ends(Protocol):
+    async def tail(self, name: str, nbytes: int) -> bytes: ...
+
+
+async def marker_in(files: _Ends, name: str) -> Marker | None:
+    """Return the marker in the file ``name``; None if another writer made it. Raises ``Corrupt``."""
+    return find_marker(await files.tail(name, TAIL_BYTES))
 
 
 def _body(pieces: Sequence[bytes]) -> Body:

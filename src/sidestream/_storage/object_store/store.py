@@ -22,7 +22,7 @@ from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket
 from .names import NOTE, id_of
-from .transaction import ObjectTransaction, check_promises, content_of
+from .transaction import ObjectTransaction, check_replaces, content_of
 
 __all__ = ["ObjectStore"]
 
@@ -69,7 +69,7 @@ class ObjectStore:
         return ObjectTransaction(self._bucket, self.address, attempt)
 
     def check_replaces(self) -> None:
-        check_promises(self._bucket, replaces=True)
+        check_replaces(self._bucket)
 
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         content = await content_of(body)

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
-from ..._format.marker import TAIL_BYTES, find_marker
 from ..._runtime.threads import Deadline, Stop, Threads, current_deadline, io_threads, time_limit
 from ...errors import (
     AccessDenied,
@@ -29,12 +28,12 @@ from ...events import PromiseLost, emit
 from ..bodies import Body
 from ..clients.io_loop import Call, on_io_loop
 from ..clients.requests import is_uncertain, translated
-from ..transaction import Attempt, StoreAddress, Transaction
+from ..transaction import Attempt, StoreAddress, Transaction, marker_in
 from .bucket import Bucket
 from .names import NOTE, id_of, is_plain_shard, name_with_id
 from .parts import part_bytes_for
 
-__all__ = ["ObjectTransaction", "check_promises", "content_of"]
+__all__ = ["ObjectTransaction", "check_replaces", "content_of"]
 
 _MARKER = ".metadata"
 _CLEAN_UP_S = 60.0
@@ -113,7 +112,7 @@ class ObjectTransaction(Transaction):
     def _write(self, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
         attempt, bucket = self.attempt, self._bucket
         stop.check()
-        check_promises(bucket, replaces=attempt.kind == "replacement")
+        _check_promises(bucket)
         if not self._made and attempt.kind not in ("joined", "part"):
             Call(self._check_vacant).result(f"looking at {bucket.url}/{attempt.target}", stop)
         with self._make_once():
@@ -151,6 +150,7 @@ class ObjectTransaction(Transaction):
 
     async def _look_at_replaced(self, listed: Collection[str]) -> _Replaced:
         bucket, save_id = self._bucket, self.attempt.save_id
+        check_replaces(bucket)
         name = f"{self.attempt.target}/{_MARKER}"
         if NOTE in listed:
             raise Conflict(
@@ -172,7 +172,7 @@ class ObjectTransaction(Transaction):
     async def _marked_id(self, name: str) -> str | None:
         """Return the id of the save that wrote this marker; None if it is damaged."""
         try:
-            marker = find_marker(await self._bucket.tail(name, TAIL_BYTES))
+            marker = await marker_in(self._bucket, name)
         except Corrupt:
             return None
         if marker is None:
@@ -381,13 +381,16 @@ class ObjectTransaction(Transaction):
         await bucket.forget(attempt.target)
 
 
-def check_promises(bucket: Bucket, *, replaces: bool) -> None:
-    """Raise ``InvalidOption`` where nothing can be written, or nothing be replaced in one step."""
+def check_replaces(bucket: Bucket) -> None:
+    """Raise ``InvalidOption`` where nothing can be replaced in one step."""
+    if not bucket.capabilities.versions:
+        raise InvalidOption(_no_conditions(bucket))
+
+
+def _check_promises(bucket: Bucket) -> None:
     name, can = bucket.engine.name, bucket.capabilities
     if not can.listing:
         raise InvalidOption(f"{bucket.url} can be read and not written: save to object storage or a directory")
-    if replaces and not can.versions:
-        raise InvalidOption(_no_conditions(bucket))
     if not can.create_only and name not in _warned:
         _warned.add(name)
         emit(
