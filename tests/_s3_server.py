@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import format_datetime
+from hashlib import md5
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree as ET
@@ -25,15 +26,15 @@ __all__ = ["KEY", "SECRET", "Request", "S3Server", "serving"]
 
 KEY, SECRET = "AKIACANARY00000000", "canary-secret-0123456789abcdef"
 
-Fault = int | str
-"""A status to answer with; ``"reset"`` before anything was read, ``"stall"`` for ever, ``"lose"`` the answer after the
-work was done, ``"stall-after"`` it was done, ``"truncate"`` the body of the answer, ``"stall-midway"`` in
-the middle of it."""
+Fault = int | str | Callable[[], object]
+"""What is called before the request is carried out, or a status to answer with; ``"reset"`` before anything was read,
+``"stall"`` for ever, ``"lose"`` the answer after the work was done, ``"stall-after"`` it was done, ``"truncate"`` the
+body of the answer, ``"stall-midway"`` in the middle of it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """``kind``: put, create, part, begin, complete, abort, get, head, list, uploads, delete."""
+    """``kind``: put, create, replace, part, begin, complete, abort, get, head, list, uploads, delete."""
 
     kind: str
     key: str
@@ -72,6 +73,7 @@ class S3Server:
             self.modified: dict[str, datetime] = {}
             self.uploads: dict[str, Upload] = {}
             self.log: list[Request] = []
+            self.ignores_conditions = False  # of ``If-Match``
             self.fault: Callable[[Request], Fault | None] = lambda request: None
 
     @property
@@ -154,6 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.s3.log.append(request)
             fault = self.s3.fault(request)
             self.s3.seen.notify_all()
+        if callable(fault):
+            fault()
         if fault == "reset":
             return self._hang_up()
         if fault == "stall":
@@ -180,6 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _kind(self, key: str, query: dict[str, str]) -> str:
         verb = self.command
         if verb == "PUT":
+            if self.headers.get("If-Match"):
+                return "replace"
             return "part" if "uploadId" in query else "create" if self.headers.get("If-None-Match") else "put"
         if verb == "POST":
             return "begin" if "uploads" in query else "complete" if "uploadId" in query else "delete_many"
@@ -243,11 +249,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.s3.objects[key] = self.s3.objects[source] if source else body
         self.s3.modified[key] = datetime.now(UTC)
         copied = _xml("CopyObjectResult", f"<ETag>x</ETag><LastModified>{_iso(self.s3.modified[key])}</LastModified>")
-        return 200, copied if source else b"", {"ETag": f'"{len(body)}"'}
+        return 200, copied if source else b"", {"ETag": _etag(self.s3.objects[key])}
 
     def _create(self, key: str, query: dict[str, str], body: bytes) -> tuple[int, bytes, dict[str, str]]:
         if key in self.s3.objects:
             return 412, b"<Error><Code>PreconditionFailed</Code><Message>it is there</Message></Error>", {}
+        return self._put(key, query, body)
+
+    def _replace(self, key: str, query: dict[str, str], body: bytes) -> tuple[int, bytes, dict[str, str]]:
+        if self.s3.ignores_conditions:
+            return self._put(key, query, body)
+        if key not in self.s3.objects:
+            return 404, b"<Error><Code>NoSuchKey</Code><Message>no such key</Message></Error>", {}
+        if self.headers["If-Match"] != _etag(self.s3.objects[key]):
+            return 412, b"<Error><Code>PreconditionFailed</Code><Message>it has changed</Message></Error>", {}
         return self._put(key, query, body)
 
     def _begin(self, key: str, query: dict[str, str], body: bytes) -> tuple[int, bytes, dict[str, str]]:
@@ -304,7 +319,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _headers(self, key: str) -> dict[str, str]:
         return {
-            "ETag": f'"{len(self.s3.objects[key])}"',
+            "ETag": _etag(self.s3.objects[key]),
             "Last-Modified": format_datetime(self.s3.modified[key], usegmt=True),
         }
 
@@ -347,6 +362,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _xml(name: str, content: str) -> bytes:
     return f'<?xml version="1.0"?><{name} xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{content}</{name}>'.encode()
+
+
+def _etag(content: bytes) -> str:
+    return f'"{md5(content).hexdigest()}"'
 
 
 def _iso(moment: datetime) -> str:

@@ -158,6 +158,13 @@ class Capabilities:
     the flag sidestream only reads, as from a web server: a load needs the URL of a checkpoint that sidestream wrote, a
     ``Checkpointer`` fails, and a save raises ``InvalidOption``.
 
+    ``versions``: there are also two methods that replace a blob only if nobody has written it meanwhile.
+    ``async def version(self, name: str) -> str`` returns what identifies the current content of a blob (an ETag, a
+    generation), and raises ``FileNotFoundError`` if there is none. ``async def replace(self, name: str, content: bytes,
+    version: str) -> None`` writes the blob in one atomic step if it still has this version. It raises
+    ``FileExistsError`` if it has another one, and ``FileNotFoundError`` if there is none. No two contents of a name
+    ever have the same version. Without the flag ``overwrite=True`` raises ``InvalidOption``.
+
     ``mapping``: there is also ``async def map(self, name: str, nbytes: int) -> mmap.mmap``, which maps a file of this
     machine with ``mmap.ACCESS_COPY``. Without the flag ``memory="mapped"`` raises ``InvalidOption``.
 
@@ -168,6 +175,7 @@ class Capabilities:
 
     create_only: bool = False
     listing: bool = False
+    versions: bool = False
     mapping: bool = False
     rename: bool = False
 

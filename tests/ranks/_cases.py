@@ -676,6 +676,39 @@ def storage_then_disk(rank: int, world: int, directory: Path) -> None:
         same(target, large(mesh))
 
 
+def overwritten_on_storage(rank: int, world: int, directory: Path, url: str, options: dict[str, Any]) -> list[Any]:
+    """All ranks replace one checkpoint several times; the last time another save is faster."""
+    mesh = init_device_mesh("cpu", (world,))
+    policy = sidestream.StorePolicy(engine="obstore", part_bytes=5 << 20)
+    keywords: dict[str, Any] = {"storage_options": options, "store_policy": policy, "timeout_s": TIMEOUT_S}
+
+    def overtake(event: sidestream.events.Event) -> None:
+        """On rank 0, when it has written and not committed."""
+        if isinstance(event, sidestream.events.SaveWritten) and event.save.world == world and not rank:
+            small = {"other": torch.ones(3)}
+            save = sidestream.blocking.save
+            alone = {"overwrite": True, "process_group": "alone", **keywords}
+            thread = threading.Thread(target=save, args=(small, url), kwargs=alone)
+            thread.start()
+            thread.join()
+
+    async def several() -> list[Any]:
+        ids = []
+        for seed in range(3):
+            ids.append((await sidestream.save(large(mesh, seed), url, overwrite=True, **keywords)).save_id)
+            target = large(mesh, 9)
+            await sidestream.load(target, url, **keywords)
+            same(target, large(mesh, seed))
+        with sidestream.events.observe(overtake):
+            try:
+                await sidestream.save(large(mesh, 3), url, overwrite=True, **keywords)
+            except sidestream.errors.RankFailures as failures:
+                return [ids, [[one.rank, one.kind] for one in failures.failures]]
+        return []
+
+    return run(several())
+
+
 def object_storage(rank: int, world: int, directory: Path, url: str, options: dict[str, Any]) -> list[Any]:
     """To a bucket: twice in one run, then a save that fails, and what is left of it."""
     mesh = init_device_mesh("cpu", (world,))

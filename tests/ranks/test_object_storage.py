@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from _s3_server import serving
 
 import sidestream
@@ -23,6 +24,22 @@ async def test_ranks_save_to_a_bucket(groups: Groups, tmp_path: Path) -> None:
         report = await sidestream.verify(f"{url}/run/step-1", storage_options=server.options)
         assert report.ok, report.damaged
         assert report.save_id == ids[1]
+
+
+async def test_ranks_replace_a_checkpoint_in_a_bucket(groups: Groups, tmp_path: Path) -> None:
+    with serving() as server:
+        url = f"s3://{server.bucket}/ranks/last"
+        where = {"storage_options": server.options, "store_policy": sidestream.StorePolicy(engine="obstore")}
+        results = groups.run("overwritten_on_storage", 2, tmp_path, url=url, options=server.options).results
+        assert all(told == results[0] for told in results)
+        ids, failures = results[0]
+        assert len(set(ids)) == 3
+        assert failures == [[0, "Conflict"]]
+        target = {"other": torch.zeros(3)}
+        report = await sidestream.load(target, url, **where)
+        assert target["other"].tolist() == [1.0] * 3
+        names = {key.rpartition("/")[2] for key in server.objects}
+        assert all(report.save_id in name for name in names - {".metadata"})
 
 
 def test_what_was_saved_to_storage_first_can_be_read_from_a_disk(groups: Groups, tmp_path: Path) -> None:

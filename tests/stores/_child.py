@@ -53,6 +53,13 @@ class Child:
             info = await sidestream.save(make_state(seed, self.trial["mib"]), url, **self.where)
             self.tell(acked=info.url.rpartition("/")[2], seed=seed)
 
+    async def over(self) -> None:
+        """To one URL, each save in the place of what is there."""
+        for _, seed in self.trial["saves"]:
+            state = make_state(seed, self.trial["mib"])
+            info = await sidestream.save(state, f"{self.trial['run']}/last", overwrite=True, **self.where)
+            self.tell(acked=info.url.rpartition("/")[2], seed=seed)
+
     async def polling(self) -> None:
         """Restore the newest step again and again until that is ``until``."""
         state, seen, loads = blank_state(self.trial["mib"]), [], 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from _states import PART_BYTES, blank_state, make_state, seed_in
 
 import sidestream
 from sidestream import events
-from sidestream._storage import Store, Where, locate_run
+from sidestream._runtime.threads import Deadline, time_limit
+from sidestream._storage import Store, Where, locate_directory, locate_run
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 import test_store_conformance as suite
@@ -47,6 +49,32 @@ def run(request: pytest.FixtureRequest, prefix: str, monkeypatch: pytest.MonkeyP
 def store(run: tuple[str, dict[str, Any]]) -> Store:
     url, how = run
     return locate_run(url, Where(how["storage_options"], policy=how["store_policy"]))[0]
+
+
+async def test_a_checkpoint_is_replaced(run: tuple[str, dict[str, Any]]) -> None:
+    url, how = f"{run[0]}/last", run[1]
+    if how["store_policy"].engine == "fsspec":
+        with pytest.raises(sidestream.errors.InvalidOption):
+            await sidestream.save(make_state(31), url, overwrite=True, **how)
+        return
+    for seed in (31, 32):
+        info = await sidestream.save(make_state(seed), url, overwrite=True, **how)
+    ends = await asyncio.gather(
+        *(sidestream.save(make_state(seed), url, overwrite=True, **how) for seed in (33, 34)), return_exceptions=True
+    )
+    assert {type(end) for end in ends} <= {sidestream.SaveInfo, sidestream.errors.Conflict}
+    info = await sidestream.save(make_state(35), url, overwrite=True, **how)
+    state = blank_state()
+    await sidestream.load(state, url, **how)
+    assert seed_in(state) == 35
+    with time_limit(Deadline.after(60)):
+        names = set(
+            await locate_directory(url, Where(how["storage_options"], policy=how["store_policy"])).store.sizes("last")
+        )
+    assert all(info.save_id in name for name in names - {".metadata"})
+    await sidestream.remove(url, **how)
+    with pytest.raises(sidestream.errors.CheckpointNotFound):
+        await sidestream.load(state, url, **how)
 
 
 async def test_what_is_discarded_is_gone(store: Store) -> None:

@@ -12,7 +12,7 @@ import pytest
 from _processes import Children, Oracle, Seen, Told, children, oracle
 from _proxy import Exchange, Fault, Lane, Proxy
 from _servers import Bucket, Endpoint
-from _states import PART_BYTES, make_state
+from _states import PART_BYTES, blank_state, make_state, seed_in
 
 import sidestream
 
@@ -246,6 +246,88 @@ def test_of_two_writers_of_one_target_one_wins(
         (seed,) = winners[0].acked.values()
         seen = judge.look(seaweed.options, run, MIB)
         assert (seen.ours, seen.stock, seen.uploads) == ({"plain-1": seed}, {"plain-1": seed}, [])
+
+
+def loaded(url: str, how: dict[str, Any], mib: int) -> int | str:
+    """The seed of the checkpoint."""
+    state = blank_state(mib)
+    sidestream.blocking.load(state, url, **how)
+    return seed_in(state, mib)
+
+
+def ids(bucket: Bucket, prefix: str) -> set[str]:
+    return {key.rpartition("manifest-")[2] for key in bucket.keys(prefix) if "manifest-" in key}
+
+
+def test_overwriting_is_killed_at_every_request(
+    seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, prefix: str
+) -> None:
+    """The old checkpoint up to the put of the marker, the new one from then on; the next save deletes what is left."""
+    how = {"storage_options": seaweed.options, "store_policy": sidestream.StorePolicy(**policy("obstore"))}
+    sidestream.blocking.save(make_state(11, MIB), seaweed.url(f"{prefix}/before/last"), **how)
+
+    def trial(run: str, lane: Lane, killer: Killer | None) -> Told:
+        def started(pid: int) -> None:
+            if killer is not None:
+                killer.pid = pid
+
+        return child.run(
+            started, work="over", run=run, options=seaweed.at(lane.port), policy=policy("obstore"), saves=[(1, 12)],
+            mib=MIB,
+        )  # fmt: skip
+
+    with faults.lane() as lane:
+        bucket.copy(f"{prefix}/before/", f"{prefix}/whole/")
+        whole = trial(seaweed.url(f"{prefix}/whole"), lane, None)
+        assert whole.acked == {"last": 12}, whole
+        requests = [exchange.operation for exchange in lane.log]
+        marker = markers(lane)[-1].index
+    assert ids(bucket, f"{prefix}/whole/").isdisjoint(ids(bucket, f"{prefix}/before/"))
+    assert any(operation.startswith("Delete") for operation in requests[marker:]), requests
+    found: dict[tuple[int, bool], int | str] = {}
+    left = 0
+    for at, after in [(at, False) for at in range(1, len(requests) + 1)] + [(marker, True)]:
+        below = f"{prefix}/{at}-{after}"
+        bucket.copy(f"{prefix}/before/", f"{below}/")
+        with faults.lane() as lane:
+            killer = Killer(lane, at, after)
+            told = trial(seaweed.url(below), lane, killer)
+        assert killer.dead, told
+        found[at, after] = loaded(seaweed.url(f"{below}/last"), how, MIB)
+        left += len(ids(bucket, below)) > 1
+        info = sidestream.blocking.save(make_state(13, MIB), seaweed.url(f"{below}/last"), overwrite=True, **how)
+        assert ids(bucket, below) == {info.save_id}
+        assert loaded(seaweed.url(f"{below}/last"), how, MIB) == 13
+    expected = {(at, after): 12 if at > marker or after else 11 for at, after in found}
+    assert found == expected
+    assert left, "some were killed between the commit and the deletion"
+
+
+def test_of_two_that_overwrite_one_wins(
+    seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, another: Children, prefix: str
+) -> None:
+    """The puts of both markers are held back until both have come."""
+    how = {"storage_options": seaweed.options, "store_policy": sidestream.StorePolicy(**policy("obstore"))}
+    url = seaweed.url(f"{prefix}/last")
+    sidestream.blocking.save(make_state(11, MIB), url, **how)
+    with faults.lane() as lane:
+        lane.hold = lambda one: one in markers(lane) and len(markers(lane)) < 2
+        trial = {
+            "work": "over",
+            "run": seaweed.url(prefix),
+            "options": seaweed.at(lane.port),
+            "policy": policy("obstore"),
+            "mib": MIB,
+        }
+        child.start(**trial, saves=[(1, 21)])
+        another.start(**trial, saves=[(1, 22)])
+        child.begin()
+        another.begin()
+        ends = [child.finish(), another.finish()]
+    winners = [end for end in ends if end.acked]
+    assert (len(winners), [end.get("error") for end in ends if not end.acked]) == (1, ["Conflict"]), ends
+    assert loaded(url, how, MIB) == winners[0].acked["last"]
+    assert len(ids(bucket, prefix)) == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)

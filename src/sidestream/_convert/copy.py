@@ -131,8 +131,9 @@ async def remove(
     """Remove the checkpoint in the directory or below the prefix ``url``, with everything else that is in it.
 
     It disappears in one step for those who look for it, and its files are deleted after that: a local directory is
-    renamed first, on object storage the marker goes first. A load that has begun fails. Leases of a run are not asked;
-    retention (``keep=`` of a ``Checkpointer``) asks them. With several ranks one rank calls it.
+    renamed first, on object storage the marker goes first. There a second call continues an interrupted one. A load
+    that has begun fails. Leases of a run are not asked; retention (``keep=`` of a ``Checkpointer``) asks them. With
+    several ranks one rank calls it.
 
     Args:
         url: the checkpoint, ours or one of stock DCP; not a run, and not a single file.
@@ -150,9 +151,9 @@ async def remove(
     location = locate_directory(url, Where(storage_options, filesystem, store_policy))
     with time_limit(Deadline.after(timeout_s)):
         try:
-            there = METADATA_NAME in await location.store.sizes(location.name)
+            there = {METADATA_NAME, location.store.retired_note} & (await location.store.sizes(location.name)).keys()
         except FileNotFoundError:
-            there = False
+            there = set()
         if not there:
             raise CheckpointNotFound(
                 f"no checkpoint at {location.url}: there is no {METADATA_NAME}; nothing was removed"

@@ -92,8 +92,10 @@ async def save(
     ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
     a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
 
-    ``overwrite=True`` replaces a checkpoint in a local directory: readers find the old one or the new one, never
-    neither. With several ranks all give it. A directory that is not a checkpoint is a ``Conflict`` as before.
+    ``overwrite=True`` replaces a checkpoint: readers find the old one or the new one, never neither. With several ranks
+    all give it. A directory that is not a checkpoint is a ``Conflict`` as before. On object storage it needs puts on a
+    condition, and ``InvalidOption`` is raised without them; of several saves at the same time one succeeds, the others
+    raise ``Conflict``.
 
     ``files`` are sidecar files that are committed with the checkpoint: by name their content, or the path of a regular
     file of this machine, of 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file`` returns
@@ -182,11 +184,8 @@ def async_save(
             )
         check_seconds("rank_wait_s", rank_wait_s)
         location = locate_directory(url, Where(storage_options, filesystem, store_policy))
-        if overwrite and not location.store.capabilities.rename:
-            raise InvalidOption(
-                f"overwrite=True exchanges two directories in one step, and {location.url} is on object storage, which "
-                "has none: save to a new prefix, and remove() the old one afterwards"
-            )
+        if overwrite:
+            location.store.check_replaces()
         sinks = sinks_of(wanted, location.url, step=None, durability=durability)
         if operation is None or operation.rank == 0:
             exports.extend(map(PendingExport, sinks))

@@ -127,7 +127,8 @@ class Coordinator(Protocol):
 
 
 async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> None:
-    """Raise ``NotShared`` if this process, which commits, does not find what the ranks have written."""
+    """Raise ``NotShared`` if this process, which commits, does not find what the ranks have written; ``Conflict`` if
+    another save has removed it, which has replaced the target meanwhile."""
     expected = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
     try:
         found = await order.location.store.sizes(order.transaction.path_of())
@@ -135,6 +136,7 @@ async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Non
         found = {}
     lost = [name for name, nbytes in expected.items() if found.get(name) != nbytes]
     if lost:
+        await order.transaction.check_not_overtaken()
         raise NotShared(
             2,
             f"ranks wrote {len(expected)} files, and rank 0 does not see {len(lost)} of them "

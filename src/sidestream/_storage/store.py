@@ -14,6 +14,8 @@ from .transaction import Attempt, StoreAddress, Transaction
 
 __all__ = ["Files", "Leftover", "RangeSource", "ReadRange", "Store", "StoreSource"]
 
+_MARKER = ".metadata"
+
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
@@ -82,8 +84,8 @@ class RangeSource(Protocol):
         """``Store.map``."""
 
     async def moved(self) -> bool:
-        """Return whether another directory has taken the name of this one since it was opened, or none has it. False
-        where names of files tell one save from another."""
+        """Return whether another directory has taken the name of this one since it was opened, or none has it. Where
+        names of files tell one save from another: whether the marker is another one than that which was read first."""
 
     async def aclose(self) -> None:
         """Release the directory; a cancel is raised when that is done. A thread that still uses the directory keeps it
@@ -111,6 +113,13 @@ class Store(Protocol):
 
     def begin(self, attempt: Attempt) -> Transaction:
         """Return a transaction for one attempt. Changes nothing on the storage, and raises nothing."""
+
+    @property
+    def retired_note(self) -> str | None:
+        """The name of the file that ``retire`` puts beside a checkpoint until the last of it is deleted, if it does."""
+
+    def check_replaces(self) -> None:
+        """Raise ``InvalidOption`` if this store is known not to replace a checkpoint in one step."""
 
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         """Write a new file, in a directory that need not exist yet. When this returns it is complete and, with
@@ -170,6 +179,7 @@ class StoreSource:
 
     def __init__(self, store: Store, directory: str) -> None:
         self._store = store
+        self._marker: tuple[int, bytes] | None = None  # how much of its end was asked for first, and what came
         self.name = directory
 
     def path_of(self, file: str) -> str:
@@ -182,7 +192,10 @@ class StoreSource:
         return None
 
     async def read_tail(self, file: str, nbytes: int) -> bytes:
-        return await self._store.read_tail(self.path_of(file), nbytes)
+        tail = await self._store.read_tail(self.path_of(file), nbytes)
+        if file == _MARKER and self._marker is None:
+            self._marker = nbytes, tail
+        return tail
 
     async def size(self, file: str) -> int:
         return await self._store.size(self.path_of(file))
@@ -194,7 +207,14 @@ class StoreSource:
         return await self._store.map(self.path_of(file), nbytes)
 
     async def moved(self) -> bool:
-        return False
+        """Here a save replaces the marker."""
+        if self._marker is None:
+            return False
+        nbytes, tail = self._marker
+        try:
+            return await self._store.read_tail(self.path_of(_MARKER), nbytes) != tail
+        except FileNotFoundError:
+            return True
 
     async def aclose(self) -> None:
         """Nothing is open between two requests."""

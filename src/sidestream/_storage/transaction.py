@@ -14,9 +14,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
-from .._format.marker import TAIL_BYTES
+from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from ..errors import Closed, Conflict, DeadlineExceeded, NotDurable, OutcomeUnknown, SidestreamError
@@ -24,7 +24,7 @@ from ..options import Durability, StorePolicy
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
 
-__all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "StoreAddress", "Transaction"]
+__all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "StoreAddress", "Transaction", "marker_in"]
 
 Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
 
@@ -305,12 +305,31 @@ class Transaction(ABC):
             attempt = self.attempt.name
             error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")
 
+    async def check_not_overtaken(self) -> None:
+        """Raise ``Conflict`` if this is a ``"replacement"`` that cannot be committed any more, because another save has
+        replaced its target meanwhile. Where an exchange commits, the last one stays, and there is no such case."""
+        return
+
+    async def _discard_replaced(self) -> None:
+        """Delete what this transaction has replaced. Where two directories were exchanged, it has the name of the
+        attempt."""
+        await self.discard()
+
     async def remove_replaced(self) -> None:
         """Remove what a committed ``"replacement"`` has replaced. A failure is logged, because the new one is there."""
         try:
-            await self.discard()
-        except SidestreamError as error:
+            await self._discard_replaced()
+        except (SidestreamError, OSError) as error:
             _log.warning("what %s replaced could not be removed: %s", self.attempt.target, error)
+
+
+class _Ends(Protocol):
+    async def tail(self, name: str, nbytes: int) -> bytes: ...
+
+
+async def marker_in(files: _Ends, name: str) -> Marker | None:
+    """Return the marker in the file ``name``; None if another writer made it. Raises ``Corrupt``."""
+    return find_marker(await files.tail(name, TAIL_BYTES))
 
 
 def _body(pieces: Sequence[bytes]) -> Body:

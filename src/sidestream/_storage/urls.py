@@ -91,7 +91,8 @@ def _check_store(given: Any) -> None:
             f"filesystem={name} is neither an fsspec file system nor a sidestream.options.BlobStore: it has no "
             "capabilities of the type sidestream.options.Capabilities"
         )
-    wanted = ("read", "size", *_TO_SAVE * can.listing, *("map",) * can.mapping)
+    offered = *("version", "replace") * can.versions, *("map",) * can.mapping
+    wanted = ("read", "size", *_TO_SAVE * can.listing, *offered)
     if missing := [f"{one}()" for one in wanted if not callable(getattr(given, one, None))]:
         raise InvalidOption(f"filesystem={name} lacks methods of a sidestream.options.BlobStore: {', '.join(missing)}")
     if can.rename:
@@ -226,7 +227,7 @@ def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy
 
     if client is None:
         return LateEngine(f"fsspec:{kind}", make)  # fsspec keeps its own
-    return LateEngine(f"obstore:{kind}", kept)
+    return LateEngine(f"obstore:{kind}", kept, versions=True)
 
 
 def _cache(engine: FsspecEngine, policy: StorePolicy) -> FileCache | None:

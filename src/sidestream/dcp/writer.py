@@ -72,8 +72,9 @@ class StorageWriter(DcpStorageWriter):
     ``storage_options``, a ``filesystem``, a ``store_policy``, all as for ``sidestream.save``. Calls in several threads
     do not disturb each other. A target that is not empty raises ``Conflict`` before anything is written. With
     ``overwrite=True`` the new checkpoint is exchanged with the old one in one step, which is then deleted; where the
-    file system cannot do that it is a ``Conflict`` too. ``extensions`` are DCP's ``StreamTransformExtension``s, of
-    which only ``ZStandard`` is supported. ``saver`` is as for ``sidestream.save``.
+    file system cannot do that it is a ``Conflict`` too. On object storage see ``sidestream.save``. ``extensions`` are
+    DCP's ``StreamTransformExtension``s, of which only ``ZStandard`` is supported. ``saver`` is as for
+    ``sidestream.save``.
 
     A value that is not plain data is saved as DCP's planner pickled it. sidestream's readers refuse such a value by
     default, so a warning names it, once for each name. ``allow`` declares the types that readers will be called with,

@@ -214,7 +214,7 @@ async def read_root(
                 raise Corrupt(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
             manifest: Manifest | Root = await _read_unmarked(source, sizes)
         else:
-            manifest = await _own_manifest(source, marker, sizes)
+            manifest = await _own_manifest_listed(source, marker, sizes, again=not store.capabilities.rename)
         if isinstance(manifest, Manifest):
             await io_threads().run_sliced(validate, manifest)
     return manifest
@@ -288,6 +288,20 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
         if isinstance(manifest, Manifest):
             await io_threads().run_sliced(validate, manifest)
     return manifest
+
+
+async def _own_manifest_listed(
+    source: RangeSource, marker: Marker, sizes: Mapping[str, int], *, again: bool
+) -> Manifest | Root:
+    """``again``: list the files once more if some are missing. They may belong to a save that has replaced the marker
+    between the listing and the read of the marker, and were complete before it did."""
+    try:
+        return await _own_manifest(source, marker, sizes)
+    except Corrupt:
+        listed = await source.sizes() if again else sizes
+        if listed == sizes:
+            raise
+    return await _own_manifest(source, marker, listed)
 
 
 async def _own_manifest(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:

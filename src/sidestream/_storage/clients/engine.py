@@ -38,6 +38,8 @@ class Engine(ABC):
 
     name: str
     capabilities: Capabilities
+    compares_versions: bool | None = None
+    """Whether ``replace`` was seen to refuse what it has to; None: nobody has looked yet."""
 
     @abstractmethod
     async def put(self, key: str, content: memoryview, *, mode: PutMode) -> None: ...
@@ -60,6 +62,14 @@ class Engine(ABC):
 
     @abstractmethod
     async def delete(self, key: str) -> None: ...
+
+    async def version(self, key: str) -> str:
+        """With ``capabilities.versions`` only: what identifies the content of the object."""
+        raise NotImplementedError
+
+    async def replace(self, key: str, content: memoryview, version: str) -> None:
+        """With ``capabilities.versions`` only: put, if the object still has this version."""
+        raise NotImplementedError
 
     async def map(self, key: str, nbytes: int) -> mmap.mmap:
         """With ``capabilities.mapping`` only."""
@@ -105,10 +115,9 @@ class LateEngine:
     """The engine that ``make`` returns, made in a thread at the first request: that reads files of credentials, imports
     packages, and may ask the network. Where it fails, the next request tries again."""
 
-    capabilities = Capabilities(create_only=True, listing=True)
-
-    def __init__(self, name: str, make: Callable[[], Engine]) -> None:
+    def __init__(self, name: str, make: Callable[[], Engine], *, versions: bool = False) -> None:
         self.name = name
+        self.capabilities = Capabilities(create_only=True, listing=True, versions=versions)
         self._make = make
         self._lock = threading.Lock()
         self._made: Future[Engine] | None = None
@@ -170,6 +179,13 @@ class StoreEngine(Engine):
     async def delete(self, key: str) -> None:
         with suppress(FileNotFoundError):
             await self._store.delete(key)
+
+    async def version(self, key: str) -> str:
+        found: str = await self._store.version(key)  # type: ignore[attr-defined]  # a capability
+        return found
+
+    async def replace(self, key: str, content: memoryview, version: str) -> None:
+        await self._store.replace(key, bytes(content), version)  # type: ignore[attr-defined]  # a capability
 
     async def map(self, key: str, nbytes: int) -> mmap.mmap:
         mapped: mmap.mmap = await self._store.map(key, nbytes)  # type: ignore[attr-defined]  # a capability

@@ -36,6 +36,8 @@ class LocalStore:
 
     capabilities = Capabilities(create_only=True, listing=True, mapping=True, rename=True)
 
+    retired_note = None
+
     @property
     def url(self) -> str:
         return str(self.root)
@@ -46,6 +48,9 @@ class LocalStore:
 
     def begin(self, attempt: Attempt) -> Transaction:
         return LocalTransaction(self.root, attempt)
+
+    def check_replaces(self) -> None:
+        """Do nothing: whether the file system exchanges directories is known when it is asked to."""
 
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         stop = Stop()

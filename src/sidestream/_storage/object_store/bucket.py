@@ -101,6 +101,52 @@ class Bucket:
         except Taken as taken:
             raise Conflict(f"{self.url}/{name} exists already: another writer was first") from taken
 
+    async def version(self, name: str) -> str:
+        key = self.key(name)
+        return await self.run("looking at", name, lambda engine: engine.version(key))
+
+    async def replace(self, name: str, content: bytes, version: str) -> None:
+        """Put ``content``, which names its writer at its end, if the object has this version.
+
+        Raises ``Conflict`` if it has another one, or is gone."""
+        key = self.key(name)
+
+        async def replace(engine: Engine) -> None:
+            try:
+                await engine.replace(key, memoryview(content), version)
+            except Exception as error:
+                if fate_of(error) not in ("taken", "absent"):
+                    raise
+                if not await _has_replaced(engine, key, content[-4096:], version):
+                    raise Taken(name) from error
+
+        try:
+            await self.run("writing", name, replace)
+        except Taken as taken:
+            raise Conflict(f"{self.url}/{name} was replaced or removed meanwhile: another writer was first") from taken
+
+    async def compares_versions(self, name: str, version: str) -> bool:
+        """Return whether the storage refuses to replace ``name``, which is not there. One that knows no conditions
+        creates it, and is asked once."""
+        engine = await self.made()
+        if engine.compares_versions is None:
+            key = self.key(name)
+
+            async def refuses(engine: Engine) -> bool:
+                try:
+                    await engine.replace(key, memoryview(b""), version)
+                except Exception as error:
+                    fate = fate_of(error)
+                    if fate not in ("taken", "absent") and (fate == "denied" or not is_refused(error)):
+                        raise
+                    return fate in ("taken", "absent")
+                return False
+
+            engine.compares_versions = await self.run("writing", name, refuses)
+            if not engine.compares_versions:
+                await self.run("deleting", name, lambda engine: engine.delete(key))
+        return engine.compares_versions
+
     async def delete_of(self, target: str, save_id: str) -> None:
         listing = await self.listing(target)
         found = [file for file in listing.files if id_of(file) == save_id]
@@ -156,3 +202,18 @@ async def _holds(engine: Engine, key: str, end: bytes, *, whole: bool) -> bool:
         if fate_of(error) == "absent":  # 409: somebody else was creating it at that moment, and did not (yet)
             raise ConnectionError("another request for the same name was in the way") from error
         raise
+
+
+async def _has_replaced(engine: Engine, key: str, end: bytes, version: str) -> bool:
+    """After a refusal: whether the object is ours, put by a request that was carried out though its answer was lost."""
+    try:
+        if await engine.tail(key, len(end)) == end:
+            return True
+        unchanged = await engine.version(key) == version
+    except Exception as error:
+        if fate_of(error) == "absent":
+            return False
+        raise
+    if unchanged:  # 409: somebody else was replacing it at that moment, and did not (yet)
+        raise ConnectionError("another request for the same name was in the way")
+    return False

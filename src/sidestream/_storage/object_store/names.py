@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["id_of", "name_with_id"]
+__all__ = ["NOTE", "id_of", "is_plain_shard", "name_with_id"]
+
+NOTE = "retired"
+"""The object that says that a checkpoint is being deleted."""
 
 _OURS = re.compile(r"(?:__[0-9]+_[0-9]+|manifest)-([0-9a-f]{32})(?:\.distcp|\.[0-9]+)?|file-([0-9a-f]{32})\..+")
+_PLAIN = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 
 def name_with_id(name: str, save_id: str) -> str:
@@ -18,3 +22,8 @@ def id_of(file: str) -> str | None:
     """Return the id of the save that wrote this object; None for an object with another kind of name."""
     match = _OURS.fullmatch(file)
     return None if match is None else match[1] or match[2]
+
+
+def is_plain_shard(file: str) -> bool:
+    """Return whether this is the name of a shard file without an id, as in a checkpoint that ``copy`` has brought."""
+    return _PLAIN.fullmatch(file) is not None

@@ -21,15 +21,14 @@ from ..store import Leftover, ReadRange, StoreSource
 from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket
-from .names import id_of
-from .transaction import ObjectTransaction, content_of
+from .names import NOTE, id_of
+from .transaction import ObjectTransaction, check_replaces, content_of
 
 __all__ = ["ObjectStore"]
 
 T = TypeVar("T")
 
 _MARKER = ".metadata"
-_NOTE = "retired"
 _GAP_BYTES = 256 << 10  # to read past as many costs less than another request
 _RUN_BYTES = 16 << 20
 _RUN_RANGES = 4096
@@ -37,6 +36,8 @@ _RUN_RANGES = 4096
 
 class ObjectStore:
     """A ``Store`` below ``root`` (bucket and prefix); ``url`` is what messages call it."""
+
+    retired_note = NOTE
 
     def __init__(
         self,
@@ -67,6 +68,9 @@ class ObjectStore:
     def begin(self, attempt: Attempt) -> Transaction:
         return ObjectTransaction(self._bucket, self.address, attempt)
 
+    def check_replaces(self) -> None:
+        check_replaces(self._bucket)
+
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         content = await content_of(body)
         if not self.capabilities.listing:
@@ -79,8 +83,8 @@ class ObjectStore:
     async def _discard(self, leftover: str) -> None:
         if "?upload=" in leftover:
             await self._bucket.abort([self._bucket.key(leftover)], leftover)
-        elif leftover.endswith(f"/{_NOTE}"):
-            await self._finish_retiring(leftover.removesuffix(f"/{_NOTE}"))
+        elif leftover.endswith(f"/{NOTE}"):
+            await self._finish_retiring(leftover.removesuffix(f"/{NOTE}"))
         elif "/" in leftover:
             target, _, save_id = leftover.rpartition("/")
             await self._bucket.delete_of(target, save_id)
@@ -184,7 +188,7 @@ class ObjectStore:
         async def retire() -> None:
             if not (await self._bucket.listing(directory)).files:
                 return
-            await self._bucket.put(self._bucket.key(f"{directory}/{_NOTE}"), memoryview(b"is being deleted"))
+            await self._bucket.put(self._bucket.key(f"{directory}/{NOTE}"), memoryview(b"is being deleted"))
             await self._bucket.delete(directory, [_MARKER])
             await self._finish_retiring(directory)
 
@@ -195,7 +199,7 @@ class ObjectStore:
         listing = await self._bucket.listing(directory)
         if _MARKER in listing.files:
             return
-        await self._bucket.delete(directory, sorted(listing.files, key=lambda name: name == _NOTE))
+        await self._bucket.delete(directory, sorted(listing.files, key=lambda name: name == NOTE))
         await self._bucket.forget(directory)
 
     async def leftovers(self) -> list[Leftover]:
@@ -208,8 +212,8 @@ class ObjectStore:
             listing = await self._bucket.listing(directory)
             if _MARKER in listing.files:
                 continue
-            if (note := listing.files.get(_NOTE)) is not None:
-                found.append(Leftover(f"{directory}/{_NOTE}", "retired", _age_s(now, note.modified)))
+            if (note := listing.files.get(NOTE)) is not None:
+                found.append(Leftover(f"{directory}/{NOTE}", "retired", _age_s(now, note.modified)))
                 continue
             ids: dict[str, list[BlobInfo]] = {}
             for file, info in listing.files.items():

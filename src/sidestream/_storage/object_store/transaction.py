@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 
 from ..._runtime.threads import Deadline, Stop, Threads, current_deadline, io_threads, time_limit
 from ...errors import (
     AccessDenied,
     Conflict,
+    Corrupt,
     DeadlineExceeded,
     InvalidOption,
     SidestreamError,
@@ -26,12 +28,12 @@ from ...events import PromiseLost, emit
 from ..bodies import Body
 from ..clients.io_loop import Call, on_io_loop
 from ..clients.requests import is_uncertain, translated
-from ..transaction import Attempt, StoreAddress, Transaction
+from ..transaction import Attempt, StoreAddress, Transaction, marker_in
 from .bucket import Bucket
-from .names import id_of, name_with_id
+from .names import NOTE, id_of, is_plain_shard, name_with_id
 from .parts import part_bytes_for
 
-__all__ = ["ObjectTransaction"]
+__all__ = ["ObjectTransaction", "check_replaces", "content_of"]
 
 _MARKER = ".metadata"
 _CLEAN_UP_S = 60.0
@@ -40,6 +42,20 @@ _warned: set[str] = set()
 
 class _NotSent(StorageError):
     """A commit that was not even sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """What a replacement has found: the ``version`` of the marker, the id in it, and what is to be deleted once it has
+    another version: files of the saves ``ids``, and ``shards`` whose names have no id.
+
+    The files were listed before the version was read, and a save reads the version before it writes its first file. So
+    whoever wrote them has seen this version or an older one, and cannot commit any more once it has changed."""
+
+    version: str
+    marked_id: str | None
+    ids: frozenset[str]
+    shards: frozenset[str]
 
 
 class ObjectTransaction(Transaction):
@@ -55,6 +71,7 @@ class ObjectTransaction(Transaction):
         self._sizes: dict[str, int] = {}  # of what was acknowledged, by file
         self._begun: set[str] = set()  # names of what this attempt wrote, or may have written
         self._last: tuple[str, bytes] | None = None
+        self._replaced: _Replaced | None = None
 
     @property
     def address(self) -> StoreAddress | None:
@@ -79,7 +96,21 @@ class ObjectTransaction(Transaction):
         try:
             self._write(files, stop)
         except BaseException as error:
-            raise without_frames(error)  # noqa: B904  # whoever keeps the error shall not keep staging memory with it
+            # Whoever keeps the error shall not keep staging memory with it.
+            raise without_frames(self._explained(error))  # noqa: B904
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Return the ``Conflict`` behind ``error`` where another save has replaced the marker, which deletes files of
+        saves that have lost."""
+        if isinstance(error, StorageError) and error.errno == errno.ENOENT:
+            try:
+                Call(self._check_not_overtaken).result(f"looking at {self.attempt.target}")
+            except Conflict as conflict:
+                conflict.__cause__ = error
+                return conflict
+            except Exception:
+                return error
+        return error
 
     def _write(self, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
         attempt, bucket = self.attempt, self._bucket
@@ -104,6 +135,9 @@ class ObjectTransaction(Transaction):
         """What attempts have left behind is no obstacle to another one: their names are their own."""
         bucket, target = self._bucket, self.attempt.target
         listing = await bucket.listing(target)
+        if self.attempt.kind == "replacement" and _MARKER in listing.files:
+            self._replaced = await self._look_at_replaced(listing.files)
+            return
         taken = [name for name in listing.files if not self._carries_id or id_of(name) is None]
         if listing.directories or taken:
             raise Conflict(
@@ -116,6 +150,54 @@ class ObjectTransaction(Transaction):
             except FileNotFoundError:
                 return
             raise Conflict(f"{bucket.url}/{target} already exists: choose another name, or delete it first")
+
+    async def _look_at_replaced(self, listed: Collection[str]) -> _Replaced:
+        bucket, save_id = self._bucket, self.attempt.save_id
+        check_replaces(bucket)
+        name = f"{self.attempt.target}/{_MARKER}"
+        if NOTE in listed:
+            raise Conflict(
+                f"{bucket.url}/{self.attempt.target} is being removed: save when remove() has ended, and call it again "
+                "if it was interrupted"
+            )
+        try:
+            version = await bucket.version(name)
+            marked_id = await self._marked_id(name)
+        except FileNotFoundError as error:
+            raise Conflict(f"{bucket.url}/{name} was removed meanwhile") from error
+        if not await bucket.compares_versions(self.path_of(self.committed_name("manifest")), version):
+            raise InvalidOption(f"{_no_conditions(bucket)}: it puts what it was asked to put on a condition only")
+        ids = {owner for file in listed if (owner := _owner(file)) is not None}
+        if marked_id is not None:
+            ids.add(marked_id)
+        return _Replaced(version, marked_id, frozenset(ids - {save_id}), frozenset(filter(is_plain_shard, listed)))
+
+    async def _marked_id(self, name: str) -> str | None:
+        """Return the id of the save that wrote this marker; None if it is damaged."""
+        try:
+            marker = await marker_in(self._bucket, name)
+        except Corrupt:
+            return None
+        if marker is None:
+            raise Conflict(
+                f"{self._bucket.url}/{self.attempt.target} was written by another writer, whose files cannot be told "
+                "from others on object storage: remove() it first, or save to a new prefix"
+            )
+        return marker.save_id
+
+    async def check_not_overtaken(self) -> None:
+        await on_io_loop(self._check_not_overtaken, f"looking at {self.attempt.target}")
+
+    async def _check_not_overtaken(self) -> None:
+        replaced, name = self._replaced, f"{self.attempt.target}/{_MARKER}"
+        if replaced is None:
+            return
+        try:
+            unchanged = await self._bucket.version(name) == replaced.version
+        except FileNotFoundError:
+            unchanged = False
+        if not unchanged:
+            raise Conflict(f"{self._bucket.url}/{name} was replaced or removed meanwhile: another writer was first")
 
     def _send_whole(self, name: str, body: Body, stop: Stop) -> None:
         bucket = self._bucket
@@ -193,7 +275,8 @@ class ObjectTransaction(Transaction):
     # --- the end ---
 
     async def make_visible(self) -> None:
-        """One create-only put. It is never cut short: a cancel is raised when its outcome is known."""
+        """One put, create-only or on the condition that the marker is still that which is to be replaced. It is never
+        cut short: a cancel is raised when its outcome is known."""
         target = self.attempt.target
         await on_io_loop(self._check_complete, f"looking at {target}")
         if self._last is not None:  # or else the last of the files has made the attempt visible
@@ -212,7 +295,10 @@ class ObjectTransaction(Transaction):
 
         async def create() -> None:
             try:
-                await self._bucket.create(name, content)
+                if self._replaced is None:
+                    await self._bucket.create(name, content)
+                else:
+                    await self._bucket.replace(name, content, self._replaced.version)
             except Exception as error:
                 if is_uncertain(error) and not isinstance(error, Conflict):
                     error.left_behind = True  # type: ignore[attr-defined]  # it may still arrive
@@ -241,12 +327,26 @@ class ObjectTransaction(Transaction):
         for name, nbytes in self._sizes.items():
             info = listing.files.get(name)
             if info is None or info.nbytes != nbytes:
+                await self._check_not_overtaken()
                 found = "is gone" if info is None else f"has {info.nbytes} bytes"
                 raise _NotSent(
                     5,
                     f"{name} {found}, {nbytes} were written: the attempt was removed, or the storage lost a part",
                     bucket.url,
                 )
+
+    async def _discard_replaced(self) -> None:
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None:
+            await on_io_loop(lambda: self._collect(replaced), f"removing what {self.attempt.target} was before")
+
+    async def _collect(self, replaced: _Replaced) -> None:
+        bucket, target = self._bucket, self.attempt.target
+        listing = await bucket.listing(target)
+        old = [name for name in listing.files if name in replaced.shards or _owner(name) in replaced.ids]
+        await bucket.delete(target, old)
+        uploads = await bucket.uploads(target) if replaced.ids - {replaced.marked_id} else {}
+        await bucket.abort([one for one in uploads if any(f"-{save_id}" in one for save_id in replaced.ids)], target)
 
     @property
     def _directory(self) -> str:
@@ -284,6 +384,12 @@ class ObjectTransaction(Transaction):
         await bucket.forget(attempt.target)
 
 
+def check_replaces(bucket: Bucket) -> None:
+    """Raise ``InvalidOption`` where nothing can be replaced in one step."""
+    if not bucket.capabilities.versions:
+        raise InvalidOption(_no_conditions(bucket))
+
+
 def _check_promises(bucket: Bucket) -> None:
     name, can = bucket.engine.name, bucket.capabilities
     if not can.listing:
@@ -297,6 +403,19 @@ def _check_promises(bucket: Bucket) -> None:
                 "success, and the marker of the later one stays",
             )
         )
+
+
+def _no_conditions(bucket: Bucket) -> str:
+    return (
+        f"{bucket.url}: overwrite=True needs a storage and a client with puts on a condition (If-Match), such as S3, "
+        f"Google Cloud Storage and Azure through obstore, and {bucket.engine.name} has none: save to a new prefix, and "
+        "remove() the old one afterwards"
+    )
+
+
+def _owner(file: str) -> str | None:
+    """Return the id of the save that this object belongs to; None if its name has none."""
+    return id_of(file.removesuffix(".sig"))
 
 
 async def content_of(body: Body) -> bytes:
