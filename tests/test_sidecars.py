@@ -94,6 +94,26 @@ async def test_a_copy_and_a_replacement(tmp_path: Path) -> None:
     assert not (tmp_path / "step" / "tokenizer.json").exists()
 
 
+async def test_a_conversion_takes_them_along_or_says_that_it_does_not(tmp_path: Path) -> None:
+    files = {**sources(tmp_path), "x.safetensors": b"not a tensor"}
+    await sidestream.save({"weight": STATE["weight"]}, tmp_path / "step", files=files)
+    names = {"config.json", "tokenizer.json", "empty"}
+    assert (await sidestream.convert(tmp_path / "step", tmp_path / "dcp")).left_out == ()
+    converted = await open_checkpoint(tmp_path / "dcp")
+    assert converted.files.keys() == names | {"x.safetensors"}
+    assert await converted.file("tokenizer.json") == LARGE
+    report = await sidestream.convert(tmp_path / "step", tmp_path / "hf", format="safetensors")
+    assert report.left_out == ("x.safetensors",)
+    assert names < {path.name for path in (tmp_path / "hf").iterdir()}
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == LARGE
+    report = await sidestream.convert(tmp_path / "step", tmp_path / "model.pt")
+    assert set(report.left_out) == names | {"x.safetensors"}
+    (tmp_path / "step" / "tokenizer.json").write_bytes(b"x" * len(LARGE))
+    with pytest.raises(Corrupt, match=r"tokenizer\.json"):
+        await sidestream.convert(tmp_path / "step", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
 @pytest.mark.parametrize("digest", [None, "blake3"])
 async def test_damage_is_found(tmp_path: Path, digest: Any) -> None:
     await sidestream.save(STATE, tmp_path / "step", files=sources(tmp_path), digest=digest)

@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 from .._format.records import Manifest, itemsize
-from .._format.safetensors.read import SUFFIX
+from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._layout.names import new_names, target_dtype
 from .._layout.ranges import PIECE_BYTES
 from .._layout.select import selected
@@ -26,7 +26,7 @@ from .._runtime.threads import (
     run_sliced,
     time_limit,
 )
-from .._save.layouts import commit_files
+from .._save.layouts import commit_files, sidecar_files, with_sidecars
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
 from .._storage import Kind, Location, Where, locate_directory
@@ -79,8 +79,9 @@ _MIB = 1 << 20
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
     """What was written: ``files`` by name, ``nbytes`` of them together, ``tensors`` and ``values`` by their new names.
-    ``left_out`` are names of the source that ``select`` did not name or for which ``names`` gave None, ``cast`` what
-    was converted, and ``unverified`` what the source had no checksum for."""
+    ``left_out`` are names of the source that ``select`` did not name or for which ``names`` gave None, and sidecar
+    files (``files=`` of a save) for which the target has no place; ``cast`` is what was converted, and ``unverified``
+    what the source had no checksum for."""
 
     url: str
     format: Format
@@ -176,6 +177,10 @@ async def convert_opened(opened: Source, selection: Selection, where: Location, 
             f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
         )
     name = where.name if single else None
+    sidecars = {} if single or how.verb == "export" else await opened.contents(how.verify)
+    if chosen == "safetensors":
+        sidecars = {name: one for name, one in sidecars.items() if not name.endswith(SUFFIX) and name != INDEX_NAME}
+        how = replace(how, others={**sidecars, **how.others})
     files = await io_threads().run(_plan, selection, name, how)
     total = await io_threads().run(_total, selection)
     pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
@@ -184,7 +189,8 @@ async def convert_opened(opened: Source, selection: Selection, where: Location, 
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
     if how.replaces:
         kind = "replacement"
-    order = SaveOrder(where, how.durability, current_deadline(), kind=kind, verb=how.verb)
+    beside = sidecars if isinstance(files, DcpTarget) else {}
+    order = SaveOrder(where, how.durability, current_deadline(), kind=kind, verb=how.verb, files=beside)
     layout = _ConvertedLayout(order, files, selection.order)
     await run_here(order, partial(pipeline.write, layout.data_files), layout)
 
@@ -196,7 +202,7 @@ async def convert_opened(opened: Source, selection: Selection, where: Location, 
             nbytes=sum(file.nbytes for file in layout.data_files),
             tensors=tuple(one.fqn for one in selection.tensors),
             values=tuple(one.fqn for one in selection.values),
-            left_out=selection.left_out,
+            left_out=(*selection.left_out, *_without_place(opened, sidecars, how)),
             cast=selection.cast,
             unverified=tuple(sorted(new for new, (old, _) in selection.origin.items() if old in opened.unverified)),
         )
@@ -285,6 +291,11 @@ def _plan(selection: Selection, name: str | None, how: How) -> Sequence[TargetFi
     return safetensors_files(tensors, name, how.shard_bytes, window_bytes, selection.aliases, how.others)
 
 
+def _without_place(opened: Source, taken: Mapping[str, bytes], how: How) -> list[str]:
+    """Return the sidecar files that are left out. An export has files of its own in their place."""
+    return [] if how.verb == "export" else [name for name in opened.sidecars if name not in taken]
+
+
 class _ConvertedLayout:
     """The layout of converted files: those of a checkpoint get a manifest and a marker, others stand for themselves."""
 
@@ -303,8 +314,8 @@ class _ConvertedLayout:
             return {}
         (receipt,) = receipts
         entries = self._dcp.entries(self._fqns, receipt.content)
-        manifest = Manifest(self._order.save_id, entries, dict(receipt.files))
-        return commit_files(manifest)
+        manifest = with_sidecars(Manifest(self._order.save_id, entries, dict(receipt.files)), self._order)
+        return {**sidecar_files(self._order), **commit_files(manifest)}
 
 
 # --- what was asked for ---------------------------------------------------------------------------------------------

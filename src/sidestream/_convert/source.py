@@ -98,6 +98,18 @@ class Source:
     entries: Mapping[str, SourceTensor | SourceValue | SourceOpaque]
     own: bool = False
     unverified: frozenset[str] = field(default_factory=frozenset)
+    sidecars: Mapping[str, TensorEntry] = field(default_factory=dict)
+
+    async def contents(self, verify: Verify) -> dict[str, bytes]:
+        """Return the content of the sidecar files. Raises ``Corrupt``."""
+        found = {name: bytearray(entry.nbytes) for name, entry in self.sidecars.items()}
+        wanted = [
+            Wanted(name, entry, whole(entry), torch.frombuffer(found[name], dtype=torch.uint8))
+            for name, entry in self.sidecars.items()
+            if entry.nbytes
+        ]
+        await Reader(self.files, verify).read(wanted, own=True)
+        return {name: await io_threads().run(bytes, content) for name, content in found.items()}
 
     async def aclose(self) -> None:
         await self.files.aclose()
@@ -172,7 +184,7 @@ def _described(
             if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
                 unverified.add(fqn)
     _check_views(manifest, url)
-    return Source(files, url, entries, manifest.own, frozenset(unverified))
+    return Source(files, url, entries, manifest.own, frozenset(unverified), manifest.sidecars)
 
 
 @sliced
