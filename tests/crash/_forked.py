@@ -100,7 +100,8 @@ class _Child:
         saver = sidestream.SaverProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, saver=saver) as checkpoints:
             for step, seed in self.trial["saves"]:
-                info = await (await checkpoints.save(make_state(seed), step=step))
+                files = {"seed": str(seed).encode()}
+                info = await (await checkpoints.save(make_state(seed), step=step, files=files))
                 self.tell(acked=Path(info.url).name, seed=seed)
 
     async def exported(self, run: Path) -> None:

@@ -32,11 +32,14 @@ def reference(seed: int) -> dict[str, Any]:
 
 
 async def seed_of(url: Path) -> int:
-    """The seed of the checkpoint at ``url``; ``AssertionError`` if it is not exactly the state of that seed."""
+    """The seed of the checkpoint at ``url``; ``AssertionError`` if it is not exactly the state of that seed, or if a
+    sidecar file is that of another save."""
     checkpoint = await sidestream.open_checkpoint(url)
     state = await checkpoint.state_dict()
     seed = state["seed"]
     assert same(state, reference(seed)), f"{url} is not the state of one save"
+    for name in checkpoint.files:
+        assert await checkpoint.file(name) == str(int(seed)).encode(), f"{url} has a file of another save"
     return int(seed)
 
 
