@@ -74,6 +74,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests against the built package; arguments after ``--`` go to pytest."""
     _install(session, ".", groups=("tests",))
+    session.install("--no-deps", "-c", "constraints.txt", "lpips", "silero-vad")  # for the weights that they bring
     session.run("python", "-m", "pytest", *SPREAD, *SHORT, *ELSEWHERE, *session.posargs)
 
 

@@ -22,6 +22,8 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from sidestream._format.dcp.described import describe
 from sidestream._format.dcp.metadata import read_dcp_metadata
 from sidestream._format.frame import frame_tensor, frame_value
@@ -30,6 +32,7 @@ from sidestream._format.marker import Marker, find_marker
 from sidestream._format.pickles import write as p
 from sidestream._format.records import Chunk, DictKey, EmptyEntry, Manifest, TensorEntry, ValueEntry
 from sidestream._format.safetensors.read import PREFIX_BYTES, header_bytes, parse_header
+from sidestream._format.torch_zip.file import read_torch_file
 from sidestream._format.torch_zip.item import open_tensor_item, open_value_item
 from sidestream._format.validate import validate
 from sidestream._runtime.threads import run_sliced
@@ -255,6 +258,18 @@ def read_safetensors(raw: bytes) -> None:
     run_sliced(parse_header(header, PREFIX_BYTES + nbytes, len(raw), "f.safetensors"))
 
 
+def legacy_input(r: random.Random) -> bytes:
+    buffer = io.BytesIO()
+    state: dict[str, Any] = {f"t{number}": torch.ones(r.randrange(5)) for number in range(r.randrange(1, 4))}
+    state["deep"] = {"lr": 0.1, "list": [torch.ones(2), r.randrange(9)], "view": torch.ones(6)[2:]}
+    torch.save(state, buffer, _use_new_zipfile_serialization=False)
+    return other_bytes(buffer.getvalue(), r)
+
+
+def read_legacy(raw: bytes) -> None:
+    run_sliced(read_torch_file(io.BytesIO(raw), len(raw)))
+
+
 TARGETS: dict[str, tuple[Callable[[random.Random], bytes], Callable[[bytes], object]]] = {
     "manifest": (manifest_input, read_manifest),
     "metadata": (metadata_input, read_metadata),
@@ -262,6 +277,7 @@ TARGETS: dict[str, tuple[Callable[[random.Random], bytes], Callable[[bytes], obj
     "tensor": (tensor_input, read_tensor),
     "value": (value_input, read_value),
     "safetensors": (safetensors_input, read_safetensors),
+    "legacy": (legacy_input, read_legacy),
 }
 
 

@@ -23,7 +23,7 @@ from .._format.records import (
     ValueEntry,
     itemsize,
 )
-from .._layout.checks import Piece, foreign_pieces
+from .._layout.checks import Piece, foreign_pieces, has_no_checksum
 from .._layout.ranges import Box
 from .._layout.values import encode_value
 from .._load.buffers import Scratch
@@ -181,7 +181,7 @@ def _described(
             entries[fqn] = SourceTensor(entry.path, entry, _straight(entry), None, identity)
         else:
             entries[fqn] = _foreign_tensor(fqn, entry, located[fqn], checked)
-            if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
+            if any(map(has_no_checksum, entry.chunks)):
                 unverified.add(fqn)
     _check_views(manifest, url)
     return Source(files, url, entries, manifest.own, frozenset(unverified), manifest.sidecars)

@@ -10,7 +10,6 @@ __all__ = ["HEAD_BYTES", "other_kind", "part_of_checkpoint"]
 HEAD_BYTES = 512
 """How many bytes at the beginning of a file determine its kind."""
 
-_OLDER_NUMBER = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 _ZIP = (
     "it is a zip file; if torch.save wrote it, rename it so that its name ends in .pt (stock DCP writes such a file, "
     "which cannot be read, from a state dict that holds more than tensors)"
@@ -32,11 +31,9 @@ _MAGICS = (
 def other_kind(head: bytes, name: str) -> str | None:
     """Say what kind of file ``name`` is, whose first bytes are ``head``, and what to do with it. Returns None if the
     kind is unknown, or if the first bytes match the name."""
-    if is_older(head) or _OLDER_NUMBER in head[:32]:
-        return (
-            "it is in the format of torch.save from before torch 1.6, which this version does not read: load it "
-            "with torch.load and write it again with torch.save"
-        )
+    if is_older(head):
+        older = "it is in the format of torch.save from before torch 1.6: rename it so that its name ends in .pt"
+        return older if name.endswith(SUFFIX) else None
     for magic, what in _MAGICS:
         if head.startswith(magic):
             return what

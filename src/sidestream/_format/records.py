@@ -50,9 +50,10 @@ Key: TypeAlias = str | int | DictKey
 
 @dataclass(frozen=True, slots=True)
 class ForeignPayload:
-    """What only a zip says of a payload in it: its CRC-32, and strides and offset if it is not row-major."""
+    """What the file of another writer says of a payload in it: its CRC-32 (None: it has none), and strides and offset
+    if it is not row-major."""
 
-    crc: int
+    crc: int | None
     payload_bytes: int
     strides: tuple[int, ...] | None = None
     first_element: int = 0
@@ -214,6 +215,9 @@ class Manifest:
     """The markers of the ranks, where they saved apart."""
     sidecars: Mapping[str, TensorEntry] = field(default_factory=dict)
     """The files that the user added, by name: each is one chunk of bytes, a whole file, which ``files`` has too."""
+
+    checked: bool = True
+    """False for a file that has no checksums at all, not even of its plain values."""
 
     @property
     def own(self) -> bool:

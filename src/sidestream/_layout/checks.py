@@ -38,10 +38,16 @@ __all__ = [
     "check_digests",
     "compare_metadata",
     "foreign_pieces",
+    "has_no_checksum",
     "own_pieces",
     "sidecar_pieces",
     "value_pieces",
 ]
+
+
+def has_no_checksum(chunk: Chunk) -> bool:
+    """Return whether another writer has left no checksum of a payload whose place is known."""
+    return chunk.payload_offset is not None and (chunk.told is None or chunk.told.crc is None)
 
 
 class Piece(NamedTuple):
@@ -119,7 +125,7 @@ def foreign_pieces(fqn: str, entry: TensorEntry, payloads: dict[Chunk, ForeignPa
     """The payloads of another writer's tensor, as far as there is a checksum of them."""
     for chunk in entry.chunks:
         payload = payloads.get(chunk)
-        if payload is None or chunk.payload_offset is None:
+        if payload is None or payload.crc is None or chunk.payload_offset is None:
             continue
         whole = Whole(fqn, chunk, payload)
         for begin in range(0, payload.payload_bytes, PIECE_BYTES):

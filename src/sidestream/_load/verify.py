@@ -16,7 +16,15 @@ from .._format.independent_parts import PART_ATTRIBUTE, part_metadata_name
 from .._format.marker import ATTRIBUTE, METADATA_NAME, TAIL_BYTES, attribute_end, find_marker
 from .._format.records import Chunk, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .._format.transforms import require
-from .._layout.checks import Piece, compare_metadata, foreign_pieces, own_pieces, sidecar_pieces, value_pieces
+from .._layout.checks import (
+    Piece,
+    compare_metadata,
+    foreign_pieces,
+    has_no_checksum,
+    own_pieces,
+    sidecar_pieces,
+    value_pieces,
+)
 from .._layout.ranges import PIECE_BYTES
 from .._runtime.abandoned import noted
 from .._runtime.caller import call
@@ -305,11 +313,13 @@ class Verification:
     @sliced
     def _plan_foreign(self, found: Mapping[str, Located], pieces: list[Piece]) -> Steps[None]:
         """Plan the reads of a foreign checkpoint. Called in a worker thread."""
+        if not self.manifest.checked:
+            self.unverified.update(self.manifest.entries)
         for fqn, entry in self.manifest.entries.items():
             yield
             if not isinstance(entry, TensorEntry):
                 continue
-            if any(chunk.payload_offset is not None and chunk.told is None for chunk in entry.chunks):
+            if any(map(has_no_checksum, entry.chunks)):
                 self.unverified.add(fqn)
             if fqn not in found:
                 continue

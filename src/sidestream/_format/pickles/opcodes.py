@@ -113,6 +113,8 @@ def _short_text(machine: Machine) -> None:
 
 
 _opcode(ord("X"))(_sized(4, _text))  # BINUNICODE
+_opcode(ord("U"))(_sized(1, _text))  # SHORT_BINSTRING, a string of Python 2
+_opcode(ord("T"))(_sized(4, _text))  # BINSTRING, likewise
 _opcode(0x8D)(_sized(8, _text))  # BINUNICODE8
 _opcode(ord("C"))(_sized(1, bytes))  # SHORT_BINBYTES
 _opcode(ord("B"))(_sized(4, bytes))  # BINBYTES

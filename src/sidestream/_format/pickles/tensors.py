@@ -10,7 +10,16 @@ from ...errors import Corrupt, UnsupportedCheckpoint
 from ..records import DTYPES, STORAGE_DTYPES, itemsize
 from .machine import Call, Global, Pairs, Persistent
 
-__all__ = ["TENSOR_GLOBALS", "TENSOR_REBUILDERS", "DtypeNames", "StoredTensor", "is_dtype", "read_tensor"]
+__all__ = [
+    "TENSOR_GLOBALS",
+    "TENSOR_REBUILDERS",
+    "DtypeNames",
+    "Storage",
+    "StoredTensor",
+    "is_dtype",
+    "read_storage",
+    "read_tensor",
+]
 
 _DTYPE = re.compile(
     r"torch\.(bool|b?float[0-9]+(_[a-z0-9_]+)?|complex[0-9]+|q?u?int[0-9]+(x[0-9]+)?|bits[0-9]+(x[0-9]+)?)"
@@ -20,7 +29,9 @@ _PARAMETER = "torch._utils._rebuild_parameter"
 _MAX_RANK = 64
 _MAX_ARGS = 16
 
-TENSOR_REBUILDERS = frozenset({"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", _PARAMETER})
+_REBUILD = "torch._utils._rebuild_tensor"  # up to torch 0.3
+
+TENSOR_REBUILDERS = frozenset({_REBUILD, f"{_REBUILD}_v2", f"{_REBUILD}_v3", _PARAMETER})
 
 
 def is_dtype(name: str) -> bool:
@@ -59,6 +70,21 @@ class StoredTensor:
     storage_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage as pickles refer to it: the name of its class, its key, and how many elements of that class it has."""
+
+    kind: str
+    key: str
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes; those of an untyped storage are its elements."""
+        dtype = STORAGE_DTYPES.get(self.kind.removeprefix("torch."))
+        return self.count if dtype is None else self.count * itemsize(dtype)
+
+
 def read_tensor(value: object) -> StoredTensor:
     """The tensor that ``value`` (from ``unpickle.decode``) rebuilds; a parameter is read as its tensor.
 
@@ -73,6 +99,8 @@ def read_tensor(value: object) -> StoredTensor:
     match value.function, value.args:
         case "torch._utils._rebuild_tensor_v2", (storage, int(offset), tuple(shape), tuple(strides), _, _, *rest):
             dtype = None
+        case "torch._utils._rebuild_tensor", (storage, int(offset), tuple(shape), tuple(strides)):
+            dtype, rest = None, []
         case (
             "torch._utils._rebuild_tensor_v3",
             (storage, int(offset), tuple(shape), tuple(strides), _, _, Global() as dtype, *rest),
@@ -89,13 +117,22 @@ def read_tensor(value: object) -> StoredTensor:
     return replace(tensor, strides=_significant(tensor.shape, tensor.strides), storage_offset=first)
 
 
-def _storage(value: object, dtype: Global | None) -> tuple[str, str, int]:
-    """dtype, record key and size of a storage; ``dtype`` stands beside storages that have none of their own."""
+def read_storage(value: object) -> Storage:
+    """The storage that a pickle refers to. Raises ``Corrupt``; ``UnsupportedCheckpoint`` for a view of a storage, which
+    torch 0.4 wrote."""
     match value:
-        case Persistent(("storage", Global(kind), str(key), str(), int(count))) if count >= 0:
-            pass
+        case Persistent(("storage", Global(kind), str(key), str(), int(count), *view)) if count >= 0:
+            if view not in ([], [None]):
+                raise UnsupportedCheckpoint("a view of a storage, as torch 0.4 wrote it; save it with a newer torch")
+            return Storage(kind, key, count)
         case _:
             raise _malformed("its storage is none")
+
+
+def _storage(value: object, dtype: Global | None) -> tuple[str, str, int]:
+    """dtype, record key and size of a storage; ``dtype`` stands beside storages that have none of their own."""
+    storage = read_storage(value)
+    kind = storage.kind
     if dtype is None:
         name = STORAGE_DTYPES.get(kind.removeprefix("torch."), "")
     else:
@@ -104,7 +141,7 @@ def _storage(value: object, dtype: Global | None) -> tuple[str, str, int]:
             raise UnsupportedCheckpoint(f"a tensor of dtype {name}, which checkpoints cannot hold")
     if name not in DTYPES or (dtype is not None) != (kind == _UNTYPED):
         raise _malformed("it has no dtype")
-    return name, key, count if dtype is not None else count * itemsize(name)
+    return name, storage.key, storage.nbytes
 
 
 def _dims(dims: tuple[object, ...]) -> tuple[int, ...]:

@@ -11,14 +11,14 @@ result has to bound what he makes of it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from ..._runtime.steps import Steps
 from ...errors import Corrupt
 from .machine import Call, Global, Limits, Machine, Pairs, Persistent
 from .opcodes import HANDLERS
 
-__all__ = ["Call", "Global", "Limits", "Pairs", "Persistent", "decode"]
+__all__ = ["Call", "Global", "Limits", "Pairs", "Persistent", "decode", "decode_next", "persistent_in"]
 
 _DEFAULT_LIMITS = Limits()
 _STOP = ord(".")
@@ -34,9 +34,21 @@ def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _D
     Raises ``UnsafeObject`` for a global that is not in ``allowed``, naming it, and ``Corrupt`` for everything else:
     a truncated or malformed pickle, one beyond the limits, an opcode of another protocol, trailing bytes.
     """
+    result, end = yield from decode_next(data, 0, allowed, limits)
+    if end != len(data):
+        raise Corrupt(f"malformed pickle near byte {end}: bytes are left over at its end", offset=end)
+    return result
+
+
+def decode_next(
+    data: bytes | bytearray, start: int, allowed: Container[str], limits: Limits = _DEFAULT_LIMITS
+) -> Steps[tuple[object, int]]:
+    """As ``decode``, of the pickle that begins at byte ``start``, after which other data may follow. Returns where it
+    ends, too."""
     if len(data) > limits.total_bytes:
         raise Corrupt(f"pickle of {len(data)} bytes, more than the {limits.total_bytes} allowed")
     machine = Machine(data, allowed, limits)
+    machine.position = start
     try:
         result = yield from _run(machine, limits.opcodes)
     except (IndexError, KeyError, UnicodeDecodeError, struct.error) as error:
@@ -45,7 +57,7 @@ def decode(data: bytes | bytearray, allowed: Container[str], limits: Limits = _D
         ) from None
     if limits.depth is not None:
         yield from _check_nesting(result, limits.depth)
-    return result
+    return result, machine.position
 
 
 def _run(machine: Machine, opcodes: int) -> Steps[object]:
@@ -57,8 +69,8 @@ def _run(machine: Machine, opcodes: int) -> Steps[object]:
             opcode = data[machine.position]
             machine.position += 1
             if opcode == _STOP:
-                if machine.marks or len(machine.stack) != 1 or machine.position != len(data):
-                    raise machine.malformed("values or bytes are left over at its end")
+                if machine.marks or len(machine.stack) != 1:
+                    raise machine.malformed("values are left over at its end")
                 return machine.stack[0]
             handlers[opcode](machine)
     raise machine.malformed(f"more than {opcodes} opcodes")
@@ -97,6 +109,21 @@ def _check_nesting(root: object, limit: int) -> Steps[None]:
             raise Corrupt(f"malformed pickle: nested more than {limit} deep")
         heights[key] = height
         todo.pop()
+
+
+def persistent_in(root: object) -> Iterator[Persistent]:
+    """The references in a result of ``decode``, each once."""
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        part = todo.pop()
+        if type(part) not in _NESTING_TYPES or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, Persistent):
+            yield part
+        else:
+            todo.extend(_parts(part))
 
 
 def _parts(part: object) -> Sequence[object]:

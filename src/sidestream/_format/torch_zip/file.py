@@ -16,7 +16,8 @@ from ..pickles.tensors import TENSOR_REBUILDERS, StoredTensor, read_tensor
 from ..pickles.unpickle import decode
 from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of
 from ..records import DictKey, Key, Node, itemsize
-from .zip import TorchZip
+from .legacy import LegacyFile, read_legacy
+from .zip import TorchZip, is_older
 
 __all__ = ["FileTensor", "FileValue", "TorchArchive", "read_torch_file"]
 
@@ -29,12 +30,12 @@ _NAME_CHARS_A_BYTE = 16  # a name repeats the keys of all enclosing containers, 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of the file: its storage is the record that begins at byte ``start`` of the file, with this CRC-32."""
+    """A tensor of the file: its storage begins at byte ``start`` of the file, with this CRC-32, if it has one."""
 
     path: tuple[Key, ...]
     stored: StoredTensor
     start: int
-    crc: int
+    crc: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +47,19 @@ class FileValue:
     empty: bool = False
 
 
-def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[dict[str, FileTensor | FileValue]]:
-    """What a file holds, by FQN. The payloads of tensors are not read, but for those inside of tuples and sets.
+def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, FileTensor | FileValue], bool]]:
+    """What a file holds, by FQN, and whether it has checksums. The payloads of tensors are not read, but for those
+    inside of tuples and sets.
 
     Raises ``Corrupt``, ``UnsafeObject`` for what is more than data, ``UnsupportedCheckpoint`` for a file that does not
     hold a dict, or holds a tensor with more elements than bytes (an expanded one), and ``KeyCollision``.
     """
-    archive = TorchZip(source, file_bytes)
-    pickled = archive.read("data.pkl", _MOST_PICKLE_BYTES)
-    root = yield from decode(pickled, VALUE_GLOBALS, Limits())
+    source.seek(0)
+    older = is_older(source.read(32))
+    storages = yield from read_legacy(source, file_bytes) if older else _read_zip(source, file_bytes)
+    root = storages.root
     budget = ValueBudget()
-    budget.grant(len(pickled), min(file_bytes, _MOST_VALUES_BYTES))
+    budget.grant(storages.pickle_bytes, min(file_bytes, _MOST_VALUES_BYTES))
     if _pairs(root) is None:
         raise UnsupportedCheckpoint("the file holds something else than a dict")
     found: dict[str, FileTensor | FileValue] = {}
@@ -68,37 +71,60 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[dict[str, FileTe
         budget.spend_part()  # containers may be shared, so a small pickle may have very many leaves
         budget.spend_bytes(len(fqn) // _NAME_CHARS_A_BYTE)
         try:
-            found[fqn] = yield from _leaf(archive, path, value, budget)
+            found[fqn] = yield from _leaf(storages, path, value, budget)
         except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
             error.args = (f"{fqn}: {error.args[0]}",)
             raise
-    return found
+    return found, not older
+
+
+@dataclass(frozen=True, slots=True)
+class _ZipFile:
+    """The object of a zip, the bytes of its pickle, and its storages."""
+
+    root: object
+    pickle_bytes: int
+    archive: TorchZip
+
+    def locate(self, stored: StoredTensor) -> tuple[int, int]:
+        """Return the offset and the CRC-32 of a storage. Raises ``Corrupt``."""
+        record = self._record(stored)
+        return self.archive.payload_offset(record), self.archive.info(record).CRC
+
+    def payload(self, stored: StoredTensor, most_bytes: int) -> bytes:
+        """Return the bytes of a storage. Raises ``Corrupt`` if it is larger than ``most_bytes``."""
+        return self.archive.read(self._record(stored), most_bytes)
+
+    def _record(self, stored: StoredTensor) -> str:
+        record = f"data/{stored.key}"
+        if self.archive.info(record).file_size != stored.storage_bytes:
+            raise Corrupt(f"its record has {self.archive.info(record).file_size} bytes, not {stored.storage_bytes}")
+        return record
+
+
+def _read_zip(source: BinaryIO, file_bytes: int) -> Steps[_ZipFile]:
+    archive = TorchZip(source, file_bytes)
+    pickled = archive.read("data.pkl", _MOST_PICKLE_BYTES)
+    root = yield from decode(pickled, VALUE_GLOBALS, Limits())
+    return _ZipFile(root, len(pickled), archive)
 
 
 def _leaf(
-    archive: TorchZip, path: tuple[Key, ...], value: object, budget: ValueBudget
+    storages: _ZipFile | LegacyFile, path: tuple[Key, ...], value: object, budget: ValueBudget
 ) -> Steps[FileTensor | FileValue]:
     if isinstance(value, Call) and value.function in TENSOR_REBUILDERS:
         stored = read_tensor(value)
         if math.prod(stored.shape) * itemsize(stored.dtype) > stored.storage_bytes:
             raise UnsupportedCheckpoint("an expanded tensor; save tensor.contiguous()")
-        record = _record(archive, stored)
-        return FileTensor(path, stored, archive.payload_offset(record), archive.info(record).CRC)
+        return FileTensor(path, stored, *storages.locate(stored))
     pairs = _pairs(value)
     if pairs is not None and not len(pairs):
         return FileValue(path, None, empty=True)
 
     def read_payload(tensor: StoredTensor) -> bytes:
-        return archive.read(_record(archive, tensor), _MOST_VALUE_BYTES)
+        return storages.payload(tensor, _MOST_VALUE_BYTES)
 
     return FileValue(path, (yield from node_of(value, budget, read_payload)))
-
-
-def _record(archive: TorchZip, stored: StoredTensor) -> str:
-    record = f"data/{stored.key}"
-    if archive.info(record).file_size != stored.storage_bytes:
-        raise Corrupt(f"its record has {archive.info(record).file_size} bytes, not {stored.storage_bytes}")
-    return record
 
 
 def _leaves(path: tuple[Key, ...], value: object) -> Iterator[tuple[tuple[Key, ...], object]]:
@@ -126,8 +152,13 @@ def _pairs(value: object) -> Pairs | None:
     """The content of a dict, or of a module's state dict, whose attributes mean nothing here."""
     if isinstance(value, Pairs):
         return value
-    if isinstance(value, Call) and value.function == "collections.OrderedDict" and not value.args:
-        return value.items or Pairs()
+    if not isinstance(value, Call) or value.function != "collections.OrderedDict":
+        return None
+    match value.args:
+        case ():
+            return value.items or Pairs()
+        case (list(pairs),) if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):  # by Python 2
+            return Pairs([part for pair in pairs for part in pair])
     return None
 
 

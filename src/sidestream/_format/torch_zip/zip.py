@@ -17,7 +17,8 @@ __all__ = ["TorchZip", "is_older", "is_zip", "other_zip"]
 _MAX_DIRECTORY_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
 _ENCRYPTED = 0x01 | 0x40
-_OLDER_MAGIC = b"\x80\x02\x8a\x0a" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little") + b"."
+_OLDER_NUMBER = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+_OLDER_BYTES = 32
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _BYTE_ORDERS = {(len(name), crc32(name)): name.decode() for name in (b"little", b"big")}
 
@@ -29,7 +30,7 @@ def is_zip(content: bytes | bytearray) -> bool:
 
 def is_older(content: bytes | bytearray) -> bool:
     """Whether a file begins like those that ``torch.save`` wrote before it wrote zips."""
-    return content.startswith(_OLDER_MAGIC)
+    return content[:1] == b"\x80" and _OLDER_NUMBER in content[:_OLDER_BYTES]
 
 
 def other_zip(source: BinaryIO, nbytes: int) -> str | None:
@@ -68,7 +69,7 @@ class TorchZip:
 
     def __init__(self, source: BinaryIO, item_bytes: int) -> None:
         self._window = _Window(source, item_bytes)
-        if is_older(self._window.read(len(_OLDER_MAGIC))):
+        if is_older(self._window.read(_OLDER_BYTES)):
             raise UnsupportedCheckpoint(
                 "written in the format that torch.save had before zips, which this version does not read; load it with "
                 "torch.distributed.checkpoint"

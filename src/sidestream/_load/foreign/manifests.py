@@ -287,13 +287,13 @@ async def read_file_manifest(source: RangeSource, name: str, nbytes: int) -> Man
 
     def read(file: BinaryIO) -> Manifest:
         try:
-            found = run_sliced(read_torch_file(file, nbytes))
+            found, checked = run_sliced(read_torch_file(file, nbytes))
         except (Corrupt, UnsafeObject, UnsupportedCheckpoint) as error:
             what = other_zip(file, nbytes)
             if what is None:
                 raise
             raise UnsupportedCheckpoint(f"{name} cannot be read as a torch.save file: {what}") from error
-        return Manifest("", _entries(found, name), {name: nbytes})
+        return Manifest("", _entries(found, name), {name: nbytes}, checked=checked)
 
     try:
         return await reader.run(read, 1 << 16)
