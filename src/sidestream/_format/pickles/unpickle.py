@@ -1,7 +1,8 @@
 """A pickle read as data: what the opcodes say, as plain containers and records; nothing is imported or called.
 
-Covers the opcodes that protocols 2 to 5 use for values, which is what ``torch.save`` and stock DCP write. Text opcodes
-of protocol 0, extension codes, out-of-band buffers and stack tricks have no place there and are refused.
+Covers the opcodes that protocols 2 to 5 use for values, which is what ``torch.save`` and stock DCP write, and strings
+of Python 2. Text opcodes of protocol 0, extension codes, out-of-band buffers and stack tricks have no place there and
+are refused.
 
 Nothing read is ever hashed, compared or printed recursively: dicts stay lists of pairs (``Pairs``) and sets stay calls
 of ``builtins.set`` with a list, so nested keys cost nothing. Parts may be shared, as in any pickle: whoever expands the
