@@ -731,3 +731,23 @@ def object_storage(rank: int, world: int, directory: Path, url: str, options: di
         return []
 
     return run(both())
+
+
+def with_files(rank: int, world: int, directory: Path) -> list[Any]:
+    """Sidecar files, of which those of rank 0 count, and a load under other names."""
+    mesh = init_device_mesh("cpu", (world,))
+    keywords: dict[str, Any] = {"timeout_s": TIMEOUT_S}
+
+    async def all_of_it() -> list[Any]:
+        await sidestream.save(large(mesh, 1), directory / "step", files={"rank": str(rank).encode()}, **keywords)
+        target = {"module": large(mesh, 9)}
+        prefix = sidestream.strip_prefix("module.")
+        await sidestream.load(target, directory / "step", names=prefix, **keywords)
+        same(target["module"], large(mesh, 1))
+        try:
+            await sidestream.save(large(mesh, 1), directory / "none", files={"a": directory / "missing"}, **keywords)
+        except sidestream.errors.RankFailures as failures:
+            return [[one.rank, one.kind] for one in failures.failures]
+        return []
+
+    return run(all_of_it())
