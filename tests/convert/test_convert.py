@@ -327,8 +327,9 @@ async def test_files_that_are_more_than_data(tmp_path: Path) -> None:
     torch.save([torch.ones(3)], tmp_path / "list.pt")
     with pytest.raises(errors.UnsupportedCheckpoint, match="something else than a dict"):
         await sidestream.convert(tmp_path / "list.pt", tmp_path / "b")
-    torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(errors.UnsupportedCheckpoint, match=r"before torch 1\.6"):
+    evil = {"w": torch.ones(3), "v": Evil(tmp_path / "executed")}
+    torch.save(evil, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(errors.UnsafeObject, match="system"):
         await sidestream.convert(tmp_path / "old.pt", tmp_path / "b")
     save_file({"w": torch.ones(3)}, tmp_path / "cut.safetensors")
     raw = (tmp_path / "cut.safetensors").read_bytes()
