@@ -210,6 +210,7 @@ class _Child:
             for number in range(1, self.trial["saves"] + 1):
                 await (await checkpoints.save(state, step=number))
                 if number % self.trial["every"] == 0:
+                    await checkpoints.prune()  # a pass of retention that goes on has files open
                     self.tell(after=number, **usage())
 
     async def held(self, run: Path) -> None:

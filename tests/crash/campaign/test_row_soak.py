@@ -13,7 +13,8 @@ from _rows import Row, Size
 from _trials import Trials
 
 SHORT, LONG = 2_000, 50_000
-MOST_BYTES_PER_SAVE = 1024
+"""The quick form has no fewer: the allocator has not settled after 200 saves, which grew by 200 to 1,700 bytes each."""
+MOST_BYTES_PER_SAVE = 256
 EVERY = 25
 SHORT_EACH, LONG_EACH = 150, 3_000
 
@@ -25,10 +26,10 @@ def slope(points: list[tuple[int, int]]) -> float:
 
 def test_saves_without_end(place: Path, children: Trials, row: Callable[..., Row], size: Size) -> None:
     counts = row("soak")
-    saves = size.of(SHORT, LONG)
+    saves = max(SHORT, size.of(SHORT, LONG))
     told = children.run(work="soak", root="/nonexistent", run=place / "run", saves=saves, every=EVERY)
     samples = [report for report in told.reports if "after" in report]
-    settled = samples[len(samples) // 4 :]
+    settled = samples[len(samples) // 2 :]
     growth = slope([(sample["after"], sample["rss"]) for sample in settled])
     wrong = [f"a save failed: {told.error}"] if told.error else []
     wrong += [f"{growth:.0f} bytes more per save: {settled}"] if growth >= MOST_BYTES_PER_SAVE else []
