@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from .._format.records import (
+    SPARSE_PARTS,
+    CompositeEntry,
     DictKey,
     EmptyEntry,
     Entry,
@@ -18,6 +20,7 @@ from .._format.records import (
     OpaqueEntry,
     TensorEntry,
     ValueEntry,
+    parts_of,
     path_of,
     stored,
 )
@@ -35,7 +38,8 @@ from ..errors import (
 )
 from .ask import Answers
 from .cast import castable
-from .flatten import Leaf, StatefulRoot, leaves_of
+from .composites import composite_entry, differences
+from .flatten import CompositeLeaf, Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
 from .prefixes import prefix_hint
 from .renamed import Names, Renamed, renamed
@@ -75,7 +79,9 @@ class LoadPlan:
     file; of the others, ``local`` is the memory of this process that they are, by name (of plain tensors the FQN), and
     ``leaders`` the first name of the same memory (tied tensors have one leader). ``names`` has the checkpoint under the
     FQNs of the target; only ``not_asked_for``, ``ignored`` and ``unexpected`` are names of the checkpoint.
-    ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets a
+    ``new``: FQNs of tensors that have no place yet; ``composites``: FQNs of composite tensors that are made of such
+    tensors when these have been read, and ``sparse`` the leaves that then take over the content of theirs. ``wholes``
+    are the composite tensors of the target whose parts are read in place. ``values``: leaves whose holder gets a
     new value. ``not_asked_for``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: what
     ``strict=`` let pass.
     """
@@ -86,6 +92,9 @@ class LoadPlan:
     local: Mapping[str, Local]
     leaders: Mapping[str, str]
     new: tuple[str, ...]
+    composites: tuple[str, ...]
+    sparse: tuple[Leaf, ...]
+    wholes: Mapping[str, torch.Tensor]
     values: tuple[tuple[Leaf, ValueEntry], ...]
     statefuls: tuple[StatefulLoad, ...]
     not_asked_for: tuple[str, ...]
@@ -96,6 +105,8 @@ class LoadPlan:
     """Found in the target's own keys, where other ranks may ask for them."""
     opaque: tuple[str, ...] = ()
     """FQNs that are requested and cannot be read. If there are any, nothing is changed."""
+    parts: frozenset[str] = frozenset()
+    """All parts of composite tensors in the checkpoint, by their names in ``names``."""
 
 
 @dataclass(slots=True)
@@ -189,12 +200,14 @@ def match(
     tensors: dict[str, torch.Tensor] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
     straight = Straight()
+    saved, parts = yield from _saved_composites(manifest)
+    composites = _Composites(manifest, findings, saved)
     found = stored(manifest.entries) if in_place else {}
     filled = (yield from _filled_by_others(leaves_of(state, answers), manifest)) if others else frozenset()
     for number, leaf in enumerate(leaves_of(state, answers)):
         if number % 16 == 0:
             yield
-        fqn, _, value, _, _, owner = leaf
+        fqn, _, value, _, _, owner, _ = leaf
         asked.add(fqn)
         if isinstance(value, StatefulRoot):
             roots[value.number] = leaf
@@ -204,6 +217,8 @@ def match(
             continue
         if owner is not None:
             owned[owner].append(leaf)
+        if (leaf.whole is not None or fqn in saved or type(value) is CompositeLeaf) and composites.take(leaf):
+            continue
         row = found.get(fqn)
         if type(row) is tuple and isinstance(value, torch.Tensor) and straight.take(fqn, value, row):
             tensors[fqn] = value
@@ -216,19 +231,31 @@ def match(
             _match_value(leaf, entry, manifest.exact, values, findings)
     below = yield from _claimed(manifest, roots, owned)
     statefuls = yield from in_turn(
-        _match_stateful(root, owned[number], below[number], manifest, findings) for number, root in roots.items()
+        _match_stateful(root, owned[number], below[number], manifest, findings, parts)
+        for number, root in roots.items()
     )
     asked.update(fqn for entries in below.values() for fqn in entries)
+    asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
     top = {str(key) for key, _ in answers.items(state)}
     rest = yield from _not_asked_for(called, asked, top, findings)
     local = yield from _locals(tensors, straight)
     leaders = yield from _tied(local, manifest, findings)
     _check_fresh(statefuls, tensors)
     yield from findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
-    new: list[str] = []
+    new = dict.fromkeys(
+        part
+        for leaf in composites.sparse
+        for part in parts_of(leaf.fqn, manifest.entries)
+    )
+    made = dict.fromkeys(leaf.fqn for leaf in composites.sparse)
     for entries in (stateful.entries for stateful in statefuls if stateful is not None):
         for some in chunked(entries.items(), _MANY):
-            new += [fqn for fqn, entry in some if isinstance(entry, TensorEntry) and fqn not in tensors]
+            new.update((fqn, None) for fqn, entry in some if isinstance(entry, TensorEntry) and fqn not in tensors)
+            made.update(
+                (fqn, None)
+                for fqn, entry in some
+                if isinstance(entry, CompositeEntry) and fqn not in composites.wholes
+            )
             yield
     return LoadPlan(
         names=called,
@@ -237,6 +264,9 @@ def match(
         local=local,
         leaders=leaders,
         new=tuple(new),
+        composites=tuple(made),
+        sparse=tuple(leaf for leaf in composites.sparse if leaf.owner is None),
+        wholes=composites.wholes,
         values=tuple(values),
         statefuls=tuple(stateful for stateful in statefuls if stateful is not None),
         not_asked_for=rest,
@@ -245,7 +275,80 @@ def match(
         ignored=tuple(findings.ignored),
         unexpected=tuple(findings.unexpected or ()),
         opaque=tuple(findings.opaque),
+        parts=parts,
     )
+
+
+def _saved_composites(manifest: Manifest) -> Steps[tuple[frozenset[str], frozenset[str]]]:
+    """The FQNs of the composite tensors in the checkpoint, and those of their parts."""
+    wholes: list[str] = []
+    parts: list[str] = []
+    for some in chunked(stored(manifest.entries).items(), _MANY):
+        for fqn, entry in some:
+            if type(entry) is CompositeEntry:
+                wholes.append(fqn)
+                parts += [f"{fqn}.{part}" for part in entry.parts]
+        yield
+    return frozenset(wholes), frozenset(parts)
+
+
+@dataclass(slots=True)
+class _Composites:
+    """The composite tensors of the target: ``wholes`` have parts that are read in place, of ``sparse`` ones the number
+    of elements is known when they have been read. The parts of those in ``skipped`` are not looked at. ``saved`` are
+    those in the checkpoint, and ``met`` those of them that the target asks for, whatever it has in their place."""
+
+    manifest: Manifest
+    findings: _Findings
+    saved: frozenset[str]
+    wholes: dict[str, torch.Tensor] = field(default_factory=dict)
+    sparse: list[Leaf] = field(default_factory=list)
+    skipped: set[str] = field(default_factory=set)
+    met: list[str] = field(default_factory=list)
+
+    def take(self, leaf: Leaf) -> bool:
+        """Return whether there is nothing more to do for ``leaf``."""
+        fqn, value = leaf.fqn, leaf.value
+        if leaf.whole in self.skipped:
+            self.skipped.add(fqn)
+            return True
+        if fqn in self.saved:
+            self.met.append(fqn)
+        if not isinstance(value, CompositeLeaf):
+            return False
+        assert value.tensor is not None
+        if not self._fits(leaf, value, self.manifest.entries.get(fqn)):
+            self.skipped.add(fqn)
+        elif value.form.type in SPARSE_PARTS:
+            self.sparse.append(leaf)
+            self.skipped.add(fqn)
+        else:
+            self.wholes[fqn] = value.tensor
+        return True
+
+    def _fits(self, leaf: Leaf, value: CompositeLeaf, entry: Entry | None) -> bool:
+        fqn, findings = leaf.fqn, self.findings
+        here = composite_entry(fqn, leaf.path, value.form)
+        if entry is None:
+            findings.add_missing(fqn)
+        elif isinstance(entry, OpaqueEntry):
+            findings.opaque.append(fqn)
+        elif not isinstance(entry, CompositeEntry) or entry.type != here.type:
+            findings.add(KindMismatch, f"{fqn}: a {here.type} in the target, {_kind_of(entry)} in the checkpoint")
+        elif entry.shape != here.shape:
+            findings.add(ShapeMismatch, f"{fqn}: shape {here.shape} in the target, {entry.shape} saved")
+        elif problem := differences(here, entry):
+            findings.add(Mismatch, f"{fqn}: {problem}")
+        else:
+            return _dtype_fits(fqn, here.dtype, entry.dtype, findings)
+        return False
+
+
+def _kind_of(entry: Entry) -> str:
+    if isinstance(entry, CompositeEntry):
+        return f"a {entry.type}"
+    kinds = {TensorEntry: "a plain tensor", ValueEntry: "a plain value", EmptyEntry: "an empty dict"}
+    return kinds[type(entry)]
 
 
 def _names_in(state: Mapping[str, Any], answers: Answers) -> list[str]:
@@ -342,6 +445,8 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
         findings.add_missing(leaf.fqn)
     elif isinstance(entry, OpaqueEntry):
         findings.opaque.append(leaf.fqn)
+    elif isinstance(entry, CompositeEntry):
+        findings.add(KindMismatch, f"{leaf.fqn}: a plain tensor in the target, a {entry.type} in the checkpoint")
     elif not isinstance(entry, TensorEntry):
         findings.add(KindMismatch, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
     elif global_shape(tensor) != entry.shape:
@@ -394,7 +499,12 @@ def _content(entry: Entry) -> object:
 
 
 def _match_stateful(
-    root: Leaf, leaves: list[Leaf], below: dict[str, Entry], manifest: Manifest, findings: _Findings
+    root: Leaf,
+    leaves: list[Leaf],
+    below: dict[str, Entry],
+    manifest: Manifest,
+    findings: _Findings,
+    parts: frozenset[str],
 ) -> Steps[StatefulLoad | None]:
     """What an object is handed of what is ``below`` it; the values that it misses are its own affair. None if that is
     nothing, and may be."""
@@ -412,13 +522,14 @@ def _match_stateful(
         findings.add_missing(root.fqn, "nothing of it in the checkpoint")
         return None
     known = {leaf.fqn for leaf in leaves}
-    tensors = {leaf.fqn for leaf in leaves if isinstance(leaf.value, torch.Tensor)}  # reported where they are compared
+    compared = (torch.Tensor, CompositeLeaf)
+    tensors = {leaf.fqn for leaf in leaves if isinstance(leaf.value, compared)}  # reported where they are compared
     entries = below
     if isinstance(instance, torch.nn.Module) and type(instance).load_state_dict is torch.nn.Module.load_state_dict:
         entries = {}
         for fqn, entry in below.items():
             yield
-            if fqn in known:
+            if fqn in known or fqn in parts:
                 entries[fqn] = entry
             else:
                 findings.add_unexpected(fqn, "module")
@@ -426,7 +537,7 @@ def _match_stateful(
         findings.opaque += [fqn for fqn, entry in some if isinstance(entry, OpaqueEntry) and fqn not in tensors]
         yield
     kept = [leaf for leaf in leaves if leaf.fqn not in below] if "partial" in findings.strict else []
-    findings.missing.extend(leaf.fqn for leaf in kept if not isinstance(leaf.value, torch.Tensor))
+    findings.missing.extend(leaf.fqn for leaf in kept if leaf.fqn not in tensors)
     versions, integer_keys = root.value.versions, (yield from _integer_keys(leaves))
     return StatefulLoad(instance, root.fqn, versions, root.path, entries, tuple(kept), integer_keys)
 
@@ -447,9 +558,9 @@ def _match_value(
         else:
             findings.add(Mismatch, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed")
     elif not (isinstance(entry, EmptyEntry) and empty):
-        kinds = {TensorEntry: "a tensor", ValueEntry: "a plain value", EmptyEntry: "an empty dict"}
         here = "an empty dict" if empty else f"a {type(leaf.value).__name__}"
-        findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {kinds[type(entry)]} in the checkpoint")
+        there = "a tensor" if isinstance(entry, TensorEntry) else _kind_of(entry)
+        findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {there} in the checkpoint")
 
 
 def _claimed(

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._format.records import DTYPES, DictKey, Key
+from ..._format.records import SAVED_DTYPES, DictKey, Key
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
 from ...errors import Corrupt, UnsupportedTensor
-from ..flatten import Leaf, leaves_of
+from ..flatten import CompositeLeaf, Leaf, leaves_of
 
 __all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
 
@@ -79,10 +79,11 @@ def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
         yield
         if isinstance(leaf.value, torch.Tensor):
             sources.append(leaf.value)
-        elif isinstance(leaf.value, Composite):
-            if leaf.value.sharding is None or any(isinstance(part, Composite) for part in leaf.value.parts):
+        elif isinstance(leaf.value, CompositeLeaf | Composite):
+            composite = leaf.value.composite if isinstance(leaf.value, CompositeLeaf) else leaf.value
+            if composite.sharding is None or any(isinstance(part, Composite) for part in composite.parts):
                 raise UnsupportedTensor(
-                    f"{leaf.fqn}: cannot save {leaf.value.kind}: save the tensors that it is made of, or a dense one"
+                    f"{leaf.fqn}: cannot save {composite.kind}: save the tensors that it is made of, or a dense one"
                 )
             sources.extend(leaf.value.tensors())
             shardings.append(leaf.value.sharding.key)
@@ -131,7 +132,7 @@ def _tensor_row(
     else:
         shape, dtype = tuple(leaf.value.shape), dtype_name(leaf.value.dtype)
         places = ((0, (0,) * len(shape), shape, (0,) * len(shape)),)
-    if dtype not in DTYPES:
+    if dtype not in SAVED_DTYPES:
         raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
     here = []
     filled = 0 not in shape
