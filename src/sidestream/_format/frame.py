@@ -103,7 +103,8 @@ class _Record:
 
 @lru_cache(maxsize=65536)
 def frame_tensor(dtype: str, shape: tuple[int, ...]) -> Frame:
-    """The frame of a row-major tensor. ``dtype`` as in ``SAVED_DTYPES``. Cached: a training run has few distinct ones."""
+    """The frame of a row-major tensor. ``dtype`` is one of ``SAVED_DTYPES``. Cached: a training run has few distinct
+    ones."""
     payload_bytes = math.prod(shape) * itemsize(dtype)
     header, records = _lead(b"\x80\x02" + tensor_pickle(written_dtype(dtype), shape, "0") + b".")
     payload = _Record("data/0", payload_bytes, 0, len(header), _CRC_FOLLOWS)

@@ -180,7 +180,10 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
         raise Corrupt("the manifest is cut off")
     try:
         head = json.loads(lines[0].decode())  # bytes that look like UTF-16 would make it import a codec
-        if head["sidestream"] not in (_VERSION, _SHARED_VERSION, _COMPOSITE_VERSION) or head["block_bytes"] != BLOCK_BYTES:
+        if (
+            head["sidestream"] not in (_VERSION, _SHARED_VERSION, _COMPOSITE_VERSION)
+            or head["block_bytes"] != BLOCK_BYTES
+        ):
             raise UnsupportedCheckpoint(
                 f"the manifest has version {head['sidestream']}, this sidestream reads {_COMPOSITE_VERSION}: upgrade it"
             )

@@ -144,7 +144,8 @@ class OpaqueEntry:
 
 @dataclass(frozen=True, slots=True)
 class CompositeEntry:
-    """A tensor that consists of others, which have entries of their own: the part ``"values"`` of ``w`` is ``w.values``.
+    """A tensor that consists of others, which have entries of their own: the part ``"values"`` of ``w`` is
+    ``w.values``.
 
     ``type`` is a layout of torch (``"sparse_coo"``) or the qualified name of a subclass. ``dtype``, ``shape`` and
     ``strides`` (None for a layout) are those that the tensor itself reports, ``parts`` the names of the others in their

@@ -241,8 +241,10 @@ def _check_composite(fqn: str, entry: CompositeEntry, entries: Mapping[str, Entr
     """Raise ``Corrupt`` unless each part of a composite tensor has an entry of its own, at its path."""
     check_shape(fqn, entry.dtype, entry.shape)
     names = SPARSE_PARTS.get(entry.type, entry.parts)
-    if not 0 < len(entry.type) <= MAX_FQN_CHARS or entry.parts != names or (entry.type in SPARSE_PARTS) != (
-        entry.strides is None
+    if (
+        not 0 < len(entry.type) <= MAX_FQN_CHARS
+        or entry.parts != names
+        or (entry.type in SPARSE_PARTS) != (entry.strides is None)
     ):
         raise Corrupt(f"{fqn!r} is a composite tensor that does not fit its type", fqn=fqn)
     strides = entry.strides or ()

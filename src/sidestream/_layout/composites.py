@@ -196,7 +196,8 @@ def _subclass(
         raise UnsupportedCheckpoint(
             f"{fqn}: {entry.type} makes another tensor of what was saved than {entry.dtype} of shape {entry.shape}"
         )
-    return made.detach() if made.requires_grad else made
+    plain: torch.Tensor = made.detach() if made.requires_grad else made
+    return plain
 
 
 def fill_sparse(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -15,7 +15,17 @@ from .._runtime.torch_probes import Stateful
 from .._staging import Composite, Form, consists_of_others, dismantle, settled
 from ..errors import InvalidOption, KeyCollision, UnsafeObject
 
-__all__ = ["Ask", "CompositeLeaf", "Leaf", "LeafKind", "StatefulRoot", "is_mapping", "is_stateful", "is_value", "leaves_of"]
+__all__ = [
+    "Ask",
+    "CompositeLeaf",
+    "Leaf",
+    "LeafKind",
+    "StatefulRoot",
+    "is_mapping",
+    "is_stateful",
+    "is_value",
+    "leaves_of",
+]
 
 _MAX_DEPTH = 64
 
@@ -124,7 +134,6 @@ class _Walk:
         else:
             yield Leaf(fqn, path, {} if is_mapping(value) else value, holder, slot, owner)
 
-
     def tensor(self, tensor: torch.Tensor, leaf: Leaf) -> Iterator[Leaf]:
         tensor = settled(tensor)
         if not consists_of_others(tensor):
@@ -155,9 +164,10 @@ def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf
     """The leaves of ``state`` in order; calls ``state_dict()`` of every ``Stateful`` object in it, or asks ``ask``.
 
     Dicts are descended into, and lists that hold tensors, dicts or ``Stateful`` objects at some depth (DCP's rule); any
-    other value, tuples included, is one leaf. A tensor that consists of others (sparse, a wrapper subclass) is one leaf,
-    and each of its parts is one more, below it. The FQN joins the keys with dots. Raises ``KeyCollision`` where two paths
-    have one FQN, ``UnsafeObject`` for a key that is not a string or a number, ``InvalidOption`` if it is no mapping.
+    other value, tuples included, is one leaf. A tensor that consists of others (sparse, a wrapper subclass) is one
+    leaf, and each of its parts is one more, below it. The FQN joins the keys with dots. Raises ``KeyCollision`` where
+    two paths have one FQN, ``UnsafeObject`` for a key that is not a string or a number, ``InvalidOption`` if it is no
+    mapping.
     """
     if not isinstance(state, Mapping):
         raise InvalidOption(

@@ -231,30 +231,23 @@ def match(
             _match_value(leaf, entry, manifest.exact, values, findings)
     below = yield from _claimed(manifest, roots, owned)
     statefuls = yield from in_turn(
-        _match_stateful(root, owned[number], below[number], manifest, findings, parts)
-        for number, root in roots.items()
+        _match_stateful(root, owned[number], below[number], manifest, findings, parts) for number, root in roots.items()
     )
     asked.update(fqn for entries in below.values() for fqn in entries)
     asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
     top = {str(key) for key, _ in answers.items(state)}
-    rest = yield from _not_asked_for(called, asked, top, findings)
+    rest = yield from _not_asked_for(called, asked, top, findings, parts)
     local = yield from _locals(tensors, straight)
     leaders = yield from _tied(local, manifest, findings)
     _check_fresh(statefuls, tensors)
     yield from findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
-    new = dict.fromkeys(
-        part
-        for leaf in composites.sparse
-        for part in parts_of(leaf.fqn, manifest.entries)
-    )
+    new = dict.fromkeys(part for leaf in composites.sparse for part in parts_of(leaf.fqn, manifest.entries))
     made = dict.fromkeys(leaf.fqn for leaf in composites.sparse)
     for entries in (stateful.entries for stateful in statefuls if stateful is not None):
         for some in chunked(entries.items(), _MANY):
             new.update((fqn, None) for fqn, entry in some if isinstance(entry, TensorEntry) and fqn not in tensors)
             made.update(
-                (fqn, None)
-                for fqn, entry in some
-                if isinstance(entry, CompositeEntry) and fqn not in composites.wholes
+                (fqn, None) for fqn, entry in some if isinstance(entry, CompositeEntry) and fqn not in composites.wholes
             )
             yield
     return LoadPlan(
@@ -421,13 +414,18 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
                 )
 
 
-def _not_asked_for(called: Renamed, asked: set[str], top: set[str], findings: _Findings) -> Steps[tuple[str, ...]]:
-    """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for."""
+def _not_asked_for(
+    called: Renamed, asked: set[str], top: set[str], findings: _Findings, parts: frozenset[str]
+) -> Steps[tuple[str, ...]]:
+    """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for. Parts
+    are asked for with the tensor that they belong to, or that tensor by all of its parts, as stock DCP does."""
     rest = []
     for number, (fqn, entry) in enumerate(stored(called.manifest.entries).items()):
         if number % 64 == 0:
             yield
-        if fqn in asked:
+        if fqn in asked or fqn in parts:
+            continue
+        if isinstance(entry, CompositeEntry) and asked.issuperset(parts_of(fqn, called.manifest.entries)):
             continue
         if fqn in called.inside or str(plain_path(path_of(entry))[0]) in top:
             findings.add_unexpected(fqn, "target")

@@ -62,13 +62,20 @@ Memory: TypeAlias = Literal["host", "mapped"] | torch.device
 @public
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A saved tensor: dtype, global shape, bytes. For a tensor that consists of others (sparse, a subclass): what it
-    reports itself, and the bytes of its parts. For a tensor that this version cannot read: the dtype and shape in
-    ``.metadata``, and the bytes of its items."""
+    """A saved tensor: dtype, global shape, bytes.
+
+    Of a tensor that consists of others (sparse, a subclass) these are what it reports itself, and the bytes of its
+    parts. ``type`` is its layout or its class, ``parts`` are the FQNs of the tensors that it consists of, and
+    ``context`` is what the manifest has besides; all three are empty for other tensors. Of a tensor that this version cannot read
+    they are the dtype and shape in ``.metadata``, and the bytes of its items.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
     nbytes: int
+    type: str = ""
+    parts: tuple[str, ...] = ()
+    context: object = None
 
 
 @public
@@ -177,9 +184,12 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         if isinstance(entry, OpaqueEntry):
             return _opaque_info(fqn, entry)
         if isinstance(entry, CompositeEntry):
-            parts = [self._manifest.entries[part] for part in parts_of(fqn, self._manifest.entries)]
-            nbytes = sum(part.nbytes for part in parts if isinstance(part, TensorEntry))
-            return TensorInfo(dtype_from_name(entry.dtype), torch.Size(entry.shape), nbytes)
+            found = [self._manifest.entries[part] for part in parts_of(fqn, self._manifest.entries)]
+            nbytes = sum(part.nbytes for part in found if isinstance(part, TensorEntry))
+            parts = tuple(f"{fqn}.{part}" for part in entry.parts)
+            return TensorInfo(
+                dtype_from_name(entry.dtype), torch.Size(entry.shape), nbytes, entry.type, parts, entry.context
+            )
         if not isinstance(entry, TensorEntry):
             return None
         dtype = dtype_from_name(entry.dtype)
@@ -205,10 +215,10 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
 
         Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. A tensor that consists of others
-        is made anew, as ``state_dict`` does, and has no rows. Raises ``MissingKeys``, ``InvalidOption`` for a slice with
+        is made anew, as by ``state_dict``, and has no rows. Raises ``MissingKeys``, ``InvalidOption`` for a slice with
         a step or a device that this machine does not have, ``UnsupportedCheckpoint`` for a tensor of a kind that this
-        version does not read, ``UnsafeObject`` for a subclass that was not allowed, ``Corrupt``. A cancel leaves nothing
-        behind.
+        version does not read, ``UnsafeObject`` for a subclass that was not allowed, ``Corrupt``. A cancel leaves
+        nothing behind.
         """
         if isinstance(one := self._entry(fqn), OpaqueEntry):
             async with self._files() as source:
@@ -269,14 +279,14 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         process (SIGBUS). A tensor that does not lie in one piece, or is not aligned, is read into memory of its own:
         in checkpoints of other writers that may be all of them.
 
-        Sparse tensors are made anew, and subclasses of those classes that ``open_checkpoint(allow=)`` or a fixed list of
-        this version names. No file names code that is imported.
+        Sparse tensors are made anew, and subclasses of those classes that ``open_checkpoint(allow=)`` or a fixed list
+        of this version names. No file names code that is imported.
 
         A checkpoint of stock DCP says neither where it had empty containers nor which keys were integers.
         ``progress(done, total)`` is called on the loop with bytes. Raises ``Corrupt``, ``InvalidOption``,
         ``MissingKeys`` for a pattern that matches nothing, ``UnsupportedCheckpoint`` if a tensor of a kind that this
-        version does not read is requested, ``UnsafeObject`` for a subclass that was not allowed. A cancel leaves nothing
-        behind.
+        version does not read is requested, ``UnsafeObject`` for a subclass that was not allowed. A cancel leaves
+        nothing behind.
         """
         device = None if memory == "host" else _memory(memory)
         async with self._files() as source:
@@ -432,9 +442,7 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
 
 def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any, Any]:
     parts = all_parts(entries)
-    return run_sliced(
-        assemble((entry.path, leaves.get(fqn, {})) for fqn, entry in entries.items() if fqn not in parts)
-    )
+    return run_sliced(assemble((entry.path, leaves.get(fqn, {})) for fqn, entry in entries.items() if fqn not in parts))
 
 
 def _composites_in(entries: Mapping[str, Entry]) -> dict[str, CompositeEntry]:

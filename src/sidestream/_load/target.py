@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._format.records import Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .._format.records import Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
 from .._group import Operation
 from .._layout.ask import Answers
 from .._layout.composites import build_composites, check_types, fill_sparse
@@ -36,8 +36,8 @@ class _Prepared:
     """What is decided and allocated before the first byte of a tensor is read.
 
     ``places``: where the tensors of the target are read to, by leader. ``again``: tensors that are tied in the target
-    and were saved one by one, as stock DCP does, are read aside too, to be compared. ``fresh`` are tensors in new memory,
-    of which composite tensors are made when they have been read.
+    and were saved one by one, as stock DCP does, are read aside too, to be compared. ``fresh`` are tensors in new
+    memory, of which composite tensors are made when they have been read.
     """
 
     plan: LoadPlan
@@ -206,11 +206,11 @@ class StateTarget:
         blank = dict.fromkeys(plan.composites, torch.empty(0))  # until they can be made
         there = {**fresh, **plan.tensors, **plan.wholes, **blank}
         handover = prepare(plan, values, there, own=manifest.exact)
-        loaded = tuple(fqn for fqn in politely(entries) if fqn in there or fqn in values)
+        inside = {part for fqn in (*plan.wholes, *plan.composites) for part in parts_of(fqn, entries)}
+        names = (fqn for fqn in politely(entries) if fqn not in inside)
+        loaded = tuple(fqn for fqn in names if fqn in there or fqn in values)
         pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in plan.local.items()))
-        return _Prepared(
-            plan, reader, places, [*wanted, *again], again, fresh, values, handover, loaded, pointers
-        )
+        return _Prepared(plan, reader, places, [*wanted, *again], again, fresh, values, handover, loaded, pointers)
 
     def _aside(self, plan: LoadPlan, fqn: str) -> Wanted:
         tensor = plan.local[fqn].tensor

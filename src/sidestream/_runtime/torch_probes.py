@@ -205,7 +205,9 @@ def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _NOT_COPIED = frozenset(
-    dtype for name, dtype in _DTYPES.items() if name in {f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)}
+    dtype
+    for name, dtype in _DTYPES.items()
+    if name in {f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)}
 )
 
 

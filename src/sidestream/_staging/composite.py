@@ -41,8 +41,9 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a composite tensor is besides its parts. ``type`` is its layout or the qualified name of its class, ``names``
-    those of the parts. ``attributes`` has what it names among its parts and is no tensor."""
+    """What a composite tensor is besides its parts. ``type`` is its layout or the qualified name of its class,
+    ``names`` are those of the parts. ``attributes`` are the names of what it counts among its parts and is no
+    tensor."""
 
     type: str
     names: tuple[str, ...]

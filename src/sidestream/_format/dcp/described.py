@@ -104,7 +104,8 @@ class Template:
         return made
 
     def fill(self, values: Mapping[str, ValueEntry | CompositeEntry], sums: Sequence[BlockSums]) -> Steps[Described]:
-        """``values``, composite tensors among them, in their order among the entries. Takes some 0.5 us for each tensor."""
+        """``values``, and composite tensors among them, in their order among the entries. Takes some 0.5 us for each
+        tensor."""
         checksums = yield from collected(_encoded(sums), _MANY // 4)
         holes = [b""] * (len(self._lines) - 1)
         for pairs in chunked(zip(self._tensors, self._items, strict=True), _MANY):

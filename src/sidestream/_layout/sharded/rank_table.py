@@ -79,19 +79,28 @@ def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
         yield
         if isinstance(leaf.value, torch.Tensor):
             sources.append(leaf.value)
-        elif isinstance(leaf.value, CompositeLeaf | Composite):
-            composite = leaf.value.composite if isinstance(leaf.value, CompositeLeaf) else leaf.value
-            if composite.sharding is None or any(isinstance(part, Composite) for part in composite.parts):
-                raise UnsupportedTensor(
-                    f"{leaf.fqn}: cannot save {composite.kind}: save the tensors that it is made of, or a dense one"
-                )
+        elif isinstance(leaf.value, CompositeLeaf):
+            raise _refused(leaf.fqn, leaf.value.composite)
+        elif isinstance(leaf.value, Composite):
+            sharding = leaf.value.sharding
+            if sharding is None or any(isinstance(part, Composite) for part in leaf.value.parts):
+                raise _refused(leaf.fqn, leaf.value)
             sources.extend(leaf.value.tensors())
-            shardings.append(leaf.value.sharding.key)
+            shardings.append(sharding.key)
     kinds = tuple([type(leaf.value) for leaf in leaves])
     key = (tuple([leaf.path for leaf in leaves]), kinds, tuple(shardings), (yield from fingerprint(sources)))
     held = yield from plans.get(("table", key), lambda: _hold(leaves, sources, captured.held))
     values = {number: leaf for number, leaf in enumerate(leaves) if held.rows[number].kind == "value"}
     return LocalTable(held, sources, values, key)
+
+
+def _refused(fqn: str, composite: Composite) -> UnsupportedTensor:
+    inner = [part.kind for part in composite.parts if isinstance(part, Composite)]
+    over = f" over {inner[0]}" if inner else ""
+    return UnsupportedTensor(
+        f"{fqn}: ranks that save together cannot save {composite.kind}{over}: save the tensors that it is made of, or "
+        "a dense one"
+    )
 
 
 def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[int]) -> Steps[Held]:
