@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._format.records import CompositeEntry, all_parts
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._layout.names import new_names, target_dtype
 from .._layout.save_layout import SavePlan
@@ -138,10 +137,6 @@ class _Chosen:
     cast: tuple[str, ...]
 
 
-def _composite(fqn: str, entry: CompositeEntry) -> _Candidate:
-    return _Candidate(fqn, entry.dtype, entry.shape, fqn, entry.type)
-
-
 def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
     """In a thread. Raises ``MissingKeys``, ``KeyCollision``, ``InvalidOption``, ``UnsupportedTensor``."""
     taken = set(selected([one.fqn for one in candidates], export.select, url))
@@ -193,10 +188,8 @@ class _Sink:
 
     def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> ConvertReport:
         plan: SavePlan = snapshot.plan(stop)
-        composites = {fqn: one for fqn, one in plan.value_entries.items() if isinstance(one, CompositeEntry)}
-        parts = all_parts(composites)
-        candidates = [_Candidate(*one) for one in plan.named_tensors() if one[0] not in parts]
-        candidates += [_composite(fqn, one) for fqn, one in composites.items() if fqn not in parts]
+        candidates = [_Candidate(*one) for one in plan.named_tensors()]
+        candidates += [_Candidate(fqn, dtype, shape, fqn, kind) for fqn, dtype, shape, kind in plan.named_composites()]
         chosen = _choose(self.export, candidates, self.url)
         items = {fqn: item for fqn, _, _, item in plan.named_tensors()}
         by_item = {items[chosen.origin[one.fqn]]: one for one in chosen.tensors}
@@ -254,7 +247,11 @@ class _Sink:
             candidates = [
                 _Candidate(fqn, one.entry.dtype, one.entry.shape, one.identity) for fqn, one in entries.items()
             ]
-            candidates += [_composite(fqn, one.entry) for fqn, one in found.items() if isinstance(one, SourceComposite)]
+            candidates += [
+                _Candidate(fqn, one.entry.dtype, one.entry.shape, fqn, one.entry.type)
+                for fqn, one in found.items()
+                if isinstance(one, SourceComposite)
+            ]
             chosen = await io_threads().run(_choose, self.export, candidates, self.url)
             origin = {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
             order = [one.fqn for one in chosen.tensors]

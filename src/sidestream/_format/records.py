@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 __all__ = [
     "BLOCK_BYTES",
     "DTYPES",
+    "MAX_PARTS",
     "SAVED_DTYPES",
     "SPARSE_PARTS",
     "STORAGE_DTYPES",
@@ -169,6 +170,9 @@ SPARSE_PARTS: dict[str, tuple[str, ...]] = {
     "sparse_bsc": ("ccol_indices", "row_indices", "values"),
 }
 """The layouts of sparse tensors, and the parts of each."""
+
+MAX_PARTS = 64
+"""So many parts a tensor has at most."""
 
 Entry: TypeAlias = TensorEntry | ValueEntry | EmptyEntry | OpaqueEntry | CompositeEntry
 

@@ -15,6 +15,7 @@ from .digest import DIGEST_BYTES
 from .pickles.keys import name_of
 from .records import (
     BLOCK_BYTES,
+    MAX_PARTS,
     SAVED_DTYPES,
     SPARSE_PARTS,
     Chunk,
@@ -40,7 +41,6 @@ __all__ = [
     "MAX_ENTRIES",
     "MAX_FILES",
     "MAX_FQN_CHARS",
-    "MAX_PARTS",
     "MAX_PATH_DEPTH",
     "MAX_RANK",
     "check_item",
@@ -54,7 +54,6 @@ MAX_ENTRIES = 10_000_000
 MAX_CHUNKS = 50_000_000
 MAX_FILES = 1_000_000
 MAX_FQN_CHARS = 4096
-MAX_PARTS = 64
 MAX_PATH_DEPTH = 64
 MAX_RANK = 64
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from .._format.records import (
-    SPARSE_PARTS,
     CompositeEntry,
     DictKey,
     EmptyEntry,
@@ -27,21 +26,16 @@ from .._format.records import (
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
 from ..errors import (
-    DtypeMismatch,
     KindMismatch,
     Mismatch,
-    MissingKeys,
     ShapeMismatch,
-    UnexpectedKeys,
     UnsupportedTensor,
-    printable,
 )
 from .ask import Answers
-from .cast import castable
-from .composites import composite_entry, differences
+from .composites.matching import CompositeTargets, kind_of, saved_composites
+from .findings import Findings, dtype_fits
 from .flatten import CompositeLeaf, Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
-from .prefixes import prefix_hint
 from .renamed import Names, Renamed, renamed
 from .straight import Straight
 
@@ -49,7 +43,6 @@ __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
 PlainPath = tuple[str | int, ...]
 
-_ABSENT = "not in the checkpoint"
 _MANY = 256
 
 
@@ -109,63 +102,6 @@ class LoadPlan:
     """All parts of composite tensors in the checkpoint, by their names in ``names``."""
 
 
-@dataclass(slots=True)
-class _Findings:
-    """Offenders by kind, in the order in which they are told, and what is none because ``strict`` allows it."""
-
-    strict: frozenset[str]
-    names: Renamed
-    offenders: dict[type[Mismatch], list[str]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    cast: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-    opaque: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    """Names of leaves that are missing in the checkpoint, if that is an error."""
-    unexpected: list[str] | None = None
-    """Where other ranks may ask for what this one does not expect."""
-
-    def add(self, kind: type[Mismatch], line: str) -> None:
-        self.offenders.setdefault(kind, []).append(line)
-
-    def add_missing(self, fqn: str, what: str = _ABSENT) -> None:
-        if "partial" in self.strict:
-            self.missing.append(fqn)
-        else:
-            if what == _ABSENT:
-                self.absent.append(fqn)
-            name = self.names.saved.get(fqn, fqn)
-            told = "" if name == fqn else f" as {name}" if name else ": names= gives no name for it"
-            self.add(MissingKeys, f"{fqn}: in the target, {what}{told}")
-
-    def add_unexpected(self, fqn: str, where: str) -> None:
-        fqn = self.names.told(fqn)
-        if "ignore_unexpected" in self.strict:
-            self.ignored.append(fqn)
-        elif self.unexpected is not None:
-            self.unexpected.append(fqn)
-        else:
-            self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
-
-    def raise_if_any(self, url: str, targets: Callable[[], Collection[str]], saved: Collection[str]) -> Steps[None]:
-        """Raise an error if there are findings. ``targets`` returns the names of the target, ``saved`` are those in the
-        checkpoint."""
-        if not self.offenders:
-            return
-        lines = [line for found in self.offenders.values() for line in found]
-        kind = next(iter(self.offenders)) if len(self.offenders) == 1 else Mismatch
-        shown = [printable(line) for line in lines[:50]] + (
-            [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
-        )
-        text = "\n  ".join(shown)
-        hint = (yield from prefix_hint(self.absent, targets(), saved)) if self.absent else ""
-        raise kind(
-            f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}"
-            + (f"\n{hint}" if hint else ""),
-            lines,
-        )
-
-
 def plain_path(path: tuple[Key, ...]) -> PlainPath:
     """A path as DCP spells it: every dict key a string, list indices integers."""
     return tuple(str(key.value) if isinstance(key, DictKey) else key for key in path)
@@ -193,15 +129,15 @@ def match(
     if names is not None:
         called = yield from renamed(manifest, leaves_of(state, answers), names, url, same=_same, others=others)
         manifest = called.manifest
-    findings = _Findings(strict, called, unexpected=[] if others else None)
+    findings = Findings(strict, called, unexpected=[] if others else None)
     roots: dict[int, Leaf] = {}
     owned: dict[int, list[Leaf]] = {}
     asked: set[str] = set()
     tensors: dict[str, torch.Tensor] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
     straight = Straight()
-    saved, parts = yield from _saved_composites(manifest)
-    composites = _Composites(manifest, findings, saved)
+    saved, parts = yield from saved_composites(manifest)
+    composites = CompositeTargets(manifest, findings, saved)
     found = stored(manifest.entries) if in_place else {}
     filled = (yield from _filled_by_others(leaves_of(state, answers), manifest)) if others else frozenset()
     for number, leaf in enumerate(leaves_of(state, answers)):
@@ -270,78 +206,6 @@ def match(
         opaque=tuple(findings.opaque),
         parts=parts,
     )
-
-
-def _saved_composites(manifest: Manifest) -> Steps[tuple[frozenset[str], frozenset[str]]]:
-    """The FQNs of the composite tensors in the checkpoint, and those of their parts."""
-    wholes: list[str] = []
-    parts: list[str] = []
-    for some in chunked(stored(manifest.entries).items(), _MANY):
-        for fqn, entry in some:
-            if type(entry) is CompositeEntry:
-                wholes.append(fqn)
-                parts += [f"{fqn}.{part}" for part in entry.parts]
-        yield
-    return frozenset(wholes), frozenset(parts)
-
-
-@dataclass(slots=True)
-class _Composites:
-    """The composite tensors of the target: ``wholes`` have parts that are read in place, of ``sparse`` ones the number
-    of elements is known when they have been read. The parts of those in ``skipped`` are not looked at. ``saved`` are
-    those in the checkpoint, and ``met`` those of them that the target asks for, whatever it has in their place."""
-
-    manifest: Manifest
-    findings: _Findings
-    saved: frozenset[str]
-    wholes: dict[str, torch.Tensor] = field(default_factory=dict)
-    sparse: list[Leaf] = field(default_factory=list)
-    skipped: set[str] = field(default_factory=set)
-    met: list[str] = field(default_factory=list)
-
-    def take(self, leaf: Leaf) -> bool:
-        """Return whether there is nothing more to do for ``leaf``."""
-        fqn, value = leaf.fqn, leaf.value
-        if leaf.whole in self.skipped:
-            self.skipped.add(fqn)
-            return True
-        if fqn in self.saved:
-            self.met.append(fqn)
-        if not isinstance(value, CompositeLeaf):
-            return False
-        assert value.tensor is not None
-        if not self._fits(leaf, value, self.manifest.entries.get(fqn)):
-            self.skipped.add(fqn)
-        elif value.form.type in SPARSE_PARTS:
-            self.sparse.append(leaf)
-            self.skipped.add(fqn)
-        else:
-            self.wholes[fqn] = value.tensor
-        return True
-
-    def _fits(self, leaf: Leaf, value: CompositeLeaf, entry: Entry | None) -> bool:
-        fqn, findings = leaf.fqn, self.findings
-        here = composite_entry(fqn, leaf.path, value.form)
-        if entry is None:
-            findings.add_missing(fqn)
-        elif isinstance(entry, OpaqueEntry):
-            findings.opaque.append(fqn)
-        elif not isinstance(entry, CompositeEntry) or entry.type != here.type:
-            findings.add(KindMismatch, f"{fqn}: a {here.type} in the target, {_kind_of(entry)} in the checkpoint")
-        elif entry.shape != here.shape:
-            findings.add(ShapeMismatch, f"{fqn}: shape {here.shape} in the target, {entry.shape} saved")
-        elif problem := differences(here, entry):
-            findings.add(Mismatch, f"{fqn}: {problem}")
-        else:
-            return _dtype_fits(fqn, here.dtype, entry.dtype, findings)
-        return False
-
-
-def _kind_of(entry: Entry) -> str:
-    if isinstance(entry, CompositeEntry):
-        return f"a {entry.type}"
-    kinds = {TensorEntry: "a plain tensor", ValueEntry: "a plain value", EmptyEntry: "an empty dict"}
-    return kinds[type(entry)]
 
 
 def _names_in(state: Mapping[str, Any], answers: Answers) -> list[str]:
@@ -415,7 +279,7 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
 
 
 def _not_asked_for(
-    called: Renamed, asked: set[str], top: set[str], findings: _Findings, parts: frozenset[str]
+    called: Renamed, asked: set[str], top: set[str], findings: Findings, parts: frozenset[str]
 ) -> Steps[tuple[str, ...]]:
     """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for. Parts
     are asked for with the tensor that they belong to, or that tensor by all of its parts, as stock DCP does."""
@@ -434,7 +298,7 @@ def _not_asked_for(
     return tuple(rest)
 
 
-def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
+def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: Findings) -> bool:
     tensor = leaf.value
     distributed = is_distributed(tensor)
     for part in [local.tensor for _, local in locals_of(leaf.fqn, tensor)] if distributed else [tensor]:
@@ -454,22 +318,11 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
     ):
         findings.add(Mismatch, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it")
     else:
-        return _dtype_fits(leaf.fqn, dtype_name(tensor.dtype), entry.dtype, findings)
+        return dtype_fits(leaf.fqn, dtype_name(tensor.dtype), entry.dtype, findings)
     return False
 
 
-def _dtype_fits(fqn: str, here: str, saved: str, findings: _Findings) -> bool:
-    if here == saved:
-        return True
-    if "cast" in findings.strict and castable(saved, here):
-        findings.cast.append(fqn)
-        return True
-    remedy = "which torch does not convert into it" if "cast" in findings.strict else 'strict={"cast"} converts'
-    findings.add(DtypeMismatch, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
-    return False
-
-
-def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: _Findings) -> Steps[dict[str, str]]:
+def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) -> Steps[dict[str, str]]:
     """The leader of each tensor. Tied ones must have been saved with the same bytes (of other writers that is only
     known when they are read); row-major ones that overlap otherwise would be read over each other."""
     first: dict[object, str] = {}
@@ -501,7 +354,7 @@ def _match_stateful(
     leaves: list[Leaf],
     below: dict[str, Entry],
     manifest: Manifest,
-    findings: _Findings,
+    findings: Findings,
     parts: frozenset[str],
 ) -> Steps[StatefulLoad | None]:
     """What an object is handed of what is ``below`` it; the values that it misses are its own affair. None if that is
@@ -541,7 +394,7 @@ def _match_stateful(
 
 
 def _match_value(
-    leaf: Leaf, entry: Entry | None, exact: bool, values: list[tuple[Leaf, ValueEntry]], findings: _Findings
+    leaf: Leaf, entry: Entry | None, exact: bool, values: list[tuple[Leaf, ValueEntry]], findings: Findings
 ) -> None:
     """What a ``Stateful`` finds among its values is its own affair; only plain leaves come here."""
     empty = leaf.kind == "empty"
@@ -557,7 +410,7 @@ def _match_value(
             findings.add(Mismatch, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed")
     elif not (isinstance(entry, EmptyEntry) and empty):
         here = "an empty dict" if empty else f"a {type(leaf.value).__name__}"
-        there = "a tensor" if isinstance(entry, TensorEntry) else _kind_of(entry)
+        there = "a tensor" if isinstance(entry, TensorEntry) else kind_of(entry)
         findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {there} in the checkpoint")
 
 

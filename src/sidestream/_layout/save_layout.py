@@ -23,6 +23,7 @@ from .._format.records import (
     Key,
     TensorEntry,
     ValueEntry,
+    all_parts,
 )
 from .._format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from .._format.values import pickle_node
@@ -30,7 +31,7 @@ from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from .._staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint, raw_start
 from ..errors import UnsupportedTensor
-from .composites import composite_entry
+from .composites.entry import composite_entry
 from .flatten import CompositeLeaf, Leaf, LeafKind, leaves_of
 from .structure import outline_of
 from .values import encode_value
@@ -206,10 +207,20 @@ class SavePlan:
         return shard_name(index)
 
     def named_tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-        """FQN, dtype, shape and item of each tensor; items are numbered over all shards."""
-        said = self.said
+        """FQN, dtype, shape and item of each plain tensor that is no part of another one; items are numbered over all
+        shards."""
+        said, parts = self.said, all_parts(self._composites())
         fqns = (fqn for fqn, kind in zip(said.fqns, said.kinds, strict=True) if kind == "tensor")
-        return zip(fqns, *said.tensors, strict=True)
+        return (one for one in zip(fqns, *said.tensors, strict=True) if one[0] not in parts)
+
+    def named_composites(self) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
+        """FQN, dtype, shape and type of each composite tensor that is no part of another one."""
+        found = self._composites()
+        parts = all_parts(found)
+        return ((fqn, one.dtype, one.shape, one.type) for fqn, one in found.items() if fqn not in parts)
+
+    def _composites(self) -> dict[str, CompositeEntry]:
+        return {fqn: one for fqn, one in self.value_entries.items() if isinstance(one, CompositeEntry)}
 
     def describe(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Steps[Described]:
         """The entries, given the checksums of each shard's blocks, and what each of the ``files`` is called in the

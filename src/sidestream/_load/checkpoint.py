@@ -25,7 +25,7 @@ from .._format.records import (
     stored,
 )
 from .._layout.assemble import assemble
-from .._layout.composites import build_composites, check_types
+from .._layout.composites.building import build_composites, check_types
 from .._layout.metadata import decode_metadata
 from .._layout.objects import Allowed, allowed_types
 from .._layout.ranges import Box
@@ -66,8 +66,8 @@ class TensorInfo:
 
     Of a tensor that consists of others (sparse, a subclass) these are what it reports itself, and the bytes of its
     parts. ``type`` is its layout or its class, ``parts`` are the FQNs of the tensors that it consists of, and
-    ``context`` is what the manifest has besides; all three are empty for other tensors. Of a tensor that this version cannot read
-    they are the dtype and shape in ``.metadata``, and the bytes of its items.
+    ``context`` is what the manifest has besides; all three are empty for other tensors. Of a tensor that this version
+    cannot read they are the dtype and shape in ``.metadata``, and the bytes of its items.
     """
 
     dtype: torch.dtype

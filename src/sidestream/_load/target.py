@@ -13,7 +13,7 @@ import torch
 from .._format.records import Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
 from .._group import Operation
 from .._layout.ask import Answers
-from .._layout.composites import build_composites, check_types, fill_sparse
+from .._layout.composites.building import build_composites, check_types, fill_sparse
 from .._layout.match import LoadPlan, match
 from .._runtime.threads import Steps, gathered, io_threads, let_go, politely, run_sliced, sliced
 from .._runtime.torch_probes import copyable, plain_bytes
