@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -36,27 +38,45 @@ def composite_entry(fqn: str, path: tuple[Key, ...], form: Form) -> CompositeEnt
         raise unsupported(f"that wraps {len(form.names)} tensors: save the tensors that it wraps by themselves")
     if len(form.type) > _MAX_NAME or any(type(size) is not int for size in form.shape + (form.strides or ())):
         raise unsupported("whose shape is not fixed: save its components, such as values() and offsets()")
-    context = _encode(form.context, f"{fqn} (what {form.type} keeps beside its tensors)", 0)
+    context = _encode(form.context, f"{fqn}: a {form.type} keeps", 0)
     return CompositeEntry(path, form.type, dtype_name(form.dtype), form.shape, form.strides, form.names, context)
 
 
-def _encode(value: Any, fqn: str, depth: int) -> Node:
-    """As ``encode_value``, and members of enums. No tensors: nothing has copied them."""
-    if isinstance(value, torch.Tensor):
-        raise UnsafeObject(f"{fqn}: a tensor cannot be stored as data; its __tensor_flatten__ has to name it")
-    if isinstance(value, Enum):
-        return {"member": [_name(type(value)), value.name]}
-    if depth > _MAX_DEPTH:
-        raise UnsafeObject(f"{fqn}: nested deeper than {_MAX_DEPTH} levels, or a container that contains itself")
+def _encode(value: Any, told: str, depth: int) -> Node:
+    """As ``encode_value``, and members of enums, dataclasses and named tuples by the names of their classes. No
+    tensors: nothing has copied them."""
     kind = type(value)
+    if isinstance(value, torch.Tensor):
+        raise UnsafeObject(f"{told} a tensor that its __tensor_flatten__ does not name")
+    if isinstance(value, Enum):
+        return {"member": [_name(kind), value.name]}
+    if depth > _MAX_DEPTH:
+        raise UnsafeObject(f"{told} containers deeper than {_MAX_DEPTH} levels, or one that contains itself")
     if kind in (list, tuple):
-        return {kind.__name__: [_encode(item, fqn, depth + 1) for item in value]}
+        return {kind.__name__: [_encode(item, told, depth + 1) for item in value]}
     if kind in (dict, OrderedDict):
-        pairs: list[Node] = [
-            [_encode(key, fqn, depth + 1), _encode(item, fqn, depth + 1)] for key, item in value.items()
-        ]
-        return {"dict" if kind is dict else "ordered_dict": pairs}
-    return encode_value(value, fqn)
+        return {"dict" if kind is dict else "ordered_dict": _pairs(value, told, depth)}
+    if is_dataclass(value) and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+        state = object.__getstate__(value)
+        if kind.__getstate__ is object.__getstate__ and not hasattr(kind, "__setstate__") and type(state) is dict:
+            return _object(kind, [], {"dict": _pairs(state, told, depth)})
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return _object(kind, [_encode(item, told, depth + 1) for item in value])
+    try:
+        return encode_value(value, "")
+    except UnsafeObject:
+        raise UnsafeObject(
+            f"{told} a {_name(kind)} beside its tensors, which is no plain data: save the tensors that it wraps by "
+            "themselves, and make it of them again after a load"
+        ) from None
+
+
+def _pairs(mapping: Mapping[Any, Any], told: str, depth: int) -> list[Node]:
+    return [[_encode(key, told, depth + 1), _encode(item, told, depth + 1)] for key, item in mapping.items()]
+
+
+def _object(kind: type, args: list[Node], state: Node = None) -> Node:
+    return {"object": {"type": _name(kind), "new": True, "args": args, "state": state}}
 
 
 def _name(kind: type) -> str:

@@ -9,54 +9,67 @@ from ...errors import UnsafeObject
 
 __all__ = ["KnownTypes", "type_of"]
 
-_TYPES = frozenset(
+_TENSORS = frozenset(
     {
-        *(
-            f"torchao.quantization.{name}"
-            for name in (
-                "Float8Tensor",
-                "Int4PlainInt32Tensor",
-                "Int4PreshuffledTensor",
-                "Int4Tensor",
-                "Int4TilePackedTo4dTensor",
-                "Int8Tensor",
-                "IntxUnpackedToInt8Tensor",
-            )
-        ),
         "torchao.optim.subclass_4bit.OptimState4bit",
         "torchao.optim.subclass_8bit.OptimState8bit",
         "torchao.optim.subclass_fp8.OptimStateFp8",
-        "torchao.quantization.quantize_.common.kernel_preference.KernelPreference",
+        "torchao.quantization.Float8Tensor",
+        "torchao.quantization.Int4PlainInt32Tensor",
+        "torchao.quantization.Int4PreshuffledTensor",
+        "torchao.quantization.Int4Tensor",
+        "torchao.quantization.Int4TilePackedTo4dTensor",
+        "torchao.quantization.Int8Tensor",
+        "torchao.quantization.IntxUnpackedToInt8Tensor",
+        "torchao.quantization.granularity.PerTensor",
     }
 )
-"""The types that are made anew without ``allow=``, if the program has imported them: subclasses whose context is plain
-data, and the enums in it."""
+"""The subclasses of tensors that are made anew without ``allow=``, once the program has imported them."""
+
+_BESIDE = frozenset(
+    {
+        "torchao.float8.inference.Float8MMConfig",
+        "torchao.quantization.granularity.PerAxis",
+        "torchao.quantization.granularity.PerBlock",
+        "torchao.quantization.granularity.PerGroup",
+        "torchao.quantization.granularity.PerRow",
+        "torchao.quantization.granularity.PerToken",
+        "torchao.quantization.quant_primitives.MappingType",
+        "torchao.quantization.quantize_.common.kernel_preference.KernelPreference",
+        "torchao.quantization.quantize_.workflows.float8.float8_tensor.QuantizeTensorToFloat8Kwargs",
+        "torchao.quantization.quantize_.workflows.int8.int8_tensor.QuantizeTensorToInt8Kwargs",
+    }
+)
+"""The enums and dataclasses in what these keep beside their tensors."""
 
 
 def type_of(fqn: str, name: str, allowed: Mapping[str, type]) -> type:
     """Return the class ``name`` for the tensor ``fqn``. Raises ``UnsafeObject`` if it is not allowed, or not known
     here."""
+    return _found(fqn, name, allowed, _TENSORS)
+
+
+def _found(fqn: str, name: str, allowed: Mapping[str, type], known: frozenset[str]) -> type:
     if name in allowed:
         return allowed[name]
-    module, _, attribute = name.rpartition(".")
-    if name not in _TYPES:
+    if name not in known:
         raise UnsafeObject(
-            f"{fqn}: a {name} is only made anew if allow= names that class; or load into a tensor of this kind"
+            f"{fqn}: a {name} is made anew only if allow= names that class; or load into a tensor of this kind"
         )
+    module, _, attribute = name.rpartition(".")
     found = getattr(sys.modules.get(module), attribute, None)
     if not isinstance(found, type):
-        raise UnsafeObject(f"{fqn}: a {name}, which this program does not know: import {module} first")
+        raise UnsafeObject(f"{fqn}: a {name}, which this program does not know yet: import {module} first")
     return found
 
 
 class KnownTypes(dict[str, type]):
-    """The types that were allowed, and those of the fixed list."""
+    """The types of what the tensor ``fqn`` keeps beside its tensors: those that were allowed, and those of a fixed
+    list."""
 
     def __init__(self, fqn: str, allowed: Mapping[str, type]) -> None:
         super().__init__(allowed)
         self._fqn = fqn
 
     def __missing__(self, name: str) -> type:
-        if name not in _TYPES:
-            raise KeyError(name)
-        return type_of(self._fqn, name, {})
+        return _found(self._fqn, name, {}, _BESIDE)
