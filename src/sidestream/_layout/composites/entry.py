@@ -45,7 +45,7 @@ def composite_entry(fqn: str, path: tuple[Key, ...], form: Form) -> CompositeEnt
 def _encode(value: Any, told: str, depth: int) -> Node:
     """As ``encode_value``, and members of enums, dataclasses and named tuples by the names of their classes. No
     tensors: nothing has copied them."""
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, torch.Tensor):
         raise UnsafeObject(f"{told} a tensor that its __tensor_flatten__ does not name")
     if isinstance(value, Enum):
@@ -56,7 +56,7 @@ def _encode(value: Any, told: str, depth: int) -> Node:
         return {kind.__name__: [_encode(item, told, depth + 1) for item in value]}
     if kind in (dict, OrderedDict):
         return {"dict" if kind is dict else "ordered_dict": _pairs(value, told, depth)}
-    if is_dataclass(value) and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+    if is_dataclass(kind) and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
         state = object.__getstate__(value)
         if kind.__getstate__ is object.__getstate__ and not hasattr(kind, "__setstate__") and type(state) is dict:
             return _object(kind, [], {"dict": _pairs(state, told, depth)})
