@@ -220,9 +220,9 @@ async def test_a_composite_tensor_is_listed_as_one(tmp_path: Path) -> None:
     assert list(checkpoint) == ["m.two", "m.coo", "x"]
     info = checkpoint.info("m.two")
     assert (info.dtype, info.shape, info.nbytes) == (torch.float32, (2, 3), 48)
-    assert (info.type, info.parts) == ("torch.testing._internal.two_tensor.TwoTensor", ("m.two.a", "m.two.b"))
-    assert checkpoint.info("m.coo").type == "sparse_coo"
-    assert (checkpoint.info("x").type, checkpoint.info("x").parts) == ("", ())
+    assert (info.kind, info.parts) == ("torch.testing._internal.two_tensor.TwoTensor", ("m.two.a", "m.two.b"))
+    assert checkpoint.info("m.coo").kind == "sparse_coo"
+    assert (checkpoint.info("x").kind, checkpoint.info("x").parts) == ("", ())
     assert differ({"t": two(1)}, {"t": await checkpoint.tensor("m.two")}) == []
     assert torch.equal(await checkpoint.tensor("m.two.a"), two(1).a)
     assert list((await checkpoint.state_dict(select="m.c*"))["m"]) == ["coo"]

@@ -65,7 +65,7 @@ class TensorInfo:
     """A saved tensor: dtype, global shape, bytes.
 
     Of a tensor that consists of others (sparse, a subclass) these are what it reports itself, and the bytes of its
-    parts. ``type`` is its layout or its class, ``parts`` are the FQNs of the tensors that it consists of, and
+    parts. ``kind`` is its layout or its class, ``parts`` are the FQNs of the tensors that it consists of, and
     ``context`` is what the manifest has besides; all three are empty for other tensors. Of a tensor that this version
     cannot read they are the dtype and shape in ``.metadata``, and the bytes of its items.
     """
@@ -73,7 +73,7 @@ class TensorInfo:
     dtype: torch.dtype
     shape: torch.Size
     nbytes: int
-    type: str = ""
+    kind: str = ""
     parts: tuple[str, ...] = ()
     context: object = None
 

@@ -149,12 +149,12 @@ def _compare(name: str, one: blocking.Checkpoint, other: blocking.Checkpoint) ->
         found = list(islice(value_differences(one.value(name), other.value(name)), _PLACES + 1))
         inside, more = tuple(found[:_PLACES]), len(found) > _PLACES
         return Difference(name, "another value", inside=inside, more=more) if found else None
-    if mine.type != theirs.type:
-        return Difference(name, f"{mine.type or 'a plain tensor'} against {theirs.type or 'a plain tensor'}")
+    if mine.kind != theirs.kind:
+        return Difference(name, f"{mine.kind or 'a plain tensor'} against {theirs.kind or 'a plain tensor'}")
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         told = f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
         return Difference(name, told.replace("torch.", ""))
-    if mine.type:
+    if mine.kind:
         return _compare_parts(name, one, other)
     largest = _largest_difference(name, mine.shape, mine.nbytes, one, other)
     return None if largest is None else Difference(name, "changed", largest)
@@ -164,7 +164,7 @@ def _compare_parts(name: str, one: blocking.Checkpoint, other: blocking.Checkpoi
     """Return the first difference between two tensors that consist of others."""
     mine, theirs = one.info(name), other.info(name)
     if mine.parts != theirs.parts or json.dumps(mine.context) != json.dumps(theirs.context):
-        return Difference(name, f"another {mine.type.rpartition('.')[2]}")
+        return Difference(name, f"another {mine.kind.rpartition('.')[2]}")
     return next(filter(None, (_compare(part, one, other) for part in mine.parts)), None)
 
 
