@@ -7,9 +7,10 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import Conflict, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
@@ -17,6 +18,7 @@ from ...options import Durability
 from ..bodies import Body
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
+    RACES,
     is_directory,
     is_vacant,
     link_new,
@@ -30,6 +32,10 @@ from .read import read_tail
 from .write import write_file
 
 __all__ = ["LocalTransaction"]
+
+_Move: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
+"""The step that makes an attempt visible: of the attempt, the target, the files that must be there, and the attempt's
+directory as it was made."""
 
 _REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
 """Files of which a directory has one if it is a checkpoint or an export."""
@@ -45,7 +51,8 @@ class LocalTransaction(Transaction):
         self._target = root / attempt.target
         self._hidden = root / attempt.name
         self._directory = self._target if attempt.kind == "part" else self._hidden
-        self._mode: int | None = None  # what the umask gave the attempt that this transaction has made
+        self._made: os.stat_result | None = None  # of the attempt that this transaction has made, as it was made
+        self._replaceable = False  # the target was looked at, and is a checkpoint or an export
         self._names: dict[str, None] = {}  # of the files written, in their order
         self._last: tuple[str, Body] | None = None
 
@@ -69,7 +76,7 @@ class LocalTransaction(Transaction):
         if attempt.kind == "part":
             with self._make_once():
                 _make_shared(self._directory, attempt.durability)
-        elif attempt.kind == "joined" or self._mode is not None:
+        elif attempt.kind == "joined" or self._made is not None:
             _check_joined(self._directory)
         else:
             self._make()
@@ -85,8 +92,9 @@ class LocalTransaction(Transaction):
             raise _occupied(self._target)
         if not vacant:
             _check_replaceable(self._target)
+            self._replaceable = True
         with self._make_once():
-            self._mode = _create(self._root, self._hidden, self.attempt)
+            self._made = _create(self._root, self._hidden, self.attempt)
         if replaces and not vacant and not _exchanges(self._hidden):
             self.discard_here()
             raise Conflict(
@@ -125,11 +133,12 @@ class LocalTransaction(Transaction):
             self._names.clear()
             self._last = None
             return
-        mode = 0o700 if self._mode is None else self._mode
         names = frozenset(self._names)
-        replaces = attempt.kind == "replacement"
-        await io_threads().run(_publish, self._hidden, self._target, names, mode, attempt.durability, replaces)
-        self._mode = None  # what is there under the name of the attempt, if anything, is what this one replaced
+        move = _move
+        if attempt.kind == "replacement":
+            move = _replace if self._replaceable else _replace_checked
+        await io_threads().run(_publish, self._hidden, self._target, names, self._made, attempt.durability, move)
+        self._made = None  # what is there under the name of the attempt, if anything, is what this one replaced
 
     async def discard(self) -> None:
         await io_threads().run(self.discard_here)
@@ -143,7 +152,7 @@ class LocalTransaction(Transaction):
                 _unlink(self._directory / name)
             return
         # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.
-        own, self._mode = self._mode is not None, None
+        own, self._made = self._made is not None, None
         path = self._hidden if own else take_away(self._root, self.attempt.name)
         if path is not None:
             remove_tree(path)
@@ -164,44 +173,39 @@ def _put(path: Path, body: Body, attempt: Attempt, stop: Stop) -> None:
     write_file(path, body, attempt.durability, stop, target=attempt.target)
 
 
-def _create(root: Path, hidden: Path, attempt: Attempt) -> int:
-    """Returns the mode that the umask gives a directory; until it is published nobody else looks into the attempt."""
+def _create(root: Path, hidden: Path, attempt: Attempt) -> os.stat_result:
+    """Returns the new directory, with the mode that the umask gives; until it is published nobody else looks into the
+    attempt."""
     made: list[Path] = []
     try:
         make_root(root, attempt.durability, made)
         hidden.mkdir()
         made.append(hidden)
-        mode = stat.S_IMODE(hidden.stat().st_mode)
-        hidden.chmod(mode & ~0o077)
+        found = hidden.stat()
+        hidden.chmod(stat.S_IMODE(found.st_mode) & ~0o077)
     except OSError as error:
         with suppress(OSError):  # not empty: another save has moved in meanwhile
             for path in reversed(made):
                 path.rmdir()
         raise from_os_error(error, f"creating a directory for {attempt.target}", str(hidden)) from error
-    return mode
+    return found
 
 
 def _publish(
-    attempt: Path, target: Path, names: frozenset[str], mode: int, durability: Durability, replacing: bool
+    attempt: Path,
+    target: Path,
+    names: frozenset[str],
+    made: os.stat_result | None,
+    durability: Durability,
+    move: _Move,
 ) -> None:
     """``names`` are files that must be in the directory. A concurrent ``rm -r`` of the run removes files from it,
     before the rename or just after: then the directory is, or becomes, invisible."""
     try:
-        attempt.chmod(mode)
+        attempt.chmod(0o700 if made is None else stat.S_IMODE(made.st_mode))
         if durability == "fsync":
             sync_directory(attempt)
-        if replacing and not is_vacant(target):
-            _exchange(attempt, target, names)
-        else:
-            _check_whole(attempt, names, target)
-            os.rename(attempt, target)
-            try:
-                _check_whole(target, names, target)
-            except FileNotFoundError:
-                pass  # retention or another process has removed the whole directory
-            except StorageError:
-                os.rename(target, attempt)
-                raise
+        move(attempt, target, names, made)
     except SidestreamError:
         raise
     except OSError as error:
@@ -217,6 +221,48 @@ def _publish(
             ) from error
 
 
+def _move(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
+    """Rename the attempt to the target, which is not there or empty."""
+    _check_whole(attempt, names, target)
+    os.rename(attempt, target)
+    try:
+        _check_whole(target, names, target)
+    except FileNotFoundError:
+        pass  # retention or another process has removed the whole directory
+    except StorageError:
+        if made is None or _is(made, target):  # or else another save has replaced it already
+            os.rename(target, attempt)
+            raise
+
+
+def _replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
+    """Exchange the attempt with the target, or rename it if there is none. Another save, or a removal, may come
+    between the look and the step: then there is another look."""
+    for left in reversed(range(RACES)):
+        vacant = is_vacant(target)
+        try:
+            if vacant:
+                _move(attempt, target, names, made)
+            else:
+                _exchange(attempt, target, names)
+            return
+        except SidestreamError:
+            raise
+        except OSError as error:
+            lost = error.errno in (errno.ENOTEMPTY, errno.EEXIST) if vacant else error.errno == errno.ENOENT
+            if not left or not lost or not os.path.isdir(attempt):
+                raise
+            if vacant:
+                _check_replaceable(target)
+
+
+def _replace_checked(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
+    """As ``_replace``, where there was no target when the attempt was made. Raises ``Conflict`` if there is one now
+    that must not be replaced."""
+    _check_replaceable(target)
+    _replace(attempt, target, names, made)
+
+
 def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
     """Exchange the attempt with the target. The attempt is looked at through a descriptor, because another save may
     replace this one at once, and delete it."""
@@ -227,16 +273,16 @@ def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
         try:
             _check_whole(directory, names, target)
         except StorageError:
-            if _is_at(directory, target):
+            if _is(os.fstat(directory), target):
                 exchange(attempt, target)
                 raise
     finally:
         os.close(directory)
 
 
-def _is_at(directory: int, path: Path) -> bool:
+def _is(directory: os.stat_result, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(directory), os.stat(path, follow_symlinks=False))
+        return os.path.samestat(directory, os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
 
@@ -314,12 +360,15 @@ def _occupied(target: Path) -> Conflict:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raise ``Conflict`` if a directory is neither a checkpoint nor an export: what is replaced is deleted whole."""
+    """Raise ``Conflict`` if a directory that is not empty is neither a checkpoint nor an export: what is replaced is
+    deleted whole."""
     try:
-        found = _REPLACEABLE.isdisjoint(os.listdir(target))
+        found = os.listdir(target)
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise from_os_error(error, "listing", str(target)) from error
-    if found:
+    if found and _REPLACEABLE.isdisjoint(found):
         raise Conflict(
             f"{target} is not empty, and no checkpoint (it has no .metadata), so it was not replaced: save to a new "
             "directory, or empty this one first"
