@@ -30,6 +30,7 @@ __all__ = [
     "read_metadata",
     "read_parts",
     "read_root",
+    "replaced",
     "was_replaced",
 ]
 
@@ -121,7 +122,9 @@ async def _listed(store: Store, source: RangeSource) -> Mapping[str, int] | None
         return None
     try:
         return await source.sizes()
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if await source.moved():  # it was deleted between the look for it and the listing
+            raise _Moved from error
         return None
 
 
@@ -151,7 +154,11 @@ async def check_not_replaced(source: RangeSource, location: Location, manifest: 
         return
     marker = await read_marker(source)
     if marker is None or marker.save_id != manifest.save_id:
-        raise Corrupt(f"{location.url}: another checkpoint has replaced this one since it was opened: open it again")
+        raise replaced(location.url)
+
+
+def replaced(url: str) -> Corrupt:
+    return Corrupt(f"{url}: another checkpoint has replaced this one since it was opened: open it again")
 
 
 async def was_replaced(location: Location, manifest: Manifest) -> bool:
