@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import sidestream
 from sidestream import HF, load, remove, save
 from sidestream._storage.local import transaction
-from sidestream.errors import CheckpointNotFound, Conflict, Corrupt, InvalidOption
+from sidestream.errors import CheckpointNotFound, Conflict, Corrupt, InvalidOption, NotDurable
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -251,6 +252,60 @@ async def test_what_has_come_meanwhile_and_is_no_checkpoint_is_not_replaced(
     assert written.done
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
     assert os.listdir(tmp_path) == ["home"]
+
+
+async def test_a_commit_that_may_not_be_durable_says_where_the_old_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(state_of(0), tmp_path / "last")
+    real, exchanged = transaction.exchange, []
+
+    def exchange(attempt: Path, target: Path) -> None:
+        real(attempt, target)
+        exchanged.append(attempt)
+
+    def fsync(descriptor: int) -> None:
+        if exchanged:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(transaction, "exchange", exchange)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(NotDurable) as raised:
+        await save(state_of(1), tmp_path / "last", overwrite=True)
+    assert str(exchanged[0]) in raised.value.__notes__[0]
+    assert await loaded(tmp_path / "last") == 1
+    assert await loaded(exchanged[0]) == 0
+
+
+async def test_what_was_replaced_is_deleted_where_a_quota_refuses_to_rename_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(state_of(0), tmp_path / "last")
+
+    def refuse() -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    refused = Once(monkeypatch, "rename", lambda source, _: str(source).endswith(".partial"), refuse)
+    await save(state_of(1), tmp_path / "last", overwrite=True)
+    assert refused.done
+    assert await loaded(tmp_path / "last") == 1
+    assert os.listdir(tmp_path) == ["last"]
+
+
+async def test_one_that_is_removed_when_a_save_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await save(state_of(0), tmp_path / "last")
+    looks: list[Any] = []
+
+    def second(path: Any, *_: Any) -> bool:
+        looks.extend([path] if path == tmp_path / "last" else [])
+        return len(looks) == 2
+
+    names = ("stat", "lstat")  # whichever this Python calls
+    either = [Once(monkeypatch, one, second, lambda: sidestream.blocking.remove(tmp_path / "last")) for one in names]
+    await save(state_of(1), tmp_path / "last", overwrite=True)
+    assert any(one.done for one in either)
+    assert await loaded(tmp_path / "last") == 1
+    assert os.listdir(tmp_path) == ["last"]
 
 
 async def test_a_failed_save_leaves_the_old_one(tmp_path: Path) -> None:

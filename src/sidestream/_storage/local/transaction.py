@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ..._runtime.threads import Stop, Threads, io_threads
-from ...errors import Conflict, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
+from ...errors import Conflict, NoSpace, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
 from ...options import Durability
 from ..bodies import Body
 from ..transaction import Attempt, StoreAddress, Transaction
@@ -88,11 +88,9 @@ class LocalTransaction(Transaction):
     def _make(self) -> None:
         vacant = is_vacant(self._target)
         replaces = self.attempt.kind == "replacement"
-        if not vacant and not (replaces and is_directory(self._target)):
+        if not vacant and not (replaces and _may_be_replaced(self._target)):
             raise _occupied(self._target)
-        if not vacant:
-            _check_replaceable(self._target)
-            self._replaceable = True
+        self._replaceable = not vacant
         with self._make_once():
             self._made = _create(self._root, self._hidden, self.attempt)
         if replaces and not vacant and not _exchanges(self._hidden):
@@ -139,6 +137,22 @@ class LocalTransaction(Transaction):
             move = _replace if self._replaceable else _replace_checked
         await io_threads().run(_publish, self._hidden, self._target, names, self._made, attempt.durability, move)
         self._made = None  # what is there under the name of the attempt, if anything, is what this one replaced
+
+    def _note_replaced(self, error: NotDurable) -> None:
+        if self.attempt.kind == "replacement":
+            error.add_note(f"what it has replaced may still be in {self._hidden}, which nothing deletes")
+
+    async def _discard_replaced(self) -> None:
+        await io_threads().run(self._discard_replaced_here)
+
+    def _discard_replaced_here(self) -> None:
+        if not self._end_making():
+            return
+        path: Path | None = self._hidden
+        with suppress(NoSpace):  # a quota may refuse the rename, and not the removal, which makes room
+            path = take_away(self._root, self.attempt.name)
+        if path is not None:
+            remove_tree(path)
 
     async def discard(self) -> None:
         await io_threads().run(self.discard_here)
@@ -357,6 +371,15 @@ def _occupied(target: Path) -> Conflict:
     if not os.path.isdir(target):
         return Conflict(f"{target} already exists and is a file: choose another name, or delete it first")
     return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
+
+
+def _may_be_replaced(target: Path) -> bool:
+    """Return whether it is a directory, or was removed meanwhile. Raises ``Conflict``."""
+    with suppress(FileNotFoundError):
+        if not is_directory(target):
+            return False
+        _check_replaceable(target)
+    return True
 
 
 def _check_replaceable(target: Path) -> None:
