@@ -28,8 +28,9 @@ from typing import Any
 
 import anyio.lowlevel
 import torch
+from _one_name import WORK, Doing
 from _operations import Intercept, Operation
-from _seeded import blank_state, make_state
+from _seeded import blank_state, files_of, make_state
 
 import sidestream
 from sidestream import errors
@@ -93,15 +94,19 @@ class _Child:
         """With the memory that the trial grants: with less than the state has, it passes through in windows."""
         return sidestream.AsyncStager(budget_bytes=self.trial.get("budget_bytes", 1 << 26))
 
+    def saver(self) -> Any:
+        """One that is silent for two seconds is killed, also where the machine is merely busy: then it is one more."""
+        return sidestream.SaverProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
+
     # --- what a trial does; every save that is acknowledged is told at once ---
 
     async def steps(self, run: Path) -> None:
-        # One that is silent for two seconds is killed, also where the machine is merely busy: then it is one more.
-        saver = sidestream.SaverProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
-        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, saver=saver) as checkpoints:
+        async with (
+            self.stager() as stager,
+            sidestream.Checkpointer(run, stager=stager, saver=self.saver()) as checkpoints,
+        ):
             for step, seed in self.trial["saves"]:
-                files = {"seed": str(seed).encode()}
-                info = await (await checkpoints.save(make_state(seed), step=step, files=files))
+                info = await (await checkpoints.save(make_state(seed), step=step, files=files_of(seed)))
                 self.tell(acked=Path(info.url).name, seed=seed)
 
     async def exported(self, run: Path) -> None:
@@ -161,8 +166,16 @@ class _Child:
     async def overwriting(self, run: Path) -> None:
         """``save`` to a URL, again and again."""
         for step, seed in self.trial["saves"]:
-            info = await sidestream.save(make_state(seed), run / f"plain-{step}", overwrite=True)
+            info = await sidestream.save(
+                make_state(seed), run / f"plain-{step}", overwrite=True, files=files_of(seed), saver=self.saver()
+            )
             self.tell(acked=Path(info.url).name, seed=seed)
+
+    async def one_name(self, run: Path) -> None:
+        """``what`` of ``_one_name``."""
+        async with self.stager() as stager:
+            doing = Doing(lambda name, seed: self.tell(acked=name, seed=seed), stager, self.saver())
+            await WORK[self.trial["what"]](run, doing, **self.trial.get("how", {}))
 
     async def race(self, run: Path) -> None:
         """As ``me`` of two, at the same moment as the other: the same steps of one run, or the same directories."""

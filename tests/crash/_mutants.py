@@ -217,23 +217,21 @@ async def kills(place: Path, chance: random.Random, first: str) -> AsyncIterator
 async def modelled(
     place: Path, chance: random.Random, first: str, keeps: tuple[Any, ...], writer: Any
 ) -> AsyncIterator[list[str]]:
-    from _cutting import WORK, judged, recorded
+    from _cutting import WORK, judged, recorded, runs
     from _look import look
 
     for number, name in enumerate(sorted(WORK, key=lambda name: name != first)):
         cut = place / f"cut-{number}"
         recording = await recorded(place / str(number), name, writer)
-        new = "run/new/below" if name == "a new run" else "run"
         last = len(recording.events)
-        telling = ("rename", "fsync", "unlink", "rmdir", "mkdir")
+        telling = ("rename", "exchange", "fsync", "unlink", "rmdir", "mkdir")
         for at, model in recording.moments():
             if at < last and recording.events[at - 1].operation not in telling:
                 continue
             for keep in keeps:
                 model.write_to(cut, keep, chance)
-                found = await look(cut / new)
-                older = found if new == "run" else await look(cut / "run")
-                yield judged(found, recording.acknowledged(at), older, name)
+                found = {run: await look(cut / run) for run in runs(name)}
+                yield judged(cut, [found[run] for run in runs(name)], recording.acknowledged(at), name)
 
 
 async def faults(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
