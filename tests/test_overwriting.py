@@ -127,6 +127,40 @@ async def test_verify_starts_over(at: str, tmp_path: Path, monkeypatch: pytest.M
         await opened.verify()
 
 
+@pytest.mark.parametrize("at", [".metadata", "__0_0.distcp", "__0_1.distcp", "config.json"])
+@pytest.mark.parametrize("verb", ["copy", "convert", "convert without verification"])
+async def test_a_copy_of_what_is_replaced_is_refused(
+    verb: str, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each file that it opens, until it meets none any more."""
+    for number in range(1, 20):
+        await save(state_of(1), tmp_path / "last", files={"config.json": b"1"}, overwrite=True)
+        opened: list[Any] = []
+
+        def nth(path: Any, *_: Any, opened: list[Any] = opened, number: int = number) -> bool:
+            opened.extend([path] if str(path).endswith(at) else [])
+            return len(opened) == number
+
+        with monkeypatch.context() as patch:
+            other = Once(patch, "open", nth, lambda: sidestream.blocking.remove(tmp_path / "last"))
+            try:
+                if verb == "copy":
+                    await sidestream.copy(tmp_path / "last", tmp_path / "target")
+                else:
+                    options: dict[str, Any] = {} if verb == "convert" else {"verify": "manifest"}
+                    await sidestream.convert(tmp_path / "last", tmp_path / "target", **options)
+            except (Corrupt, CheckpointNotFound):
+                assert other.done
+                assert not any(tmp_path.iterdir())
+                continue
+        assert await loaded(tmp_path / "target") == 1
+        assert (await (await sidestream.open_checkpoint(tmp_path / "target")).file("config.json")) == b"1"
+        await remove(tmp_path / "target")
+        if not other.done:
+            break
+    assert not other.done
+
+
 async def test_what_is_removed_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await save(state_of(1), tmp_path / "last")
     Once(monkeypatch, "open", lambda path, *_: str(path).endswith("__0_0.distcp"),

@@ -22,6 +22,7 @@ from .instead import what_is_there
 from .steps import about, own_manifest_among, read_marker
 
 __all__ = [
+    "all_there",
     "check_not_replaced",
     "metadata_of",
     "open_manifest",
@@ -33,6 +34,17 @@ __all__ = [
     "replaced",
     "was_replaced",
 ]
+
+
+@contextmanager
+def all_there(url: str) -> Iterator[None]:
+    """Raise ``Corrupt`` for a file of the source that was there when it was opened, and is not any more."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if isinstance(error, SidestreamError):
+            raise
+        raise Corrupt(f"{url}: {error.filename} was deleted while it was read") from error
 
 
 async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
