@@ -199,6 +199,44 @@ class _Child:
                 else:
                     self.tell(acked=Path(info.url).name, seed=seed, round=number)
 
+    async def rival(self, run: Path) -> None:
+        """As ``me`` of two, at the same moment as the other: the same name is overwritten, and now and then removed."""
+        me, rounds, random = self.trial["me"], self.trial["rounds"], Random(self.trial["me"])
+        for number in range(rounds):
+            seed, name = 2 * number + me + 1, f"plain-{number}"
+            if number % 2 and me:
+                await sidestream.save(make_state(0), run / name, overwrite=True, files=files_of(0))
+            (run / f"ready-{number}-{me}").touch()
+            while not (run / f"ready-{number}-{1 - me}").exists():
+                await asyncio.sleep(0)
+            removes = number % 4 == 3 and not me
+            try:
+                if removes:
+                    await asyncio.sleep(random.random() * 0.01)
+                    await sidestream.remove(run / name)
+                    self.tell(removed=number)
+                    continue
+                await sidestream.save(
+                    make_state(seed), run / name, overwrite=True, files=files_of(seed), saver=self.saver()
+                )
+                self.tell(acked=name, seed=seed, round=number)
+            except BaseException:
+                (run / f"ready-{number + 1}-{me}").touch()
+                raise
+
+    async def overwrite_on(self, run: Path) -> None:
+        """One name, until the file ``stop`` is there."""
+        seed = 0
+        while not Path(self.trial["stop"]).exists():
+            seed += 1
+            await sidestream.save(
+                make_state(seed), run / "last", overwrite=True, files=files_of(seed), durability="flush",
+                saver=self.saver(),
+            )  # fmt: skip
+            if seed == 1:
+                self.tell(begun=True)
+        self.tell(published=seed)
+
     async def publish(self, run: Path) -> None:
         """Step after step, old ones pruned, until the file ``stop`` is there."""
         keep = sidestream.KeepLast(2)
