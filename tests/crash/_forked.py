@@ -165,11 +165,13 @@ class _Child:
 
     async def overwriting(self, run: Path) -> None:
         """``save`` to a URL, again and again."""
-        for step, seed in self.trial["saves"]:
-            info = await sidestream.save(
-                make_state(seed), run / f"plain-{step}", overwrite=True, files=files_of(seed), saver=self.saver()
-            )
-            self.tell(acked=Path(info.url).name, seed=seed)
+        async with self.stager() as stager:
+            for step, seed in self.trial["saves"]:
+                info = await sidestream.save(
+                    make_state(seed), run / f"plain-{step}", overwrite=True, files=files_of(seed), stager=stager,
+                    saver=self.saver(),
+                )  # fmt: skip
+                self.tell(acked=Path(info.url).name, seed=seed)
 
     async def one_name(self, run: Path) -> None:
         """``what`` of ``_one_name``."""
