@@ -9,6 +9,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -33,7 +34,7 @@ from .write import write_file
 
 __all__ = ["LocalTransaction"]
 
-_Move: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
+_Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
 """The step that makes an attempt visible: of the attempt, the target, the files that must be there, and the attempt's
 directory as it was made."""
 
@@ -132,9 +133,9 @@ class LocalTransaction(Transaction):
             self._last = None
             return
         names = frozenset(self._names)
-        move = _move
+        move: _Step = _move
         if attempt.kind == "replacement":
-            move = _replace if self._replaceable else _replace_checked
+            move = partial(_replace, checked=self._replaceable)
         await io_threads().run(_publish, self._hidden, self._target, names, self._made, attempt.durability, move)
         self._made = None  # what is there under the name of the attempt, if anything, is what this one replaced
 
@@ -211,7 +212,7 @@ def _publish(
     names: frozenset[str],
     made: os.stat_result | None,
     durability: Durability,
-    move: _Move,
+    move: _Step,
 ) -> None:
     """``names`` are files that must be in the directory. A concurrent ``rm -r`` of the run removes files from it,
     before the rename or just after: then the directory is, or becomes, invisible."""
@@ -249,15 +250,19 @@ def _move(attempt: Path, target: Path, names: frozenset[str], made: os.stat_resu
             raise
 
 
-def _replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
+def _replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None, *, checked: bool) -> None:
     """Exchange the attempt with the target, or rename it if there is none. Another save, or a removal, may come
-    between the look and the step: then there is another look."""
+    between the look and the step: then there is another look. ``checked``: what is there may be replaced. Raises
+    ``Conflict`` if it must not be."""
     for left in reversed(range(RACES)):
         vacant = is_vacant(target)
+        checked = checked and not vacant  # what comes now was not looked at
         try:
             if vacant:
                 _move(attempt, target, names, made)
             else:
+                if not checked:
+                    _check_replaceable(target)
                 _exchange(attempt, target, names)
             return
         except SidestreamError:
@@ -266,15 +271,6 @@ def _replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_r
             lost = error.errno in (errno.ENOTEMPTY, errno.EEXIST) if vacant else error.errno == errno.ENOENT
             if not left or not lost or not os.path.isdir(attempt):
                 raise
-            if vacant:
-                _check_replaceable(target)
-
-
-def _replace_checked(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
-    """As ``_replace``, where there was no target when the attempt was made. Raises ``Conflict`` if there is one now
-    that must not be replaced."""
-    _check_replaceable(target)
-    _replace(attempt, target, names, made)
 
 
 def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
