@@ -156,7 +156,7 @@ async def verify_at(location: Location, progress: Progress | None = None) -> Ver
             async with aclosing(source):
                 try:
                     report = await verify_manifest(source, location.url, manifest, progress)
-                except FileNotFoundError:
+                except (Corrupt, FileNotFoundError):
                     if not await source.moved():
                         raise
                 else:
