@@ -17,7 +17,20 @@ from _proxy import Exchange, Fault, Lane, Proxy
 from _servers import Bucket, Endpoint
 from _states import blank_state, files_of, make_state, seed_in, tensors
 from safetensors.torch import load as tensors_in
-from test_faults import FORMS, PASSING, SOME, Case, Matrix, Point, copies, ended, met_by, points_of, policy
+from test_faults import (
+    FORMS,
+    PASSING,
+    SOME,
+    Case,
+    Matrix,
+    Point,
+    copies,
+    ended,
+    fails_upstream,
+    met_by,
+    points_of,
+    policy,
+)
 from test_harness import wait_until
 from test_kills import Killer, another, child, ids, judge, loaded  # noqa: F401 - fixtures among them
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
@@ -281,12 +294,9 @@ class Over(Matrix):
             case.notes.append(f"not a typed error: {error!r}")
         if error is not None and found == NEW and not isinstance(error, (errors.NotDurable, errors.OutcomeUnknown)):
             case.notes.append(f"FALSE FAILURE: {error!r}")
-        if error is not None and (case.point.name == "marker" or case.fault not in ("409", "412")):
-            upstream = case.point.operation == "CreateMultipartUpload" and case.fault in (
-                "truncated",
-                "reset-in-answer",
-            )
-            case.notes += [] if upstream else [f"did not survive it: {error!r}"]
+        conditional = case.point.name == "marker" or case.fault not in ("409", "412")
+        if error is not None and conditional and not fails_upstream("obstore", case):
+            case.notes.append(f"did not survive it: {error!r}")
         await self.tidied(case, path, url)
 
     async def tidied(self, case: Case, path: str, url: str) -> None:
