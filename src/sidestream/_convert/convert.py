@@ -170,6 +170,11 @@ class How:
 
 async def convert_opened(opened: Source, selection: Selection, where: Location, how: How) -> ConvertReport:
     """``convert`` what was selected of an opened source."""
+    with opened.all_there():
+        return await _convert(opened, selection, where, how)
+
+
+async def _convert(opened: Source, selection: Selection, where: Location, how: How) -> ConvertReport:
     chosen = how.format
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []

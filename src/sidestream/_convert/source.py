@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -38,7 +39,7 @@ from .._load.foreign.values import (
     sorted_out,
     why_opaque,
 )
-from .._load.open.manifest import open_manifest
+from .._load.open.manifest import all_there, open_manifest
 from .._load.reader import Reader, Wanted, whole
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
@@ -145,6 +146,10 @@ class Source:
         await Reader(self.files, verify).read(wanted, own=True)
         return {name: await io_threads().run(bytes, content) for name, content in found.items()}
 
+    def all_there(self) -> AbstractContextManager[None]:
+        """Raise ``Corrupt`` within it for a file that is gone."""
+        return all_there(self.url)
+
     async def aclose(self) -> None:
         await self.files.aclose()
 
@@ -158,7 +163,8 @@ async def open_source_at(location: Location) -> Source:
     """Raises what opening a checkpoint raises; reads no payload of a tensor. The caller closes the result."""
     files, manifest = await open_manifest(location)
     try:
-        return await _of_manifest(files, location.url, manifest)
+        with all_there(location.url):
+            return await _of_manifest(files, location.url, manifest)
     except BaseException:
         await files.aclose()
         raise

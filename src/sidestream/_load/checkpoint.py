@@ -48,7 +48,7 @@ from ..options import Progress, StorePolicy, Trust, Verify, check_choice, check_
 from .device_streams import Streams, streams_of
 from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
 from .new_tensors import NewTensors, new_tensors
-from .open.manifest import check_not_replaced, open_manifest
+from .open.manifest import check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors
 from .reader import Reader, Wanted, whole
 from .verify import VerifyReport, verify_manifest
@@ -338,10 +338,15 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         return await io_threads().run(build)
 
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
-        """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is."""
-        with self._time_limit():
+        """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is.
+
+        Raises ``Corrupt`` if another checkpoint has taken the place of this one."""
+        with self._time_limit(), self._all_there():
             async with aclosing(self._location.source()) as source:
-                return await verify_manifest(source, self.url, self._manifest, progress)
+                report = await verify_manifest(source, self.url, self._manifest, progress)
+            if not report.ok and await was_replaced(self._location, self._manifest):
+                raise replaced(self.url)
+            return report
 
     def _time_limit(self) -> AbstractContextManager[None]:
         return time_limit(Deadline.after(self._timeout_s))
