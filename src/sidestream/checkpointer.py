@@ -41,9 +41,8 @@ from ._runtime.abandoned import Watched, watch
 from ._runtime.public import public
 from ._runtime.tasks import finish, running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
-from ._save.api import Stager, plan_alone, start_save, start_together
+from ._save.api import SavedAs, Stager, plan_alone, start_save, start_together
 from ._save.pending import PendingSave, SaveWork
-from ._save.saved_as import SavedAs
 from ._save.sinks import Export, PendingExport
 from ._staging import AsyncStager, Backing, capture
 from ._storage import FileSource, Location, Where, check_sources, locate_run, step_name

@@ -39,12 +39,11 @@ from .layouts import AgreedLayout, NativeLayout
 from .operation import SaveOperation, Solo
 from .order import SaveOrder
 from .pending import PendingSave, SaveInfo, SaveWork
-from .saved_as import AS_IT_IS, SavedAs
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .stage import LaidOutStage
+from .stage import AS_IT_IS, LaidOutStage, SavedAs
 from .writer import LiveWriter, Stager
 
-__all__ = ["Stager", "async_save", "plan_alone", "save", "start_save", "start_together"]
+__all__ = ["SavedAs", "Stager", "async_save", "plan_alone", "save", "start_save", "start_together"]
 
 _STREAM_BYTES = 256 << 20
 
