@@ -70,7 +70,7 @@ class Collecting:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> dict[str, Any]:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> dict[str, Any]:
         self.read_from = "checkpoint"
         return await (await open_checkpoint(checkpoint.url)).state_dict()
 
@@ -92,7 +92,7 @@ class Null:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> str:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> str:
         return "nothing of the checkpoint"
 
 
@@ -326,7 +326,7 @@ class Keeping:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> None:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> None:
         raise AssertionError("the snapshot was lost")
 
 

@@ -354,7 +354,7 @@ class Checkpointer:
                 operation.close()
                 turn.leave()
                 return self._give_way(step)
-            exports = () if operation.rank else self._exports_of(step)
+            exports = self._exports_of(step)
             start = partial(self._start_together, turn, operation, asked, exports)
             if overlap == "latest":
                 queued = QueuedSave(self.url, step, turn, start)

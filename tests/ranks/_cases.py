@@ -557,24 +557,6 @@ def read_bytes(rank: int, world: int, directory: Path) -> float:
     return float(run(load()))
 
 
-def exports(rank: int, world: int, directory: Path) -> list[Any]:
-    """Sharded tensors, exported whole by rank 0 from the committed checkpoint, beside a save and in a run."""
-    mesh = init_device_mesh("cpu", (world,))
-
-    async def save() -> list[Any]:
-        export = sidestream.HF(directory / "hf", max_shard_bytes=1 << 20)
-        info = await sidestream.save(large(mesh, 5), directory / "step", export=export, timeout_s=TIMEOUT_S)
-        export = sidestream.HF(directory / "exports" / "{step}")
-        async with sidestream.Checkpointer(directory / "run", export=export, timeout_s=TIMEOUT_S) as checkpoints:
-            pending = await checkpoints.save(large(mesh, 6), step=6)
-            await pending
-            for one in pending.exports:
-                await one
-        return [len(info.exports), len(pending.exports)]
-
-    return run(save())
-
-
 def a_run(rank: int, world: int, directory: Path) -> list[Any]:
     """A ``Checkpointer`` over ranks: steps, generations, retention, restore, fallback."""
     mesh = init_device_mesh("cpu", (world,))

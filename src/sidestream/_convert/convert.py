@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from .._format.records import Manifest, itemsize
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
+from .._group import Operation
 from .._layout.names import consistent, new_names, renamed_path, target_dtype
 from .._layout.ranges import PIECE_BYTES
 from .._layout.select import selected
@@ -45,6 +46,7 @@ from ..options import (
     check_timeout,
     check_verify,
 )
+from .divided import Divided, DividedFiles, as_one
 from .operation import run_here
 from .source import Pipeline, Source, SourceOpaque, SourceTensor, SourceValue, open_source
 from .targets import (
@@ -165,8 +167,11 @@ class How:
     """Files beside those of safetensors."""
 
 
-async def convert_opened(opened: Source, selection: Selection, where: Location, how: How) -> ConvertReport:
-    """``convert`` what was selected of an opened source."""
+async def convert_opened(
+    opened: Source, selection: Selection, where: Location, how: How, ranks: Operation | None = None
+) -> ConvertReport:
+    """``convert`` what was selected of an opened source. ``ranks``: all ranks do so together, each with some of the
+    files."""
     chosen = how.format
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
@@ -180,25 +185,36 @@ async def convert_opened(opened: Source, selection: Selection, where: Location, 
     if chosen == "safetensors":
         sidecars = {name: one for name, one in sidecars.items() if not name.endswith(SUFFIX) and name != INDEX_NAME}
         how = replace(how, others={**sidecars, **how.others})
-    files = await io_threads().run(_plan, selection, name, how)
-    total = await io_threads().run(_total, selection)
-    pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
-    if how.verify == "always":
-        await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
+
+    async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline]:
+        files = await io_threads().run(_plan, selection, name, how)
+        total = await io_threads().run(_total, selection)
+        pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
+        if how.verify == "always":
+            await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
+        return files, pipeline
+
+    files, pipeline = await as_one(ranks, prepare)
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
     if how.replaces:
         kind = "replacement"
     beside = sidecars if isinstance(files, DcpTarget) else {}
-    order = SaveOrder(where, how.durability, current_deadline(), kind=kind, verb=how.verb, files=beside)
+    order = SaveOrder(
+        where, how.durability, current_deadline(), kind=kind, verb=how.verb, files=beside, operation=ranks
+    )
     layout = _ConvertedLayout(order, files, selection.order)
-    await run_here(order, partial(pipeline.write, layout.data_files), layout)
+    sizes = {file.name: file.nbytes for file in layout.data_files}
+    if ranks is None:
+        await run_here(order, partial(pipeline.write, layout.data_files), layout)
+    else:
+        sizes = await _run_divided(order, layout.data_files, pipeline, ranks)
 
     def report() -> ConvertReport:
         return ConvertReport(
             url=where.url,
             format=chosen,
-            files=tuple(file.name for file in layout.data_files),
-            nbytes=sum(file.nbytes for file in layout.data_files),
+            files=tuple(sizes),
+            nbytes=sum(sizes.values()),
             tensors=tuple(one.fqn for one in selection.tensors),
             values=tuple(one.fqn for one in selection.values),
             left_out=(*selection.left_out, *_without_place(opened, sidecars, how)),
@@ -207,6 +223,18 @@ async def convert_opened(opened: Source, selection: Selection, where: Location, 
         )
 
     return await io_threads().run(report)
+
+
+async def _run_divided(
+    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, ranks: Operation
+) -> dict[str, int]:
+    """Export with other ranks, and return the sizes of all files by their names."""
+    tensors = [file for file in files if file.name.endswith(SUFFIX)]
+    last = [file for file in files if not file.name.endswith(SUFFIX)]
+    origin = [[new, old] for new, (old, _) in pipeline.origin.items()]
+    divided = DividedFiles(order, ranks, tensors, last, origin)
+    await run_here(order, partial(divided.write, pipeline), divided, Divided(order, ranks))
+    return {**{file.name: file.nbytes for file in tensors}, **divided.others}
 
 
 # --- what to take ---------------------------------------------------------------------------------------------------

@@ -10,12 +10,14 @@ import threading
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
+from .._group import Operation
 from .._layout.names import new_names, target_dtype
 from .._layout.save_layout import SavePlan
 from .._layout.select import selected
@@ -28,6 +30,7 @@ from .._storage import Body, BytesBody, FileSource, Location, Where, is_plain_na
 from ..errors import InvalidOption, Skipped, SnapshotLost, allocating
 from ..options import Dtypes, Durability, Names, StorePolicy, check_count, check_dtype, check_names
 from .convert import ConvertReport, How, Selection, convert_opened
+from .divided import as_one
 from .source import SourceTensor, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
@@ -230,14 +233,14 @@ class _Sink:
             order.lifecycle.failed(Skipped(str(error)) if starts_over else error, order.outcome)
             await order.transaction.clean_up(error)
 
-    async def read_checkpoint(self, checkpoint: Location) -> ConvertReport:
-        opened = await open_source_at(checkpoint)
+    async def read_checkpoint(self, checkpoint: Location, ranks: Operation | None) -> ConvertReport:
+        opened = await as_one(ranks, partial(open_source_at, checkpoint))
         async with aclosing(opened):
             entries = {fqn: one for fqn, one in opened.entries.items() if isinstance(one, SourceTensor)}
             candidates = [
                 _Candidate(fqn, one.entry.dtype, one.entry.shape, one.identity) for fqn, one in entries.items()
             ]
-            chosen = await io_threads().run(_choose, self.export, candidates, self.url)
+            chosen = await as_one(ranks, partial(io_threads().run, _choose, self.export, candidates, self.url))
             origin = {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
             order = [one.fqn for one in chosen.tensors]
             selection = Selection(chosen.tensors, [], origin, order, chosen.left_out, chosen.cast, chosen.aliases)
@@ -251,7 +254,7 @@ class _Sink:
                 replaces=self.replaces,
                 others=self._others,
             )
-            return await convert_opened(opened, selection, self.location, how)
+            return await convert_opened(opened, selection, self.location, how, ranks)
 
     def _report(self, files: Mapping[str, int], chosen: _Chosen) -> ConvertReport:
         return ConvertReport(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._runtime.abandoned import watch
-from .._save.operation import Layout, SaveOperation, Solo
+from .._save.operation import Coordinator, Layout, SaveOperation, Solo
 from .._save.order import SaveOrder
 from .._save.pending import SaveProgress
 from .._storage import Transaction
@@ -48,9 +48,15 @@ class CopyingWriter:
         return SaveProgress()
 
 
-async def run_here(order: SaveOrder, write: Callable[[Transaction], Awaitable[Any]], layout: Layout) -> None:
+async def run_here(
+    order: SaveOrder,
+    write: Callable[[Transaction], Awaitable[Any]],
+    layout: Layout,
+    coordinator: Coordinator | None = None,
+) -> None:
     """Run a save in the task of the caller, and settle it if the loop of that task ends."""
-    operation = SaveOperation(order=order, writer=CopyingWriter(order, write), layout=layout, coordinator=Solo(order))
+    writer = CopyingWriter(order, write)
+    operation = SaveOperation(order=order, writer=writer, layout=layout, coordinator=coordinator or Solo(order))
     order.lifecycle.started()
     watched = watch(_Unfinished(f"{_DOING[order.verb]} to {order.location.url}", operation))
     try:

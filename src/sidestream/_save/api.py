@@ -201,8 +201,7 @@ def async_save(
         if overwrite:
             location.store.check_replaces()
         sinks = sinks_of(wanted, location.url, step=None, durability=durability)
-        if operation is None or operation.rank == 0:
-            exports.extend(map(PendingExport, sinks))
+        exports.extend(map(PendingExport, sinks))
         return start_save(
             state,
             location,
@@ -264,7 +263,8 @@ def start_save(
     Runs in the thread of a blocking call: copies are ordered after the work that was enqueued on its current streams.
     ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
 
-    ``exports`` read the snapshot if one process saves without a planner; otherwise rank 0 exports the checkpoint.
+    ``exports`` read the snapshot if one process saves without a planner; otherwise they read the checkpoint, and ranks
+    divide their files.
 
     ``operation`` is there where several ranks save. A ``member`` alone in its group saves as any process does, unless
     it has tensors that only a group can describe.
@@ -292,6 +292,7 @@ def start_save(
         *saver,
         kind="replacement" if overwrite else "directory",
         files=check_sources(files) if operation is None or operation.rank == 0 else {},
+        exports=tuple(one.url for one in exports),
     )
     if planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done

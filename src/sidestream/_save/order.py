@@ -121,6 +121,8 @@ class SaveOrder:
     """What becomes visible, where that does not follow from ``operation`` and ``apart``."""
     files: Mapping[str, FileSource] = field(default_factory=dict)
     """The sidecar files, by name."""
+    exports: tuple[str, ...] = ()
+    """The URLs of the exports beside it."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
     verb: Literal["save", "export", "convert", "copy"] = "save"
@@ -153,7 +155,9 @@ class SaveOrder:
                 if self.apart is not None:
                     kind = "part"
                 elif self.operation is not None and self.operation.rank:
-                    kind = "joined"
+                    # Files that keep their names on object storage: each rank deletes its own if the attempt fails.
+                    keep = kind == "files" and not self.location.store.capabilities.rename
+                    kind = "part" if keep else "joined"
                 attempt = Attempt(self.location.name, kind, self.save_id, self.durability)
                 self._begun.append(self.location.store.begin(attempt))
             return self._begun[0]

@@ -63,7 +63,7 @@ class Drawn:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> list[bytes]:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> list[bytes]:
         self.source = "checkpoint"
         found = await (await open_checkpoint(checkpoint.url)).state_dict()
         return [tensor.numpy().tobytes() for tensor in found.values()]
