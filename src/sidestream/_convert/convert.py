@@ -205,7 +205,7 @@ async def convert_opened(
     layout = _ConvertedLayout(order, files, selection.order)
     sizes = {file.name: file.nbytes for file in layout.data_files}
     if ranks is None:
-        await run_here(order, partial(pipeline.write, layout.data_files), layout)
+        await run_here(order, partial(pipeline.write, layout.data_files), layout, sum(sizes.values()))
     else:
         sizes = await _run_divided(order, layout.data_files, pipeline, ranks)
 
@@ -233,7 +233,8 @@ async def _run_divided(
     last = [file for file in files if not file.name.endswith(SUFFIX)]
     origin = [[new, old] for new, (old, _) in pipeline.origin.items()]
     divided = DividedFiles(order, ranks, tensors, last, origin)
-    await run_here(order, partial(divided.write, pipeline), divided, Divided(order, ranks))
+    nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
+    await run_here(order, partial(divided.write, pipeline), divided, nbytes, Divided(order, ranks))
     return {**{file.name: file.nbytes for file in tensors}, **divided.others}
 
 

@@ -108,7 +108,7 @@ async def copy(
             found = await _look(files, location, manifest)
             order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
             copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)
-            await run_here(order, copying.write, _CopiedLayout(found.sizes))
+            await run_here(order, copying.write, _CopiedLayout(found.sizes), sum(found.sizes.values()))
     return CopyReport(
         url=where.url,
         files=tuple(found.sizes),

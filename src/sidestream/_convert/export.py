@@ -182,7 +182,7 @@ class _Sink:
     async def prepare(self) -> None:
         self._others = await read_sources(self.export.files, timeout_s=current_deadline().remaining_s())
 
-    def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> ConvertReport:
+    def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> ConvertReport:
         plan: SavePlan = snapshot.plan(stop)
         candidates = [_Candidate(*one) for one in plan.named_tensors()]
         chosen = _choose(self.export, candidates, self.url)
@@ -208,7 +208,9 @@ class _Sink:
         self._order = order
         order.lifecycle.started()
         order.lifecycle.planned(order.save_id)
+        save.space.expect(save.transaction, plan.nbytes)
         try:
+            save.space.take(order.transaction, sum(body.nbytes for _, body in files))
             order.transaction.write_here(files, stop=stop)
         finally:
             stream.close()

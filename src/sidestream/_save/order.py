@@ -12,7 +12,7 @@ from typing import Literal
 from .._format.records import Node
 from .._group import Operation
 from .._runtime.threads import Deadline, Stop, Threads
-from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Transaction, read_sources
+from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Space, Transaction, read_sources
 from .._worker.client import Saver
 from ..errors import Skipped
 from ..events import (
@@ -129,6 +129,8 @@ class SaveOrder:
     lifecycle: Lifecycle = field(init=False, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _begun: list[Transaction] = field(default_factory=list, init=False, repr=False, compare=False)
+    space: Space = field(default_factory=Space, init=False, repr=False, compare=False)
+    """The space that it takes on file systems of this machine, with its exports."""
     sidecars: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The content of ``files``, which ``read_files`` has read."""
 

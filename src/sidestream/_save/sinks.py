@@ -35,9 +35,9 @@ class Sink(Protocol):
     async def prepare(self) -> None:
         """Read what it needs besides the state. Called first, under the deadline of the save."""
 
-    def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> Any:
-        """Read the windows of a snapshot, one after the other. Called in a thread. Memory of a window is kept for as
-        long as any view or tensor over it exists."""
+    def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> Any:
+        """Read the windows of the snapshot of ``save``, one after the other. Called in a thread. Memory of a window is
+        kept for as long as any view or tensor over it exists."""
 
     async def finish(self, read: Any) -> Any:
         """Return the result of the sink, given what ``read`` has returned. The snapshot has been released."""
@@ -167,7 +167,7 @@ class PendingExport:
         if snapshot is not None:
             try:
                 with time_limit(order.deadline):
-                    return await self._sink.finish(await _read_in_thread(self._sink, snapshot))
+                    return await self._sink.finish(await _read_in_thread(self._sink, snapshot, order))
             except (Exception, asyncio.CancelledError) as error:
                 await finish(partial(self._sink.undo, error))
                 if not isinstance(error, SnapshotLost):
@@ -205,11 +205,11 @@ def _following(order: SaveOrder, number: int) -> Operation:
     return order.operation.follow(number, "export", Deadline.after(order.deadline.timeout_s))
 
 
-async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any]) -> Any:
+async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any], save: SaveOrder) -> Any:
     """Of its own, because an export may hang for ever."""
     threads, stop = Threads("sidestream-export", 1), Stop()
     try:
-        return await threads.run(_read, sink, snapshot, stop, stop=stop)
+        return await threads.run(_read, sink, snapshot, save, stop, stop=stop)
     finally:
         threads.close()
 
@@ -239,9 +239,9 @@ async def all_ended(exports: Sequence[PendingExport]) -> None:
         await export.ended()
 
 
-def _read(sink: Sink, snapshot: SnapshotReader[Any], stop: Stop) -> Any:
+def _read(sink: Sink, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> Any:
     try:
-        return sink.read(snapshot, stop)
+        return sink.read(snapshot, save, stop)
     except Exception as error:
         raise clean(error, "the thread of an export") from None  # its frames refer to staged memory
     except BaseException as error:  # SystemExit in this thread is not the end of the program

@@ -7,6 +7,7 @@ from .local.sources import FileSource, check_sources, is_plain_name, read_source
 from .local.store import LocalStore
 from .names import parse_step, step_name, target_of_attempt
 from .object_store.names import id_of
+from .space import Space
 from .store import Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
 from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
@@ -27,6 +28,7 @@ __all__ = [
     "RangeSource",
     "ReadRange",
     "ShardBody",
+    "Space",
     "Store",
     "StoreAddress",
     "Transaction",

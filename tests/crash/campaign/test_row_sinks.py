@@ -42,7 +42,7 @@ class Drawn:
     async def prepare(self) -> None:
         """Nothing else is needed."""
 
-    def read(self, snapshot: Any, stop: Any) -> list[bytes] | None:
+    def read(self, snapshot: Any, save: Any, stop: Any) -> list[bytes] | None:
         if self.way == "nothing":
             return None
         found = payloads(snapshot, stop, self._meet)

@@ -53,6 +53,10 @@ class LocalTransaction(Transaction):
     def address(self) -> StoreAddress:
         return StoreAddress(str(self._root))
 
+    @property
+    def place(self) -> Path:
+        return self._directory
+
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         return await io_threads().run(read_tail, self._root / name, None, nbytes)
 
