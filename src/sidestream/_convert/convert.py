@@ -162,7 +162,7 @@ class How:
     progress: Progress | None = None
     verb: Literal["export", "convert"] = "convert"
     replaces: bool = False
-    """Whether a directory of files takes the place of one that is there."""
+    """Whether an export takes the place of one that is there."""
     others: Mapping[str, bytes] = field(default_factory=dict)
     """Files beside those of safetensors."""
 
@@ -196,11 +196,16 @@ async def convert_opened(
 
     files, pipeline = await as_one(ranks, prepare)
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
-    if how.replaces:
-        kind = "replacement"
     beside = sidecars if isinstance(files, DcpTarget) else {}
     order = SaveOrder(
-        where, how.durability, current_deadline(), kind=kind, verb=how.verb, files=beside, operation=ranks
+        where,
+        how.durability,
+        current_deadline(),
+        kind=kind,
+        verb=how.verb,
+        files=beside,
+        operation=ranks,
+        replaces_export=how.replaces,
     )
     layout = _ConvertedLayout(order, files, selection.order)
     sizes = {file.name: file.nbytes for file in layout.data_files}

@@ -55,7 +55,7 @@ class HF:
 
     Args:
         url: the directory, which must not exist. In the ``export=`` of a ``Checkpointer`` it may contain ``{step}``,
-            and then a step that is saved again replaces its export where the storage has directories.
+            and then a step that is saved again replaces its export (``docs/exports.md``).
         select: patterns of names (``"model.*"``) to export; None for every tensor.
         names: the names in the export (``Names``); two tensors with one name are a ``KeyCollision``. ``strip_prefix``
             makes a function that removes prefixes.
@@ -100,7 +100,7 @@ class HF:
                 f"{self.url}: only the export of a Checkpointer may contain {_STEP}: a save has no step"
             )
         location = self._at(step)
-        return _Sink(self, location, durability, replaces=in_run and location.store.capabilities.rename)
+        return _Sink(self, location, durability, replaces=in_run)
 
     async def prune(self, keep: int, *, durability: Durability) -> None:
         """Delete the exports of a run but for the ``keep`` of the highest steps. Called by the ``Checkpointer``. Raises
@@ -202,8 +202,9 @@ class _Sink:
             self.location,
             self.durability,
             current_deadline(),
-            kind="replacement" if self.replaces else "files",
+            kind="files",
             verb="export",
+            replaces_export=self.replaces,
         )
         self._order = order
         order.lifecycle.started()
@@ -224,7 +225,7 @@ class _Sink:
         await order.transaction.commit({})
         order.lifecycle.mark("committed")
         order.lifecycle.committed(read.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
-        if self.replaces:
+        if order.transaction.attempt.kind == "replacement":
             await order.transaction.remove_replaced()
         return read
 

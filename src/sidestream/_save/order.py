@@ -119,6 +119,8 @@ class SaveOrder:
     """Set for a save of one rank's part, in the target itself."""
     kind: Kind = "directory"
     """What becomes visible, where that does not follow from ``operation`` and ``apart``."""
+    replaces_export: bool = False
+    """Whether an export takes the place of one that is there."""
     files: Mapping[str, FileSource] = field(default_factory=dict)
     """The sidecar files, by name."""
     exports: tuple[str, ...] = ()
@@ -153,14 +155,17 @@ class SaveOrder:
         because the id of the save is not known until then."""
         with self._lock:
             if not self._begun:
-                kind = self.kind
+                kind, renames = self.kind, self.location.store.capabilities.rename
+                if self.replaces_export and renames:
+                    kind = "replacement"
                 if self.apart is not None:
                     kind = "part"
                 elif self.operation is not None and self.operation.rank:
                     # Files that keep their names on object storage: each rank deletes its own if the attempt fails.
-                    keep = kind == "files" and not self.location.store.capabilities.rename
-                    kind = "part" if keep else "joined"
-                attempt = Attempt(self.location.name, kind, self.save_id, self.durability)
+                    kind = "part" if kind == "files" and not renames else "joined"
+                in_run = self.step is not None
+                replaces = self.replaces_export and kind == "files"
+                attempt = Attempt(self.location.name, kind, self.save_id, self.durability, in_run, replaces)
                 self._begun.append(self.location.store.begin(attempt))
             return self._begun[0]
 

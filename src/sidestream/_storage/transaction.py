@@ -68,6 +68,10 @@ class Attempt:
     kind: Kind
     save_id: str
     durability: Durability
+    in_run: bool = False
+    """Whether a ``Checkpointer`` collects what killed saves have left of its target."""
+    replaces_export: bool = False
+    """For ``"files"`` in a store without directories: delete an export that is there first."""
 
     @property
     def name(self) -> str:

@@ -15,8 +15,10 @@ from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import Conflict, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
 from ...options import Durability
 from ..bodies import Body
+from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
+    collect_orphans,
     is_directory,
     is_vacant,
     link_new,
@@ -89,6 +91,8 @@ class LocalTransaction(Transaction):
             raise _occupied(self._target)
         if not vacant:
             _check_replaceable(self._target)
+        if not self.attempt.in_run:
+            collect_orphans(self._root, self.attempt.target, ABANDONED_AFTER_S)
         with self._make_once():
             self._mode = _create(self._root, self._hidden, self.attempt)
         if replaces and not vacant and not _exchanges(self._hidden):
