@@ -59,7 +59,7 @@ class Collecting:
     async def prepare(self) -> None:
         """Nothing else is needed."""
 
-    def read(self, snapshot: Any, stop: Any) -> dict[str, torch.Tensor]:
+    def read(self, snapshot: Any, save: Any, stop: Any) -> dict[str, torch.Tensor]:
         found = payloads(snapshot, stop, self.before)
         self.read_from = "snapshot"
         return {f"t{index}": torch.frombuffer(bytearray(raw), dtype=torch.uint8) for index, raw in enumerate(found)}
@@ -70,7 +70,7 @@ class Collecting:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> dict[str, Any]:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> dict[str, Any]:
         self.read_from = "checkpoint"
         return await (await open_checkpoint(checkpoint.url)).state_dict()
 
@@ -83,7 +83,7 @@ class Null:
     async def prepare(self) -> None:
         """Nothing else is needed."""
 
-    def read(self, snapshot: Any, stop: Any) -> str:
+    def read(self, snapshot: Any, save: Any, stop: Any) -> str:
         return "nothing"
 
     async def finish(self, read: str) -> str:
@@ -92,7 +92,7 @@ class Null:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> str:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> str:
         return "nothing of the checkpoint"
 
 
@@ -313,7 +313,7 @@ class Keeping:
     async def prepare(self) -> None:
         """Nothing else is needed."""
 
-    def read(self, snapshot: Any, stop: Any) -> bytes:
+    def read(self, snapshot: Any, save: Any, stop: Any) -> bytes:
         snapshot.plan(stop)
         with snapshot.window(0, stop) as view, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch: the memory is not writable
@@ -326,7 +326,7 @@ class Keeping:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> None:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> None:
         raise AssertionError("the snapshot was lost")
 
 

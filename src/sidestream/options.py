@@ -80,10 +80,11 @@ Names: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
 ones to the others.
 
 The direction is the same in every call. A load passes the names of its target, and reads each tensor under the name
-that is returned. An export passes the names of the state that is saved, and writes each tensor under the name that is
-returned. ``convert`` has no state dict; its source takes that place. A mapping leaves the names that it lacks as they
-are. None means that the name has no counterpart: an export or ``convert`` leaves it out, and a load reports it as
-missing. Two names may become one only if they are names of the same memory (tied tensors)."""
+that is returned. A save passes the names of its state, and writes each tensor under the name that is returned; so does
+an export, with the names in the checkpoint beside it. ``convert`` has no state dict; its source takes that place. A
+mapping leaves the names that it lacks as they are. None means that the name has no counterpart: a save, an export or
+``convert`` leaves it out, and a load reports it as missing. Two names may become one only if they are names of the same
+memory (tied tensors)."""
 
 Dtypes: TypeAlias = "torch.dtype | Mapping[str, torch.dtype]"
 """What ``dtype=`` takes: a floating-point dtype, or patterns of names (``{"*.norm.*": torch.float32,

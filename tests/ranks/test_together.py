@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-
-import sidestream
 
 if TYPE_CHECKING:
     from conftest import Groups
@@ -60,19 +57,6 @@ def test_ranks_read_what_they_need(groups: Groups, tmp_path: Path) -> None:
     groups.run("read_bytes", 3, tmp_path)
     for world in (2, 4):
         assert max(groups.run("read_bytes", world, tmp_path).results) <= 1.05
-
-
-async def test_exports(groups: Groups, tmp_path: Path) -> None:
-    """Rank 0 exports sharded tensors whole; the other ranks export nothing."""
-    told = groups.run("exports", 2, tmp_path).results
-    assert told == [[1, 1], [0, 0]]
-    for checkpoint, export in (("step", "hf"), ("run/step-6", "exports/6")):
-        saved = await sidestream.open_checkpoint(tmp_path / checkpoint)
-        exported = await sidestream.open_checkpoint(tmp_path / export)
-        tensors = [name for name, info in saved.items() if info is not None]
-        assert list(exported) == tensors
-        for name in tensors:
-            assert torch.equal(await saved.tensor(name), await exported.tensor(name)), name
 
 
 def test_a_run(groups: Groups, tmp_path: Path) -> None:

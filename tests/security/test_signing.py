@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -152,3 +153,30 @@ async def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(errors.MissingExtra) as raised:
         await signing.sign(tmp_path, tmp_path / "key")
     assert raised.value.extra == "signing"
+
+
+async def test_sidecar_files_are_signed(tmp_path: Path) -> None:
+    """Also an alteration that keeps the checksum, which only the digest finds; and the signature of a copy is good."""
+    private, public = keys(tmp_path, "mine")
+    content = bytes(range(256)) * 9000
+    await sidestream.save(STATE, tmp_path / "c", digest="blake3", files={"config.json": b"{}", "tokenizer": content})
+    await signing.sign(tmp_path / "c", private)
+    await sidestream.copy(tmp_path / "c", tmp_path / "copied")
+    for checkpoint in (tmp_path / "c", tmp_path / "copied"):
+        report = await signing.verify(checkpoint, public)
+        assert (report.ok, report.digest) == (True, "verified")
+        path = checkpoint / "tokenizer"
+        altered = bytearray(content)
+        for bit, one in enumerate(f"{0x104C11DB7:033b}"):  # the polynomial itself, of which every multiple keeps a CRC
+            altered[1000 + bit // 8] ^= int(one) << bit % 8
+        assert crc32(altered) == crc32(content)
+        assert altered != content
+        path.write_bytes(altered)
+        with pytest.raises(errors.BadSignature, match=r"tokenizer.*the digest differs, though the checksum does not"):
+            await signing.verify(checkpoint, public)
+        with pytest.raises(errors.Corrupt, match="tokenizer"):
+            await (await sidestream.open_checkpoint(checkpoint)).file("tokenizer")
+        path.write_bytes(content)
+        (checkpoint / "config.json").write_bytes(b"[]")
+        with pytest.raises(errors.BadSignature, match=r"config\.json"):
+            await signing.verify(checkpoint, public)

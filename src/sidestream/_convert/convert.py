@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Manifest, itemsize
+from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Key, Manifest, itemsize
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
-from .._layout.names import new_names, target_dtype
+from .._group import Operation
+from .._layout.names import consistent, new_names, renamed_path, target_dtype
 from .._layout.ranges import PIECE_BYTES
 from .._layout.select import selected
 from .._load.foreign.manifests import TORCH_SUFFIXES
@@ -46,6 +47,7 @@ from ..options import (
     check_timeout,
     check_verify,
 )
+from .divided import Divided, DividedFiles, as_one
 from .operation import run_here
 from .source import Pipeline, Source, SourceComposite, SourceEntry, SourceOpaque, SourceTensor, open_source
 from .targets import (
@@ -53,7 +55,6 @@ from .targets import (
     OutTensor,
     OutValue,
     TargetFile,
-    renamed_path,
     safetensors_files,
     torch_file,
 )
@@ -163,18 +164,23 @@ class How:
     progress: Progress | None = None
     verb: Literal["export", "convert"] = "convert"
     replaces: bool = False
-    """Whether a directory of files takes the place of one that is there."""
+    """Whether an export takes the place of one that is there."""
     others: Mapping[str, bytes] = field(default_factory=dict)
     """Files beside those of safetensors."""
 
 
-async def convert_opened(opened: Source, selection: Selection, where: Location, how: How) -> ConvertReport:
-    """``convert`` what was selected of an opened source."""
+async def convert_opened(
+    opened: Source, selection: Selection, where: Location, how: How, ranks: Operation | None = None
+) -> ConvertReport:
+    """``convert`` what was selected of an opened source. ``ranks``: all ranks do so together, each with some of the
+    files."""
     with opened.all_there():
-        return await _convert(opened, selection, where, how)
+        return await _convert(opened, selection, where, how, ranks)
 
 
-async def _convert(opened: Source, selection: Selection, where: Location, how: How) -> ConvertReport:
+async def _convert(
+    opened: Source, selection: Selection, where: Location, how: How, ranks: Operation | None
+) -> ConvertReport:
     chosen = how.format
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
@@ -188,25 +194,41 @@ async def _convert(opened: Source, selection: Selection, where: Location, how: H
     if chosen == "safetensors":
         sidecars = {name: one for name, one in sidecars.items() if not name.endswith(SUFFIX) and name != INDEX_NAME}
         how = replace(how, others={**sidecars, **how.others})
-    files = await io_threads().run(_plan, selection, name, how)
-    total = await io_threads().run(_total, selection)
-    pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
-    if how.verify == "always":
-        await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
+
+    async def prepare() -> tuple[Sequence[TargetFile] | DcpTarget, Pipeline]:
+        files = await io_threads().run(_plan, selection, name, how)
+        total = await io_threads().run(_total, selection)
+        pipeline = Pipeline(opened, selection.origin, how.verify, how.progress, total)
+        if how.verify == "always":
+            await pipeline.check([piece for _, tensor in selection.origin.values() for piece in tensor.checks])
+        return files, pipeline
+
+    files, pipeline = await as_one(ranks, prepare)
     kind: Kind = "directory" if isinstance(files, DcpTarget) else "file" if single else "files"
-    if how.replaces:
-        kind = "replacement"
     beside = sidecars if isinstance(files, DcpTarget) else {}
-    order = SaveOrder(where, how.durability, current_deadline(), kind=kind, verb=how.verb, files=beside)
+    order = SaveOrder(
+        where,
+        how.durability,
+        current_deadline(),
+        kind=kind,
+        verb=how.verb,
+        files=beside,
+        operation=ranks,
+        replaces_export=how.replaces,
+    )
     layout = _ConvertedLayout(order, files, selection.order)
-    await run_here(order, partial(pipeline.write, layout.data_files), layout)
+    sizes = {file.name: file.nbytes for file in layout.data_files}
+    if ranks is None:
+        await run_here(order, partial(pipeline.write, layout.data_files), layout, sum(sizes.values()))
+    else:
+        sizes = await _run_divided(order, layout.data_files, pipeline, ranks)
 
     def report() -> ConvertReport:
         return ConvertReport(
             url=where.url,
             format=chosen,
-            files=tuple(file.name for file in layout.data_files),
-            nbytes=sum(file.nbytes for file in layout.data_files),
+            files=tuple(sizes),
+            nbytes=sum(sizes.values()),
             tensors=tuple(fqn for fqn in selection.order if fqn in selection.told),
             values=tuple(one.fqn for one in selection.values),
             left_out=(*selection.left_out, *_without_place(opened, sidecars, how)),
@@ -215,6 +237,19 @@ async def _convert(opened: Source, selection: Selection, where: Location, how: H
         )
 
     return await io_threads().run(report)
+
+
+async def _run_divided(
+    order: SaveOrder, files: Sequence[TargetFile], pipeline: Pipeline, ranks: Operation
+) -> dict[str, int]:
+    """Export with other ranks, and return the sizes of all files by their names."""
+    tensors = [file for file in files if file.name.endswith(SUFFIX)]
+    last = [file for file in files if not file.name.endswith(SUFFIX)]
+    origin = [[new, old] for new, (old, _) in pipeline.origin.items()]
+    divided = DividedFiles(order, ranks, tensors, last, origin)
+    nbytes = 0 if ranks.rank else sum(file.nbytes for file in files)
+    await run_here(order, partial(divided.write, pipeline), divided, nbytes, Divided(order, ranks))
+    return {**{file.name: file.nbytes for file in tensors}, **divided.others}
 
 
 # --- what to take ---------------------------------------------------------------------------------------------------
@@ -252,6 +287,9 @@ def _select(
     _refuse_opaque(source, kept)
     if target != "dcp":
         _refuse_unusual(source, kept, target)
+    paths = _paths(source, named)
+    if names is not None or select is not None:
+        paths = run_sliced(consistent(paths, source.url))
     named = _with_parts(source, named)
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
@@ -262,8 +300,7 @@ def _select(
         if new is None or new in found.origin or isinstance(entry, SourceOpaque):
             continue
         whole = parts.get(fqn, fqn)
-        above = entries[whole].path
-        path = (*renamed_path(above, whole, named[whole] or ""), *entry.path[len(above) :])
+        path = (*paths[named[whole] or ""], *entry.path[len(entries[whole].path) :])
         if isinstance(entry, SourceComposite):
             found.composites[new] = replace(entry.entry, path=path)
             told += [] if fqn in parts else [new]
@@ -280,6 +317,15 @@ def _select(
         found.origin[new] = (fqn, entry)
         told += [] if fqn in parts else [new]
     return replace(found, cast=tuple(cast), told=frozenset(told))
+
+
+def _paths(source: Source, named: Mapping[str, str | None]) -> dict[str, tuple[Key, ...]]:
+    """Return the paths of the new names. Of tied tensors with one name the first one decides."""
+    found: dict[str, tuple[Key, ...]] = {}
+    for fqn, new in politely(named.items()):
+        if new is not None and new not in found:
+            found[new] = renamed_path(source.entries[fqn].path, fqn, new)
+    return found
 
 
 def _with_parts(source: Source, named: Mapping[str, str | None]) -> dict[str, str | None]:

@@ -37,7 +37,7 @@ from .._runtime.threads import (
 )
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
-from .._storage import Location, RangeSource, ReadRange, Transaction, Where, id_of, locate_directory
+from .._storage import ABANDONED_AFTER_S, Location, RangeSource, ReadRange, Transaction, Where, id_of, locate_directory
 from ..errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
 from .operation import run_here
@@ -110,7 +110,7 @@ async def copy(
             order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
             copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)
             with all_there(location.url):
-                await run_here(order, copying.write, _CopiedLayout(found.sizes))
+                await run_here(order, copying.write, _CopiedLayout(found.sizes), sum(found.sizes.values()))
     return CopyReport(
         url=where.url,
         files=tuple(found.sizes),
@@ -134,8 +134,9 @@ async def remove(
 
     It disappears in one step for those who look for it, and its files are deleted after that: a local directory is
     renamed first, on object storage the marker goes first. There a second call continues an interrupted one. A load
-    that has begun fails. Leases of a run are not asked; retention (``keep=`` of a ``Checkpointer``) asks them. With
-    several ranks one rank calls it.
+    that has begun fails. What saves, exports and conversions to ``url`` that were killed have left is removed too, if
+    nobody has written to it for an hour. Leases of a run are not asked; retention (``keep=`` of a ``Checkpointer``)
+    asks them. With several ranks one rank calls it.
 
     Args:
         url: the checkpoint, ours or one of stock DCP; not a run, and not a single file.
@@ -144,7 +145,7 @@ async def remove(
         storage_options, filesystem, store_policy: as for ``save``.
 
     Raises:
-        CheckpointNotFound: there is no ``.metadata``; nothing was removed.
+        CheckpointNotFound: there is no ``.metadata``, and nothing was left behind.
         StorageError, AccessDenied, DeadlineExceeded: files may be left behind, which are no checkpoint any more.
     """
     running_loop("remove")
@@ -156,11 +157,13 @@ async def remove(
             there = {METADATA_NAME, location.store.retired_note} & (await location.store.sizes(location.name)).keys()
         except FileNotFoundError:
             there = set()
-        if not there:
+        if there:
+            await location.store.retire(location.name, durability=durability)
+        collected = await location.store.collect(location.name, after_s=ABANDONED_AFTER_S)
+        if not there and not collected:
             raise CheckpointNotFound(
                 f"no checkpoint at {location.url}: there is no {METADATA_NAME}; nothing was removed"
             )
-        await location.store.retire(location.name, durability=durability)
 
 
 # --- what there is to copy ------------------------------------------------------------------------------------------

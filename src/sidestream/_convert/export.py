@@ -10,12 +10,14 @@ import threading
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
+from .._group import Operation
 from .._layout.names import new_names, target_dtype
 from .._layout.save_layout import SavePlan
 from .._layout.select import selected
@@ -28,6 +30,7 @@ from .._storage import Body, BytesBody, FileSource, Location, Where, is_plain_na
 from ..errors import InvalidOption, Skipped, SnapshotLost, UnsupportedTensor, allocating
 from ..options import Dtypes, Durability, Names, StorePolicy, check_count, check_dtype, check_names
 from .convert import ConvertReport, How, Selection, convert_opened
+from .divided import as_one
 from .source import SourceComposite, SourceTensor, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
@@ -52,7 +55,7 @@ class HF:
 
     Args:
         url: the directory, which must not exist. In the ``export=`` of a ``Checkpointer`` it may contain ``{step}``,
-            and then a step that is saved again replaces its export where the storage has directories.
+            and then a step that is saved again replaces its export (``docs/exports.md``).
         select: patterns of names (``"model.*"``) to export; None for every tensor.
         names: the names in the export (``Names``); two tensors with one name are a ``KeyCollision``. ``strip_prefix``
             makes a function that removes prefixes.
@@ -97,7 +100,7 @@ class HF:
                 f"{self.url}: only the export of a Checkpointer may contain {_STEP}: a save has no step"
             )
         location = self._at(step)
-        return _Sink(self, location, durability, replaces=in_run and location.store.capabilities.rename)
+        return _Sink(self, location, durability, replaces=in_run)
 
     async def prune(self, keep: int, *, durability: Durability) -> None:
         """Delete the exports of a run but for the ``keep`` of the highest steps. Called by the ``Checkpointer``. Raises
@@ -186,7 +189,7 @@ class _Sink:
     async def prepare(self) -> None:
         self._others = await read_sources(self.export.files, timeout_s=current_deadline().remaining_s())
 
-    def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> ConvertReport:
+    def read(self, snapshot: SnapshotReader[Any], save: SaveOrder, stop: Stop) -> ConvertReport:
         plan: SavePlan = snapshot.plan(stop)
         candidates = [_Candidate(*one) for one in plan.named_tensors()]
         candidates += [_Candidate(fqn, dtype, shape, fqn, kind) for fqn, dtype, shape, kind in plan.named_composites()]
@@ -207,13 +210,16 @@ class _Sink:
             self.location,
             self.durability,
             current_deadline(),
-            kind="replacement" if self.replaces else "files",
+            kind="files",
             verb="export",
+            replaces_export=self.replaces,
         )
         self._order = order
         order.lifecycle.started()
         order.lifecycle.planned(order.save_id)
+        save.space.expect(save.transaction, plan.nbytes)
         try:
+            save.space.take(order.transaction, sum(body.nbytes for _, body in files))
             order.transaction.write_here(files, stop=stop)
         finally:
             stream.close()
@@ -227,7 +233,7 @@ class _Sink:
         await order.transaction.commit({})
         order.lifecycle.mark("committed")
         order.lifecycle.committed(read.nbytes, MappingProxyType(dict(order.lifecycle.seconds)))
-        if self.replaces:
+        if order.transaction.attempt.kind == "replacement":
             await order.transaction.remove_replaced()
         return read
 
@@ -238,8 +244,8 @@ class _Sink:
             order.lifecycle.failed(Skipped(str(error)) if starts_over else error, order.outcome)
             await order.transaction.clean_up(error)
 
-    async def read_checkpoint(self, checkpoint: Location) -> ConvertReport:
-        opened = await open_source_at(checkpoint)
+    async def read_checkpoint(self, checkpoint: Location, ranks: Operation | None) -> ConvertReport:
+        opened = await as_one(ranks, partial(open_source_at, checkpoint))
         async with aclosing(opened):
             parts = await io_threads().run(opened.parts)
             found = {fqn: one for fqn, one in opened.entries.items() if fqn not in parts}
@@ -252,7 +258,7 @@ class _Sink:
                 for fqn, one in found.items()
                 if isinstance(one, SourceComposite)
             ]
-            chosen = await io_threads().run(_choose, self.export, candidates, self.url)
+            chosen = await as_one(ranks, partial(io_threads().run, _choose, self.export, candidates, self.url))
             origin = {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
             order = [one.fqn for one in chosen.tensors]
             selection = Selection(
@@ -275,7 +281,7 @@ class _Sink:
                 replaces=self.replaces,
                 others=self._others,
             )
-            return await convert_opened(opened, selection, self.location, how)
+            return await convert_opened(opened, selection, self.location, how, ranks)
 
     def _report(self, files: Mapping[str, int], chosen: _Chosen) -> ConvertReport:
         return ConvertReport(

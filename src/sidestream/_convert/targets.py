@@ -15,7 +15,6 @@ from .._format.records import (
     BLOCK_BYTES,
     Chunk,
     CompositeEntry,
-    DictKey,
     EmptyEntry,
     Entry,
     Key,
@@ -47,7 +46,6 @@ __all__ = [
     "Slice",
     "TargetFile",
     "Written",
-    "renamed_path",
     "safetensors_files",
     "safetensors_layout",
     "torch_file",
@@ -261,19 +259,6 @@ def safetensors_files(
     for other, content in {**others, **index}.items():  # on object storage files appear one by one: the index last
         files.append(Written(other, [(0, len(content), content)], max(window_bytes, len(content))))
     return files
-
-
-def renamed_path(path: tuple[Key, ...], old: str, new: str) -> tuple[Key, ...]:
-    """Where a renamed entry goes: below the same containers, as far as the new name begins with theirs."""
-    if new == old:
-        return path
-    for depth in range(len(path) - 1, 0, -1):
-        if any(isinstance(key, int) for key in path[:depth]):
-            continue
-        prefix = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path[:depth]) + "."
-        if new.startswith(prefix) and len(new) > len(prefix):
-            return (*path[:depth], new[len(prefix) :])
-    return (new,)
 
 
 # --- a checkpoint of ours ---

@@ -21,7 +21,7 @@ from ..options import RANK_WAIT_S
 from .absence import NOTICE_S, Coming, give_notice, remedy
 from .failure import Stopped, died, pack, pack_all, unpack, unpack_all
 from .frames import Frame, Kind
-from .operation import VERDICT_GRACE_S, Exchange, Operation
+from .operation import FOLLOWING, VERDICT_GRACE_S, Exchange, Operation
 from .owner import Link, Owner, owner
 
 __all__ = ["Group", "Hub", "Spoke"]
@@ -59,9 +59,17 @@ class Group(ABC):
             raise ForkedProcess("ranks do not save from a forked child; save in the process that joined the group")
         with self._lock:
             self._number += 1
-            operation = Operation(self, self._number, kind, deadline, rank_wait_s)
-            self._owner.post(lambda: self._begin(operation))
-            self._look_later(weakref.ref(operation))
+            return self._begun_with(self._number, kind, deadline, rank_wait_s)
+
+    def follow(self, operation: Operation, index: int, kind: str, deadline: Deadline) -> Operation:
+        """Begin an operation whose number follows from that of ``operation``, so that ranks may come to it in any
+        order."""
+        return self._begun_with(operation.number + (index + 1) * FOLLOWING, kind, deadline, operation.rank_wait_s)
+
+    def _begun_with(self, number: int, kind: str, deadline: Deadline, rank_wait_s: float) -> Operation:
+        operation = Operation(self, number, kind, deadline, rank_wait_s)
+        self._owner.post(lambda: self._begin(operation))
+        self._look_later(weakref.ref(operation))
         return operation
 
     def _look_later(self, operation: weakref.ref[Operation]) -> None:
@@ -472,7 +480,8 @@ class Spoke(Group):
             self._judge_alone(operation, RankFailure(0, "start", "DeadlineExceeded", why))
 
     def _begin(self, operation: Operation) -> None:
-        self._begun = operation.number
+        if operation.number < FOLLOWING:
+            self._begun = operation.number
         verdict = self._verdicts.pop(operation.number, None)
         if verdict is not None:
             operation.judge(unpack_all(verdict))
@@ -544,6 +553,8 @@ class Spoke(Group):
                 self._send(Frame(Kind.LEFT, frame.op, "", b""))
             elif frame.kind is Kind.VERDICT and frame.op > self._begun:
                 self._verdicts[frame.op] = frame.payload
+                for old in list(self._verdicts)[:-_REMEMBERED]:  # those that came after the operation had ended here
+                    del self._verdicts[old]
         elif frame.kind is Kind.STOP:
             operation.stop()
         elif frame.kind is Kind.ABSENT:

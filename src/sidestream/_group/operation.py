@@ -21,7 +21,7 @@ from .._runtime.threads import Deadline
 from ..errors import RankFailures
 from .failure import Stopped, pack
 
-__all__ = ["Decide", "Exchange", "Operation"]
+__all__ = ["FOLLOWING", "Decide", "Exchange", "Operation"]
 
 Decide: TypeAlias = Callable[[Sequence[bytes]], "bytes | Sequence[bytes]"]
 """On rank 0: from the parts of all ranks, by rank, to one answer for all or one for each."""
@@ -33,6 +33,9 @@ VERDICT_GRACE_S = 30.0
 
 _ROUND = 1 << 32
 """Added to the number of an operation each time that all ranks start over. A group begins fewer operations."""
+
+FOLLOWING = 1 << 48
+"""Added to the number of an operation for each operation that follows it. No operation starts over so often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Traffic(Protocol):
     plans: Any
 
     def id_of(self, number: int) -> str: ...
+
+    def follow(self, operation: Operation, index: int, kind: str, deadline: Deadline) -> Operation: ...
 
     def step(self, operation: Operation, exchange: Exchange) -> None: ...
 
@@ -107,6 +112,11 @@ class Operation:
     def save_id(self) -> str:
         """32 hexadecimal digits that every rank knows, and no other operation has."""
         return self.group.id_of(self.number)
+
+    def follow(self, index: int, kind: str, deadline: Deadline) -> Operation:
+        """Begin the operation ``index`` of those that follow this one. Each rank begins it when this one has ended
+        there, whatever others it has begun meanwhile; does not block."""
+        return self.group.follow(self, index, kind, deadline)
 
     # --- its time ---
 

@@ -25,14 +25,14 @@ from typing import Literal
 from .._runtime.abandoned import Watched, watch
 from .._runtime.tasks import accompany, finish
 from .._runtime.threads import Deadline, time_limit
-from .._storage import BytesBody, Store
+from .._storage import LEASES, BytesBody, Store
 from ..errors import AccessDenied, NoSpace, SidestreamError
 
 __all__ = ["Lease", "Leases", "Seen", "parse_lease"]
 
 Kind = Literal["read", "save", "delete"]
 
-_DIRECTORY = ".leases"
+_DIRECTORY = LEASES
 _NAME = re.compile(r"(?P<directory>.+)\.(?P<kind>read|save|delete)(?P<ttl>[0-9]{1,9})\.[0-9a-f]{32}")
 _RENEWALS = 4  # within the time that a lease lasts
 _CALL_S = 30.0

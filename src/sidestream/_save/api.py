@@ -25,7 +25,9 @@ from ..errors import InvalidOption
 from ..options import (
     RANK_WAIT_S,
     Digest,
+    Dtypes,
     Durability,
+    Names,
     SaverChoice,
     StorePolicy,
     check_choice,
@@ -38,10 +40,10 @@ from .operation import SaveOperation, Solo
 from .order import SaveOrder
 from .pending import PendingSave, SaveInfo, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .stage import LaidOutStage
+from .stage import AS_IT_IS, LaidOutStage, SavedAs
 from .writer import LiveWriter, Stager
 
-__all__ = ["Stager", "async_save", "save", "start_save", "start_together"]
+__all__ = ["SavedAs", "Stager", "async_save", "plan_alone", "save", "start_save", "start_together"]
 
 _STREAM_BYTES = 256 << 20
 
@@ -67,6 +69,8 @@ async def save(
     overwrite: bool = False,
     export: Export | Sequence[Export] | None = None,
     files: Mapping[str, FileSource] | None = None,
+    names: Names | None = None,
+    dtype: Dtypes | None = None,
 ) -> SaveInfo:
     """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
 
@@ -101,6 +105,11 @@ async def save(
     file of this machine, of 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file`` returns
     them. With several ranks those of rank 0 count.
 
+    ``names``: the FQN in the checkpoint of each FQN in the state, as a function or a mapping (``Names``); None leaves
+    the entry out. ``dtype``: what floating-point tensors become while they are staged, or patterns of FQNs in the
+    checkpoint and what those become (``Dtypes``). A function is called in a thread. Neither goes with a ``planner``,
+    or with a ``stager`` that is not an ``AsyncStager``.
+
     ``export``, a ``sidestream.HF`` or several, is written beside the checkpoint (``docs/exports.md``). This call waits
     for it; ``SaveInfo.exports`` has its report, or the error that it failed with, which does not fail the save.
 
@@ -130,6 +139,8 @@ async def save(
         overwrite=overwrite,
         export=export,
         files=files,
+        names=names,
+        dtype=dtype,
     )
     try:
         info = await pending
@@ -165,6 +176,8 @@ def async_save(
     overwrite: bool = False,
     export: Export | Sequence[Export] | None = None,
     files: Mapping[str, FileSource] | None = None,
+    names: Names | None = None,
+    dtype: Dtypes | None = None,
 ) -> PendingSave:
     """Start what ``save`` does and return at once. Needs a running event loop.
 
@@ -183,12 +196,12 @@ def async_save(
                 "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
             )
         check_seconds("rank_wait_s", rank_wait_s)
+        saved_as = SavedAs(names, dtype)
         location = locate_directory(url, Where(storage_options, filesystem, store_policy))
         if overwrite:
             location.store.check_replaces()
         sinks = sinks_of(wanted, location.url, step=None, durability=durability)
-        if operation is None or operation.rank == 0:
-            exports.extend(map(PendingExport, sinks))
+        exports.extend(map(PendingExport, sinks))
         return start_save(
             state,
             location,
@@ -205,6 +218,7 @@ def async_save(
             exports=exports,
             overwrite=overwrite,
             files=files,
+            saved_as=saved_as,
         )
 
     if member is None or member.group.world == 1:
@@ -242,13 +256,15 @@ def start_save(
     exports: Sequence[PendingExport] = (),
     overwrite: bool = False,
     files: Mapping[str, FileSource] | None = None,
+    saved_as: SavedAs = AS_IT_IS,
 ) -> SaveOperation:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
 
     Runs in the thread of a blocking call: copies are ordered after the work that was enqueued on its current streams.
     ``budget_bytes`` bounds the memory of a save without a ``stager``. Whoever gets the result runs it, or abandons it.
 
-    ``exports`` read the snapshot if one process saves without a planner; otherwise rank 0 exports the checkpoint.
+    ``exports`` read the snapshot if one process saves without a planner; otherwise they read the checkpoint, and ranks
+    divide their files.
 
     ``operation`` is there where several ranks save. A ``member`` alone in its group saves as any process does, unless
     it has tensors that only a group can describe.
@@ -259,6 +275,7 @@ def start_save(
         check_choice("digest", digest, Digest)
     deadline = Deadline.after(timeout_s)
     own = stager is None or isinstance(stager, AsyncStager)
+    saved_as.check(planner=planner is not None, own=own)
     captured = capture(state, copy_value) if own and planner is None else None
     if operation is None and member is not None and captured is not None and captured.sharded:
         operation = member.begin("save", deadline)
@@ -275,6 +292,7 @@ def start_save(
         *saver,
         kind="replacement" if overwrite else "directory",
         files=check_sources(files) if operation is None or operation.rank == 0 else {},
+        exports=tuple(one.url for one in exports),
     )
     if planner is not None:
         from .planner.save import start_planned  # imports DCP, as the planner has done
@@ -283,7 +301,8 @@ def start_save(
         planned.exports = exports
         return planned
     if operation is None:
-        stage = LaidOutStage(order, state, captured, stager, _plan_save, len(exports))
+        lay_out = saved_as.applied(plan_alone, location.url, others=False)
+        stage = LaidOutStage(order, state, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
             writer=LiveWriter(order, stage),
@@ -293,11 +312,13 @@ def start_save(
             snapshots=stage.snapshots,
         )
     planning = planning_of(order, operation)
-    writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, planning.lay_out))
+    lay_out = saved_as.applied(planning.lay_out, location.url, others=True)
+    writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, lay_out))
     group = Group(order, operation, planning)
     layout = AgreedLayout(order, planning)
     return SaveOperation(order=order, writer=writer, layout=layout, coordinator=group, exports=exports)
 
 
-def _plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+def plan_alone(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+    """Plan the save of one process, in a thread."""
     return run_sliced(plan_save(plans, budget_bytes, captured))

@@ -47,7 +47,8 @@ def planning_of(order: SaveOrder, operation: Operation) -> Planning:
 
 
 def terms_of(order: SaveOrder, *, planner: bool = False) -> Terms:
-    return Terms(order.location.name, order.durability, order.digest, planner)
+    exports = ", ".join(url.rpartition("/")[2] for url in order.exports)
+    return Terms(order.location.name, order.durability, order.digest, planner, exports)
 
 
 def maker_of_attempt(order: SaveOrder) -> Callable[[], None]:

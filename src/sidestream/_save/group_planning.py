@@ -74,6 +74,8 @@ class Terms:
     digest: str | None
     planner: bool = False
     """Whether a planner of the caller plans."""
+    exports: str = ""
+    """Where to, because all ranks export together."""
 
     def pack(self) -> dict[str, Any]:
         return {
@@ -81,6 +83,7 @@ class Terms:
             "durability": self.durability,
             "digest": self.digest,
             "planner": self.planner,
+            "exports": self.exports,
         }
 
 
@@ -198,7 +201,7 @@ def _agreements(operation: Operation) -> _Agreements:
 
 def check_terms(told: Sequence[Mapping[str, Any]]) -> None:
     """On rank 0: do all mean the same by this call? Raises ``InvalidOption``."""
-    for name in ("target", "durability", "digest", "planner"):
+    for name in ("target", "durability", "digest", "planner", "exports"):
         said = {one[name]: rank for rank, one in reversed(list(enumerate(told)))}
         if len(said) > 1:
             (one, rank), (other, another) = list(said.items())[:2]

@@ -208,8 +208,9 @@ class SaveOperation:
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
         lifecycle = self.order.lifecycle
         try:
-            for export, snapshot in zip(self.exports, self.snapshots or (None,) * len(self.exports), strict=True):
-                export.begin(self.order, snapshot)
+            snapshots = self.snapshots or (None,) * len(self.exports)
+            for number, (export, snapshot) in enumerate(zip(self.exports, snapshots, strict=True)):
+                export.begin(self.order, number, snapshot)
             self.snapshots = ()
             with time_limit(self.order.deadline):
                 committed = await self._run(staged)

@@ -12,7 +12,7 @@ from typing import Literal
 from .._format.records import Node
 from .._group import Operation
 from .._runtime.threads import Deadline, Stop, Threads
-from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Transaction, read_sources
+from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Space, Transaction, read_sources
 from .._worker.client import Saver
 from ..errors import Skipped
 from ..events import (
@@ -119,14 +119,20 @@ class SaveOrder:
     """Set for a save of one rank's part, in the target itself."""
     kind: Kind = "directory"
     """What becomes visible, where that does not follow from ``operation`` and ``apart``."""
+    replaces_export: bool = False
+    """Whether an export takes the place of one that is there."""
     files: Mapping[str, FileSource] = field(default_factory=dict)
     """The sidecar files, by name."""
+    exports: tuple[str, ...] = ()
+    """The URLs of the exports beside it."""
     own_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     saved_at: int = field(default_factory=lambda: int(time.time()))
     verb: Literal["save", "export", "convert", "copy"] = "save"
     lifecycle: Lifecycle = field(init=False, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _begun: list[Transaction] = field(default_factory=list, init=False, repr=False, compare=False)
+    space: Space = field(default_factory=Space, init=False, repr=False, compare=False)
+    """The space that it takes on file systems of this machine, with its exports."""
     sidecars: dict[str, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The content of ``files``, which ``read_files`` has read."""
 
@@ -149,12 +155,17 @@ class SaveOrder:
         because the id of the save is not known until then."""
         with self._lock:
             if not self._begun:
-                kind = self.kind
+                kind, renames = self.kind, self.location.store.capabilities.rename
+                if self.replaces_export and renames:
+                    kind = "replacement"
                 if self.apart is not None:
                     kind = "part"
                 elif self.operation is not None and self.operation.rank:
-                    kind = "joined"
-                attempt = Attempt(self.location.name, kind, self.save_id, self.durability)
+                    # Files that keep their names on object storage: each rank deletes its own if the attempt fails.
+                    kind = "part" if kind == "files" and not renames else "joined"
+                in_run = self.step is not None
+                replaces = self.replaces_export and kind == "files"
+                attempt = Attempt(self.location.name, kind, self.save_id, self.durability, in_run, replaces)
                 self._begun.append(self.location.store.begin(attempt))
             return self._begun[0]
 

@@ -119,8 +119,7 @@ class PendingSave:
 
     @property
     def exports(self) -> tuple[PendingExport, ...]:
-        """One for each ``HF`` in ``export=``, in their order; over several ranks on rank 0 alone. They go on when the
-        save has ended."""
+        """One for each ``HF`` in ``export=``, in their order, on every rank. They go on when the save has ended."""
         return self._exports
 
     @property

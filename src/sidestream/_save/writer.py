@@ -219,6 +219,9 @@ class LiveWriter:
             order.saver.start()  # while the plan is made
         plan = stage.plan(stop)  # what cannot be saved is refused before anything is made
         order.lifecycle.planned(order.reported_id)
+        nbytes = getattr(plan, "nbytes", None)  # a planner of the caller tells no sizes
+        if nbytes is not None:
+            order.space.take(order.transaction, nbytes, alone=True)
         if self._ready is not None:
             self._ready(stop)
         order.write(stage.files(plan), threads=self._threads, stop=stop)  # ranks know the id of the save now

@@ -135,6 +135,10 @@ class Store(Protocol):
 
         Interrupted, what remains is found by ``leftovers``. Does nothing if it is not there."""
 
+    async def collect(self, target: str, *, after_s: float) -> list[str]:
+        """Delete what killed processes have left of attempts at ``target`` that nobody has written to for ``after_s``,
+        and return its names. Those of a run are left to the run, which knows who has a lease."""
+
     async def leftovers(self) -> list[Leftover]:
         """Attempts and unfinished deletions under the root, by names that only sidestream makes; for ``discard``."""
 

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
@@ -67,6 +68,10 @@ class Attempt:
     kind: Kind
     save_id: str
     durability: Durability
+    in_run: bool = False
+    """Whether a ``Checkpointer`` collects what killed saves have left of its target."""
+    replaces_export: bool = False
+    """For ``"files"`` in a store without directories: delete an export that is there first."""
 
     @property
     def name(self) -> str:
@@ -159,6 +164,16 @@ class Transaction(ABC):
         is passed over."""
 
     # --- what is the same for all ---
+
+    @property
+    def place(self) -> Path | None:
+        """The directory in which its files are written; None where that is no file system of this machine."""
+        return None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is written: the commit has been sent, or the attempt was discarded."""
+        return self._discarded or self.outcome != "absent"
 
     def sidecar_name(self, name: str) -> str:
         """Return what a sidecar file is called, before and after the commit."""

@@ -42,7 +42,7 @@ class Drawn:
     async def prepare(self) -> None:
         """Nothing else is needed."""
 
-    def read(self, snapshot: Any, stop: Any) -> list[bytes] | None:
+    def read(self, snapshot: Any, save: Any, stop: Any) -> list[bytes] | None:
         if self.way == "nothing":
             return None
         found = payloads(snapshot, stop, self._meet)
@@ -63,7 +63,7 @@ class Drawn:
     async def undo(self, error: BaseException) -> None:
         """Nothing has been written."""
 
-    async def read_checkpoint(self, checkpoint: Any) -> list[bytes]:
+    async def read_checkpoint(self, checkpoint: Any, ranks: Any) -> list[bytes]:
         self.source = "checkpoint"
         found = await (await open_checkpoint(checkpoint.url)).state_dict()
         return [tensor.numpy().tobytes() for tensor in found.values()]

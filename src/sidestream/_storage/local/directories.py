@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,16 +16,20 @@ from pathlib import Path
 
 from ...errors import Closed, from_os_error
 from ...options import Durability
+from ..names import LEASES, attempt_name, parse_step
 
 __all__ = [
     "RACES",
     "RETIRED",
     "OpenDirectory",
+    "collect_orphans",
     "is_directory",
     "is_vacant",
+    "last_write",
     "link_new",
     "make_root",
     "remove_tree",
+    "storage_time",
     "sync_directory",
     "take_away",
 ]
@@ -34,6 +40,7 @@ RETIRED = ".retired-"
 RACES = 100
 """So often in a row another process may make, or remove, the directory that this one needs or removes."""
 
+_ID = 32 * "0"
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
 
@@ -216,3 +223,57 @@ def link_new(hidden: Path, path: Path) -> None:
                 "without replacing another",
             ) from error
         raise
+
+
+def last_write(directory: Path) -> float:
+    """Return when the directory, or a file in it, was last written to."""
+    times = [0.0]
+    with suppress(FileNotFoundError):  # it has just been published or deleted
+        times.append(directory.stat().st_mtime)
+        with os.scandir(directory) as entries:
+            for one in entries:
+                with suppress(FileNotFoundError):
+                    times.append(one.stat(follow_symlinks=False).st_mtime)
+    return max(times)
+
+
+def storage_time(directory: Path) -> float:
+    """The time that the file system gives a file which is written now; this machine's where none can be written."""
+    flags = os.O_WRONLY | os.O_CLOEXEC
+    with suppress(OSError):
+        if hasattr(os, "O_TMPFILE"):
+            with open(os.open(directory, flags | os.O_TMPFILE, 0o600), "wb") as nameless:
+                return os.fstat(nameless.fileno()).st_mtime
+    path = directory / f".clock-{uuid.uuid4().hex}"
+    try:
+        with open(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), "wb") as named:
+            return os.fstat(named.fileno()).st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def collect_orphans(root: Path, target: str, after_s: float) -> list[str]:
+    """Delete attempts at ``target`` that nobody has written to for ``after_s``, and what is left of deletions that were
+    interrupted as long ago, and return their names. A process that still has such an attempt cannot publish it any
+    more. In a run nothing is collected: there leases tell who lives. What cannot be deleted is passed over."""
+    before, _, after = attempt_name(target, _ID).partition(_ID)
+    attempt = re.compile(f"{re.escape(before)}[0-9a-f]{{32}}{re.escape(after)}")
+    collected: list[str] = []
+    with suppress(OSError):
+        found = [name for name in os.listdir(root) if attempt.fullmatch(name) or name.startswith(RETIRED)]
+        if not found or (parse_step(target) is not None and (root / LEASES).exists()):
+            return []
+        now = storage_time(root)
+        for name in found:
+            with suppress(OSError):  # another process collects it, or it may not be deleted
+                retired = name.startswith(RETIRED)
+                if now - ((root / name).stat().st_ctime if retired else last_write(root / name)) <= after_s:
+                    continue
+                path = root / name if retired else take_away(root, name)
+                if path is not None:
+                    remove_tree(path)
+                    collected.append(name)
+    return collected

@@ -6,8 +6,6 @@ import errno
 import mmap
 import os
 import re
-import time
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +16,17 @@ from ...options import Capabilities, Durability
 from ..bodies import Body
 from ..store import Leftover, ReadRange
 from ..transaction import Attempt, StoreAddress, Transaction
-from .directories import RACES, RETIRED, make_root, remove_tree, sync_directory, take_away
+from .directories import (
+    RACES,
+    RETIRED,
+    collect_orphans,
+    last_write,
+    make_root,
+    remove_tree,
+    storage_time,
+    sync_directory,
+    take_away,
+)
 from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of, sizes_in
 from .transaction import LocalTransaction
 from .write import write_file
@@ -61,6 +69,9 @@ class LocalStore:
 
     async def retire(self, directory: str, *, durability: Durability) -> None:
         await run_io(_retire, self.root, directory, durability)
+
+    async def collect(self, target: str, *, after_s: float) -> list[str]:
+        return await run_io(collect_orphans, self.root, target, after_s)
 
     async def leftovers(self) -> list[Leftover]:
         return await run_io(_leftovers, self.root)
@@ -142,23 +153,12 @@ def _leftovers(root: Path) -> list[Leftover]:
         found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
         if not found:
             return []
-        now = _storage_time(root)
-        return [Leftover(name, kind, now - _last_write(root / name)) for name, kind in found]  # type: ignore[arg-type]
+        now = storage_time(root)
+        return [Leftover(name, kind, now - last_write(root / name)) for name, kind in found]  # type: ignore[arg-type]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise from_os_error(error, "listing", str(root)) from error
-
-
-def _last_write(directory: Path) -> float:
-    times = [0.0]
-    with suppress(FileNotFoundError):  # it has just been published or deleted
-        times.append(directory.stat().st_mtime)
-        with os.scandir(directory) as entries:
-            for one in entries:
-                with suppress(FileNotFoundError):
-                    times.append(one.stat(follow_symlinks=False).st_mtime)
-    return max(times)
 
 
 def _remove(root: Path, names: tuple[str, ...]) -> None:
@@ -178,7 +178,7 @@ def _ages(directory: Path) -> dict[str, float]:
             found = list(entries)
         if not found:
             return {}
-        now = _storage_time(directory)
+        now = storage_time(directory)
         ages = {}
         for one in found:
             with suppress(FileNotFoundError):
@@ -188,24 +188,6 @@ def _ages(directory: Path) -> dict[str, float]:
     except OSError as error:
         raise from_os_error(error, "listing", str(directory)) from error
     return ages
-
-
-def _storage_time(directory: Path) -> float:
-    """The time that the file system gives a file which is written now; this machine's where none can be written."""
-    flags = os.O_WRONLY | os.O_CLOEXEC
-    with suppress(OSError):
-        if hasattr(os, "O_TMPFILE"):
-            with open(os.open(directory, flags | os.O_TMPFILE, 0o600), "wb") as nameless:
-                return os.fstat(nameless.fileno()).st_mtime
-    path = directory / f".clock-{uuid.uuid4().hex}"
-    try:
-        with open(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), "wb") as named:
-            return os.fstat(named.fileno()).st_mtime
-    except OSError:
-        return time.time()
-    finally:
-        with suppress(OSError):
-            os.unlink(path)
 
 
 def _directories(root: Path) -> list[str]:

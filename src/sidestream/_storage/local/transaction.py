@@ -17,9 +17,11 @@ from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import Conflict, NoSpace, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
 from ...options import Durability
 from ..bodies import Body
+from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
     RACES,
+    collect_orphans,
     is_directory,
     is_vacant,
     link_new,
@@ -61,6 +63,10 @@ class LocalTransaction(Transaction):
     def address(self) -> StoreAddress:
         return StoreAddress(str(self._root))
 
+    @property
+    def place(self) -> Path:
+        return self._directory
+
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         return await io_threads().run(read_tail, self._root / name, None, nbytes)
 
@@ -91,6 +97,8 @@ class LocalTransaction(Transaction):
         replaces = self.attempt.kind == "replacement"
         if not vacant and not (replaces and _may_be_replaced(self._target)):
             raise _occupied(self._target)
+        if not self.attempt.in_run:
+            collect_orphans(self._root, self.attempt.target, ABANDONED_AFTER_S)
         self._replaceable = not vacant
         with self._make_once():
             self._made = _create(self._root, self._hidden, self.attempt)
@@ -141,7 +149,7 @@ class LocalTransaction(Transaction):
 
     def _note_replaced(self, error: NotDurable) -> None:
         if self.attempt.kind == "replacement":
-            error.add_note(f"what it has replaced may still be in {self._hidden}, which nothing deletes")
+            error.add_note(f"what it has replaced may still be in {self._hidden}, until it is collected")
 
     async def _discard_replaced(self) -> None:
         await io_threads().run(self._discard_replaced_here)

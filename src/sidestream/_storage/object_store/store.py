@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from datetime import UTC, datetime
 from mmap import mmap
 from typing import Any, TypeVar
 
@@ -22,6 +20,7 @@ from ..transaction import Attempt, StoreAddress, Transaction
 from ..wrappers.file_cache import FileCache
 from .bucket import Bucket
 from .names import NOTE, id_of
+from .orphans import age_s, clock_of, collect_orphans
 from .transaction import ObjectTransaction, check_replaces, content_of
 
 __all__ = ["ObjectStore"]
@@ -202,18 +201,21 @@ class ObjectStore:
         await self._bucket.delete(directory, sorted(listing.files, key=lambda name: name == NOTE))
         await self._bucket.forget(directory)
 
+    async def collect(self, target: str, *, after_s: float) -> list[str]:
+        return await self._io(lambda: collect_orphans(self._bucket, target, after_s), f"looking at {target}")
+
     async def leftovers(self) -> list[Leftover]:
         return await self._io(self._leftovers, "looking for leftovers")
 
     async def _leftovers(self) -> list[Leftover]:
-        now = await self._clock()
+        now = await clock_of(self._bucket)
         found: list[Leftover] = []
         for directory in (await self._bucket.listing("")).directories:
             listing = await self._bucket.listing(directory)
             if _MARKER in listing.files:
                 continue
             if (note := listing.files.get(NOTE)) is not None:
-                found.append(Leftover(f"{directory}/{NOTE}", "retired", _age_s(now, note.modified)))
+                found.append(Leftover(f"{directory}/{NOTE}", "retired", age_s(now, note.modified)))
                 continue
             ids: dict[str, list[BlobInfo]] = {}
             for file, info in listing.files.items():
@@ -221,39 +223,24 @@ class ObjectStore:
                     ids.setdefault(save_id, []).append(info)
             for save_id, infos in ids.items():
                 newest = max((info.modified for info in infos if info.modified), default=None)
-                found.append(Leftover(f"{directory}/{save_id}", "attempt", _age_s(now, newest)))
+                found.append(Leftover(f"{directory}/{save_id}", "attempt", age_s(now, newest)))
         root = f"{self._bucket.root}/"
         for upload, begun in (await self._bucket.uploads("")).items():
             name = upload.partition("?upload=")[0].rpartition("/")[2]
             if id_of(name) is not None:
-                found.append(Leftover(upload.removeprefix(root), "attempt", _age_s(now, begun)))
+                found.append(Leftover(upload.removeprefix(root), "attempt", age_s(now, begun)))
         return found
 
     async def ages(self, directory: str) -> dict[str, float]:
         async def look() -> dict[str, float]:
-            now = await self._clock()
+            now = await clock_of(self._bucket)
             listing = await self._bucket.listing(directory)
-            return {name: _age_s(now, info.modified) for name, info in listing.files.items()}
+            return {name: age_s(now, info.modified) for name, info in listing.files.items()}
 
         return await self._io(look, f"listing {directory}")
 
-    async def _clock(self) -> datetime | None:
-        """What time it is there, as a freshly written object says."""
-        name = f".leases/clock-{uuid.uuid4().hex}"  # each call has its own: it is deleted at the end
-        await self._bucket.put(self._bucket.key(name), memoryview(b"now"))
-        listing = await self._bucket.listing(".leases")
-        await self._bucket.delete(".leases", [name.rpartition("/")[2]])
-        written = listing.files.get(name.rpartition("/")[2])
-        return None if written is None else written.modified
-
     async def _io(self, work: Callable[[], Coroutine[Any, Any, T]], doing: str) -> T:
         return await on_io_loop(work, doing)
-
-
-def _age_s(now: datetime | None, then: datetime | None) -> float:
-    if now is None or then is None:
-        return 0.0
-    return max(0.0, (now.astimezone(UTC) - then.astimezone(UTC)).total_seconds())
 
 
 def _runs(ranges: Sequence[ReadRange]) -> list[list[ReadRange]]:

@@ -28,9 +28,11 @@ from ...events import PromiseLost, emit
 from ..bodies import Body
 from ..clients.io_loop import Call, on_io_loop
 from ..clients.requests import is_uncertain, translated
+from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, StoreAddress, Transaction, marker_in
 from .bucket import Bucket
 from .names import NOTE, id_of, is_plain_shard, name_with_id
+from .orphans import clear_export, collect_orphans
 from .parts import part_bytes_for
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
@@ -135,9 +137,14 @@ class ObjectTransaction(Transaction):
         """What attempts have left behind is no obstacle to another one: their names are their own."""
         bucket, target = self._bucket, self.attempt.target
         listing = await bucket.listing(target)
+        if self.attempt.replaces_export and await clear_export(bucket, target, listing):
+            return
         if self.attempt.kind == "replacement" and _MARKER in listing.files:
             self._replaced = await self._look_at_replaced(listing.files)
             return
+        if self.attempt.kind == "replacement" and not self.attempt.in_run:
+            await collect_orphans(bucket, target, ABANDONED_AFTER_S)
+            listing = await bucket.listing(target)
         taken = [name for name in listing.files if not self._carries_id or id_of(name) is None]
         if listing.directories or taken:
             raise Conflict(
