@@ -25,6 +25,7 @@ MARKER = b"a marker that is long enough to be looked at"
 @pytest.fixture(
     params=[
         "local",
+        "local with a marker",
         "memory",
         "s3 by obstore",
         "s3 by fsspec",
@@ -37,6 +38,8 @@ MARKER = b"a marker that is long enough to be looked at"
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "local":
         yield locate_run(tmp_path / "run")[0]
+    elif request.param == "local with a marker":
+        yield locate_run(tmp_path / "run", Storage(commit="marker"))[0]
     elif request.param == "memory":
         yield locate_run(f"memory://{uuid.uuid4().hex}/run")[0]
     elif request.param == "a store of the user":

@@ -20,6 +20,7 @@ from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine
 from .clients.fsspec import FsspecEngine
 from .clients.lazy import Kept, frozen
+from .local.marked import MarkedStore
 from .local.store import LocalStore
 from .object_store.store import ObjectStore
 from .store import RangeSource, Store
@@ -61,7 +62,7 @@ def locate_directory(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -
         path = _local_path(text)
         if not path.name:
             raise InvalidOption(f"{path} is the root of the file system; a checkpoint needs a directory of its own")
-        return Location(LocalStore(path.parent), path.name, str(path))
+        return Location(_local_store(path.parent, storage), path.name, str(path))
     parent, _, name = text.rstrip("/").rpartition("/")
     if not name or parent.endswith(":/"):
         if protocol != "memory" or not name:
@@ -76,7 +77,7 @@ def locate_run(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> tupl
     text, protocol = _parsed(url, storage)
     if _is_local(protocol, storage):
         path = _local_path(text)
-        return LocalStore(path), str(path)
+        return _local_store(path, storage), str(path)
     store = _object_store(text, text.rstrip("/"), protocol, storage)
     return store, store.url
 
@@ -116,9 +117,11 @@ def _is_local(protocol: str, storage: Storage) -> bool:
         return False
     if protocol in _LOCAL and storage.options:
         raise InvalidOption("storage_options= is for object storage, and this is a local directory")
-    if protocol in _LOCAL and storage.commit == "marker":
-        raise InvalidOption('commit="marker" is not built yet for local directories: leave it out')
     return protocol in _LOCAL
+
+
+def _local_store(root: Path, storage: Storage) -> LocalStore:
+    return MarkedStore(root) if storage.commit == "marker" else LocalStore(root)
 
 
 def _local_path(text: str) -> Path:

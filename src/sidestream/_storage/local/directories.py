@@ -8,7 +8,7 @@ import shutil
 import stat
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ __all__ = [
     "is_vacant",
     "link_new",
     "make_root",
+    "move_new",
     "remove_tree",
     "sync_directory",
     "take_away",
@@ -122,19 +123,21 @@ def _close(directory: int) -> None:
         os.close(directory)
 
 
-def make_root(root: Path, durability: Durability, made: list[Path]) -> None:
-    """Every missing directory down to ``root``, each noted in ``made``."""
+def make_root(root: Path, durability: Durability, made: list[Path], sync: Callable[[Path], None] | None = None) -> None:
+    """Every missing directory down to ``root``, each noted in ``made``. ``sync`` takes the place of
+    ``sync_directory``."""
+    sync = sync_directory if sync is None else sync
     ancestors = (root, *root.parents)
     missing = [path for path in ancestors if not path.exists()]
     if durability == "fsync" and len(missing) < len(ancestors) - 1:
         # The last one that is there may have been made by a save that was killed before it could sync it.
         with suppress(PermissionError):
-            sync_directory(ancestors[len(missing)].parent)
+            sync(ancestors[len(missing)].parent)
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
         made.append(path)
         if durability == "fsync":
-            sync_directory(path.parent)
+            sync(path.parent)
 
 
 def is_directory(path: Path) -> bool:
@@ -216,3 +219,17 @@ def link_new(hidden: Path, path: Path) -> None:
                 "without replacing another",
             ) from error
         raise
+
+
+def move_new(hidden: Path, path: Path) -> None:
+    """``link_new``; a file system without links renames the file, having looked for another one before."""
+    try:
+        link_new(hidden, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "another writer was first", str(path)) from error
+        os.rename(hidden, path)

@@ -23,7 +23,7 @@ from .read import LocalSource, map_file, read_ranges, read_tail, run_io, size_of
 from .transaction import LocalTransaction
 from .write import write_file
 
-__all__ = ["LocalStore"]
+__all__ = ["LocalStore", "storage_time"]
 
 _ATTEMPT = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 
@@ -36,7 +36,7 @@ class LocalStore:
 
     capabilities = Capabilities(create_only=True, listing=True, mapping=True, rename=True)
 
-    retired_note = None
+    retired_note: str | None = None
 
     @property
     def url(self) -> str:
@@ -142,7 +142,7 @@ def _leftovers(root: Path) -> list[Leftover]:
         found += [(name, "attempt") for name in names if _ATTEMPT.fullmatch(name)]
         if not found:
             return []
-        now = _storage_time(root)
+        now = storage_time(root)
         return [Leftover(name, kind, now - _last_write(root / name)) for name, kind in found]  # type: ignore[arg-type]
     except FileNotFoundError:
         return []
@@ -178,7 +178,7 @@ def _ages(directory: Path) -> dict[str, float]:
             found = list(entries)
         if not found:
             return {}
-        now = _storage_time(directory)
+        now = storage_time(directory)
         ages = {}
         for one in found:
             with suppress(FileNotFoundError):
@@ -190,7 +190,7 @@ def _ages(directory: Path) -> dict[str, float]:
     return ages
 
 
-def _storage_time(directory: Path) -> float:
+def storage_time(directory: Path) -> float:
     """The time that the file system gives a file which is written now; this machine's where none can be written."""
     flags = os.O_WRONLY | os.O_CLOEXEC
     with suppress(OSError):

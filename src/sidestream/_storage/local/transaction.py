@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,15 +29,24 @@ from .exchange import exchange, exchanges
 from .read import read_tail
 from .write import write_file
 
-__all__ = ["LocalTransaction"]
+__all__ = ["LocalTransaction", "check_whole", "occupied", "unlink"]
 
 _REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
 """Files of which a directory has one if it is a checkpoint or an export."""
+_NO_RENAME = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EINVAL, errno.EXDEV, errno.EMFILE})
+"""What file systems answer that rename no directory; gcsfuse counts the files in it, and says EMFILE."""
+_REMEDY = (
+    "If this file system cannot rename a directory, as mounts of buckets cannot, pass "
+    'storage=sidestream.Storage(commit="marker")'
+)
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
 
 class LocalTransaction(Transaction):
     """A ``Transaction`` below the directory ``root``, which need not exist yet."""
+
+    _appear: Callable[[Path, Path], None] = staticmethod(link_new)
+    """Gives a complete file the name that readers look for. Raises ``FileExistsError`` if that is another file."""
 
     def __init__(self, root: Path, attempt: Attempt) -> None:
         super().__init__(attempt)
@@ -73,16 +82,21 @@ class LocalTransaction(Transaction):
             _check_joined(self._directory)
         else:
             self._make()
-        for name, body in files:
+        for given, body in files:
+            name = self.committed_name(given)
             self._names[name] = None
-            write_file(self._directory / name, body, attempt.durability, stop, threads, target=attempt.target)
+            self._write_file(name, body, stop, threads)
             del body  # and with it the memory, while the next one is waited for
+
+    def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
+        attempt = self.attempt
+        write_file(self._directory / name, body, attempt.durability, stop, threads, target=attempt.target)
 
     def _make(self) -> None:
         vacant = is_vacant(self._target)
         replaces = self.attempt.kind == "replacement"
         if not vacant and not (replaces and is_directory(self._target)):
-            raise _occupied(self._target)
+            raise occupied(self._target)
         if not vacant:
             _check_replaceable(self._target)
         with self._make_once():
@@ -95,16 +109,17 @@ class LocalTransaction(Transaction):
             )
 
     def wrote(self, sizes: Mapping[str, int]) -> None:
-        self._names.update(dict.fromkeys(sizes))
+        self._names.update(dict.fromkeys(map(self.committed_name, sizes)))
 
     def clear(self, names: Sequence[str]) -> None:
         for name in names:
-            _unlink(self._directory / name)
+            unlink(self._directory / self.committed_name(name))
 
     async def put(self, name: str, body: Body) -> None:
-        attempt, stop = self.attempt, Stop()
+        stop = Stop()
         self._names[name] = None
-        await io_threads().run(_put, self._directory / name, body, attempt, stop, stop=stop)
+        # An attempt that is gone was taken away. Nothing of it may come back, so its directory is not made again.
+        await io_threads().run(self._write_file, name, body, stop, stop=stop)
 
     async def put_last(self, name: str, body: Body) -> None:
         if self.attempt.kind == "part":
@@ -115,13 +130,13 @@ class LocalTransaction(Transaction):
     async def make_visible(self) -> None:
         attempt = self.attempt
         if attempt.kind == "file":
-            await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability)
+            await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability, self._appear)
             return
         if attempt.kind == "part":
             assert self._last is not None
             stop, (name, body) = Stop(), self._last
             path = self._target / name
-            await io_threads().run(_publish_part, path, body, attempt.durability, stop, stop=stop)
+            await io_threads().run(_publish_part, path, body, attempt.durability, self._appear, stop, stop=stop)
             self._names.clear()
             self._last = None
             return
@@ -140,7 +155,7 @@ class LocalTransaction(Transaction):
         if self.attempt.kind == "part":  # others may be writing into that directory
             self._last = None
             for name in tuple(self._names):  # a thread that was left behind may add one
-                _unlink(self._directory / name)
+                unlink(self._directory / name)
             return
         # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.
         own, self._mode = self._mode is not None, None
@@ -152,16 +167,11 @@ class LocalTransaction(Transaction):
 # --- what runs in threads ---
 
 
-def _unlink(path: Path) -> None:
+def unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise from_os_error(error, "removing", str(path)) from error
-
-
-def _put(path: Path, body: Body, attempt: Attempt, stop: Stop) -> None:
-    # An attempt that is gone was taken away. Nothing of it may come back, so its directory is not made again.
-    write_file(path, body, attempt.durability, stop, target=attempt.target)
 
 
 def _create(root: Path, hidden: Path, attempt: Attempt) -> int:
@@ -193,10 +203,10 @@ def _publish(
         if replacing and not is_vacant(target):
             _exchange(attempt, target, names)
         else:
-            _check_whole(attempt, names, target)
+            check_whole(attempt, names, target)
             os.rename(attempt, target)
             try:
-                _check_whole(target, names, target)
+                check_whole(target, names, target)
             except FileNotFoundError:
                 pass  # retention or another process has removed the whole directory
             except StorageError:
@@ -206,7 +216,9 @@ def _publish(
         raise
     except OSError as error:
         if error.errno in _OCCUPIED:
-            raise _occupied(target) from error
+            raise occupied(target) from error
+        if error.errno in _NO_RENAME:
+            raise StorageError(error.errno, f"publishing failed: {error.strerror}. {_REMEDY}", str(target)) from error
         raise from_os_error(error, "publishing", str(target)) from error
     if durability == "fsync":
         try:
@@ -222,10 +234,10 @@ def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
     replace this one at once, and delete it."""
     directory = os.open(attempt, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _check_whole(directory, names, target)
+        check_whole(directory, names, target)
         exchange(attempt, target)
         try:
-            _check_whole(directory, names, target)
+            check_whole(directory, names, target)
         except StorageError:
             if _is_at(directory, target):
                 exchange(attempt, target)
@@ -241,7 +253,7 @@ def _is_at(directory: int, path: Path) -> bool:
         return False
 
 
-def _check_whole(directory: Path | int, names: frozenset[str], target: Path) -> None:
+def check_whole(directory: Path | int, names: frozenset[str], target: Path) -> None:
     """Raise ``StorageError`` if files are missing, ``FileNotFoundError`` if the directory is missing."""
     gone = sorted(names.difference(os.listdir(directory)))
     if gone:
@@ -254,9 +266,9 @@ def _check_whole(directory: Path | int, names: frozenset[str], target: Path) -> 
         )
 
 
-def _publish_file(attempt: Path, target: Path, durability: Durability) -> None:
+def _publish_file(attempt: Path, target: Path, durability: Durability, appear: Callable[[Path, Path], None]) -> None:
     try:
-        link_new(attempt / target.name, target)
+        appear(attempt / target.name, target)
     except FileExistsError as error:
         raise Conflict(f"{target} already exists: choose another name, or delete it first") from error
     except OSError as error:
@@ -280,13 +292,15 @@ def _make_shared(directory: Path, durability: Durability) -> None:
         raise from_os_error(error, "creating a checkpoint directory", str(directory)) from error
 
 
-def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop) -> None:
+def _publish_part(
+    path: Path, body: Body, durability: Durability, appear: Callable[[Path, Path], None], stop: Stop
+) -> None:
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         write_file(hidden, body, durability, stop)
         if durability == "fsync":
             sync_directory(path.parent)  # the names of what it speaks of
-        link_new(hidden, path)
+        appear(hidden, path)
     except FileExistsError as error:
         if isinstance(error, SidestreamError):
             raise
@@ -307,7 +321,7 @@ def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop) ->
             ) from error
 
 
-def _occupied(target: Path) -> Conflict:
+def occupied(target: Path) -> Conflict:
     if not os.path.isdir(target):
         return Conflict(f"{target} already exists and is a file: choose another name, or delete it first")
     return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")

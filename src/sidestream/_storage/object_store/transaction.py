@@ -30,7 +30,7 @@ from ..clients.io_loop import Call, on_io_loop
 from ..clients.requests import is_uncertain, translated
 from ..transaction import Attempt, StoreAddress, Transaction, marker_in
 from .bucket import Bucket
-from .names import NOTE, id_of, is_plain_shard, name_with_id
+from .names import NOTE, id_of, is_plain_shard, name_with_id, sidecar_with_id
 from .parts import part_bytes_for
 
 __all__ = ["ObjectTransaction", "check_replaces", "content_of"]
@@ -84,7 +84,7 @@ class ObjectTransaction(Transaction):
         return name_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def sidecar_name(self, name: str) -> str:
-        return f"file-{self.attempt.save_id}.{name}" if self._carries_id else name
+        return sidecar_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def path_of(self, name: str = "") -> str:
         target = self.attempt.target

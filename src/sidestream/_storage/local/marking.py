@@ -1,0 +1,230 @@
+"""An attempt with ``commit="marker"``: files with names of their own in the target, and a marker created last.
+
+A process may die while it writes the marker. So the last bytes of the marker are written when all others are durable,
+and without them it is no marker.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..._format.marker import END_BYTES, METADATA_NAME
+from ..._runtime.threads import Stop, Threads, io_threads
+from ...errors import Conflict, InvalidOption, NotDurable, SidestreamError, StorageError, from_os_error
+from ...options import Storage
+from ..bodies import Body
+from ..object_store.names import name_with_id, sidecar_with_id
+from ..transaction import Attempt, StoreAddress
+from .attempts import NO_REPLACEMENT, files_in, make_vacant, remove_files, remove_torn, taken
+from .directories import RACES, is_vacant, make_root, move_new, sync_directory
+from .transaction import LocalTransaction, check_whole, occupied, unlink
+from .write import write_file
+
+__all__ = ["ADDRESS", "MarkedTransaction", "sync_names"]
+
+ADDRESS = Storage(commit="marker")
+
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+_MOST_COMMIT_S = 600.0  # a writer that hung for an hour may have been taken for dead
+
+
+class MarkedTransaction(LocalTransaction):
+    """A ``Transaction`` whose directory is the target itself. Files that keep their names (``"file"``, ``"files"``,
+    ``"part"``) are written where a ``LocalTransaction`` writes them, and are then moved one after the other."""
+
+    _appear = staticmethod(move_new)
+
+    def __init__(self, root: Path, attempt: Attempt) -> None:
+        super().__init__(root, attempt)
+        self._in_place = attempt.kind in ("directory", "replacement", "joined")
+        if self._in_place:
+            self._directory = self._target
+        self._made: list[Path] = []
+        self._claimed = False  # the marker was created by this attempt, and may be incomplete
+
+    @property
+    def address(self) -> StoreAddress:
+        return StoreAddress(str(self._root), ADDRESS)
+
+    def committed_name(self, name: str) -> str:
+        return name_with_id(name, self.attempt.save_id) if self._in_place else name
+
+    def sidecar_name(self, name: str) -> str:
+        return sidecar_with_id(name, self.attempt.save_id) if self._in_place else name
+
+    def path_of(self, name: str = "") -> str:
+        if not self._in_place:
+            return super().path_of(name)
+        return f"{self.attempt.target}/{name}" if name else self.attempt.target
+
+    def _make(self) -> None:
+        if not self._in_place:
+            super()._make()
+            return
+        if self.attempt.kind == "replacement" and METADATA_NAME in files_in(self._target):
+            raise InvalidOption(f"{self._target}: {NO_REPLACEMENT}")
+        make_vacant(self._target)
+        with self._make_once():
+            self._make_target()
+            self._mode = 0  # it is made
+
+    def _make_target(self) -> None:
+        try:
+            make_root(self._target, self.attempt.durability, self._made, sync_names)
+        except OSError as error:
+            raise from_os_error(error, "creating a checkpoint directory", str(self._target)) from error
+
+    def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
+        path, attempt = self._directory / name, self.attempt
+        for _ in range(RACES):
+            try:
+                write_file(path, body, attempt.durability, stop, threads, target=attempt.target, preallocate=False)
+            except StorageError as error:
+                # Another attempt that failed has removed the directory. Later than this the attempt itself was removed.
+                if error.errno != errno.ENOENT or len(self._names) > 1 or not self._in_place:
+                    raise
+                self._make_target()
+            else:
+                return
+        raise Conflict(f"{self._directory} is removed as often as it is made")
+
+    async def put_last(self, name: str, body: Body) -> None:
+        if self._in_place:
+            self._last = name, body
+        else:
+            await super().put_last(name, body)
+
+    async def make_visible(self) -> None:
+        if self.attempt.kind == "files":
+            await io_threads().run(_publish_files, self._hidden, self._target, tuple(self._names), self.attempt)
+            self._mode = None
+        elif not self._in_place:
+            await super().make_visible()
+        else:
+            await io_threads().run(self._mark)
+            self._last, self._mode = None, None
+            self._names.clear()
+
+    def _mark(self) -> None:
+        assert self._last is not None
+        name, body = self._last
+        path, durable = self._target / name, self.attempt.durability == "fsync"
+        try:
+            if durable:
+                sync_names(self._target)  # the names of what the marker stands for
+            self._create_marker(path, body, durable)
+        except SidestreamError:
+            raise
+        except OSError as error:
+            raise from_os_error(error, "publishing", str(path)) from error
+        if durable:
+            try:
+                sync_names(self._target)
+            except OSError as error:
+                raise NotDurable(
+                    error.errno, "the checkpoint is committed, but the sync of its directory failed", str(self._target)
+                ) from error
+
+    def _create_marker(self, path: Path, body: Body, durable: bool) -> None:
+        """Everything but the last bytes first. What fails before these are written removes the marker; afterwards the
+        outcome has to be read back."""
+        content = b"".join(part.take(Stop()) for part in body.parts)
+        began = time.monotonic()
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileExistsError as error:
+            raise taken(self._target) from error
+        sent = False
+        try:
+            try:
+                end = len(content) - END_BYTES
+                _write(descriptor, content[:end], 0)
+                if durable:
+                    os.fsync(descriptor)
+                check_whole(self._target, frozenset(self._names), self._target)
+                late = time.monotonic() - began > _MOST_COMMIT_S
+                if late:
+                    raise StorageError(errno.ETIMEDOUT, "writing the marker took too long to go on", str(path))
+                self._claimed = sent = True
+                _write(descriptor, content[end:], end)
+                if durable:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            if not sent and time.monotonic() - began <= _MOST_COMMIT_S:
+                with suppress(OSError):
+                    os.unlink(path)
+            raise
+        self._claimed = False
+
+    def discard_here(self) -> None:
+        if not self._in_place:
+            super().discard_here()
+            return
+        if not self._end_making():
+            return
+        self._mode, self._last = None, None
+        if self._claimed:
+            remove_torn(self._target)
+        remove_files(self._target, self.attempt.save_id)
+        if self._target in self._made:
+            with suppress(OSError):  # others have files in it
+                self._target.rmdir()
+
+
+# --- what runs in threads ---
+
+
+def sync_names(directory: Path) -> None:
+    """``sync_directory``, where the file system does that to directories."""
+    try:
+        sync_directory(directory)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def _write(descriptor: int, content: bytes, position: int) -> None:
+    view = memoryview(content)
+    while view:
+        done = os.pwrite(descriptor, view, position)
+        view, position = view[done:], position + done
+
+
+def _publish_files(hidden: Path, target: Path, names: Sequence[str], attempt: Attempt) -> None:
+    """Move ``names`` from ``hidden``, in their order: the last one makes the others what they are."""
+    durable, moved, last = attempt.durability == "fsync", [], names[-1]
+    try:
+        check_whole(hidden, frozenset(names), target)
+        if not is_vacant(target):
+            raise occupied(target)
+        make_root(target, attempt.durability, [], sync_names)
+        for name in names:
+            if durable and name is last:
+                sync_names(target)
+            move_new(hidden / name, target / name)
+            moved.append(name)
+    except BaseException as error:
+        for name in moved:
+            unlink(target / name)
+        if isinstance(error, SidestreamError) or not isinstance(error, OSError):
+            raise
+        if isinstance(error, FileExistsError):
+            raise occupied(target) from error
+        raise from_os_error(error, "publishing", str(target)) from error
+    try:
+        if durable:
+            sync_names(target)
+    except OSError as error:
+        raise NotDurable(
+            error.errno, "the files are complete, but the sync of their directory failed", str(target)
+        ) from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
