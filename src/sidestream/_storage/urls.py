@@ -20,8 +20,7 @@ from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine
 from .clients.fsspec import FsspecEngine
 from .clients.lazy import Kept, frozen
-from .local.marked import MarkedStore
-from .local.store import LocalStore
+from .local.store import LocalStore, MarkedStore
 from .object_store.store import ObjectStore
 from .store import RangeSource, Store
 from .transaction import StoreAddress

@@ -73,7 +73,7 @@ async def committed_marker(source: RangeSource, store: Store, names: Iterable[st
 
 async def _is_marked_in_place(source: RangeSource, names: Iterable[str] | None) -> bool:
     found = await source.sizes() if names is None else names
-    return await io_threads().run(is_unfinished, [name for name in found if name != METADATA_NAME])
+    return await io_threads().run(is_unfinished, found)
 
 
 async def look_at(store: Store, found: Step) -> Step | None:

@@ -10,25 +10,37 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..._format.marker import END_BYTES, METADATA_NAME
+from ..._format.marker import END_BYTES, METADATA_NAME, TAIL_BYTES, is_complete
 from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import Conflict, InvalidOption, NotDurable, SidestreamError, StorageError, from_os_error
-from ...options import Storage
 from ..bodies import Body
-from ..object_store.names import name_with_id, sidecar_with_id
+from ..object_store.names import NOTE, id_of, is_unfinished, name_with_id, sidecar_with_id
 from ..transaction import Attempt, StoreAddress
-from .attempts import NO_REPLACEMENT, files_in, make_vacant, remove_files, remove_torn, taken
-from .directories import RACES, is_vacant, make_root, move_new, sync_directory
+from .directories import RACES, is_vacant, make_root, move_new, storage_time, sync_directory
+from .read import read_tail
 from .transaction import LocalTransaction, check_whole, occupied, unlink
-from .write import write_file
 
-__all__ = ["ADDRESS", "MarkedTransaction", "sync_names"]
+__all__ = [
+    "NO_REPLACEMENT",
+    "MarkedTransaction",
+    "ages_of",
+    "discard",
+    "files_in",
+    "is_torn",
+    "sync_names",
+]
 
-ADDRESS = Storage(commit="marker")
+NO_REPLACEMENT = (
+    'with commit="marker" nothing can be replaced in one step, so overwrite=True is refused: save to a new directory, '
+    "and remove() the old one afterwards"
+)
+
+_ABANDONED_S = 3600.0  # what nobody has written to for so long belongs to a dead process
+_NO_ID = "0" * 32
 
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _MOST_COMMIT_S = 600.0  # a writer that hung for an hour may have been taken for dead
@@ -39,18 +51,15 @@ class MarkedTransaction(LocalTransaction):
     ``"part"``) are written where a ``LocalTransaction`` writes them, and are then moved one after the other."""
 
     _appear = staticmethod(move_new)
+    _preallocates = False
 
-    def __init__(self, root: Path, attempt: Attempt) -> None:
-        super().__init__(root, attempt)
+    def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
+        super().__init__(root, attempt, address)
         self._in_place = attempt.kind in ("directory", "replacement", "joined")
         if self._in_place:
             self._directory = self._target
         self._made: list[Path] = []
         self._claimed = False  # the marker was created by this attempt, and may be incomplete
-
-    @property
-    def address(self) -> StoreAddress:
-        return StoreAddress(str(self._root), ADDRESS)
 
     def committed_name(self, name: str) -> str:
         return name_with_id(name, self.attempt.save_id) if self._in_place else name
@@ -81,10 +90,9 @@ class MarkedTransaction(LocalTransaction):
             raise from_os_error(error, "creating a checkpoint directory", str(self._target)) from error
 
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
-        path, attempt = self._directory / name, self.attempt
         for _ in range(RACES):
             try:
-                write_file(path, body, attempt.durability, stop, threads, target=attempt.target, preallocate=False)
+                super()._write_file(name, body, stop, threads)
             except StorageError as error:
                 # Another attempt that failed has removed the directory. Later than this the attempt itself was removed.
                 if error.errno != errno.ENOENT or len(self._names) > 1 or not self._in_place:
@@ -228,3 +236,97 @@ def _publish_files(hidden: Path, target: Path, names: Sequence[str], attempt: At
         ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+# --- whose files are in a target ---
+
+
+def taken(target: Path) -> Conflict:
+    if not is_torn(target):
+        return occupied(target)
+    return Conflict(
+        f"{target} has an incomplete {METADATA_NAME}: another save is committing there, or died while it did. Save to "
+        f"another directory, or try again when nobody has written there for {_ABANDONED_S / 60:.0f} minutes"
+    )
+
+
+def files_in(directory: Path) -> list[str]:
+    """The names in a directory; none if it does not exist."""
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError:
+        raise occupied(directory) from None
+    except OSError as error:
+        raise from_os_error(error, "listing", str(directory)) from error
+
+
+def is_torn(directory: Path) -> bool:
+    """Whether its marker lacks the last bytes."""
+    try:
+        return not is_complete(read_tail(directory / METADATA_NAME, None, TAIL_BYTES))
+    except FileNotFoundError:
+        return False
+
+
+def remove_torn(directory: Path) -> None:
+    if is_torn(directory):
+        unlink(directory / METADATA_NAME)
+
+
+def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
+    """By the id of each save that has files there, how long ago the last of them was written. A marker without its last
+    bytes may be anybody's."""
+    newest: dict[str, float] = {}
+    torn = 0.0
+    for name in names:
+        with suppress(FileNotFoundError):
+            written = (directory / name).stat(follow_symlinks=False).st_mtime
+            if (save_id := id_of(name)) is not None:
+                newest[save_id] = max(newest.get(save_id, 0.0), written)
+            elif name == METADATA_NAME:
+                torn = written
+    if torn and not newest:
+        newest[_NO_ID] = torn
+    if not newest:
+        return {}
+    now = storage_time(directory)
+    return {save_id: now - max(written, torn) for save_id, written in newest.items()}
+
+
+def make_vacant(target: Path) -> None:
+    """Raise ``Conflict`` if more is in ``target`` than files of saves without a marker; remove those of dead
+    processes."""
+    names = files_in(target)
+    if not names:
+        return
+    unfinished = is_unfinished(names)
+    if NOTE in names or not unfinished or (METADATA_NAME in names and not is_torn(target)):
+        raise occupied(target)
+    ages = ages_of(target, names)
+    for save_id, age_s in ages.items():
+        if age_s > _ABANDONED_S:
+            discard(target, save_id)
+    if METADATA_NAME in names and is_torn(target):
+        raise taken(target)
+
+
+def remove_files(directory: Path, save_id: str) -> None:
+    for _ in range(RACES):
+        found = [name for name in files_in(directory) if id_of(name) == save_id]
+        if not found:
+            return
+        for name in found:
+            unlink(directory / name)
+    raise StorageError(
+        errno.EBUSY, "another process creates files of this save as fast as they are removed", str(directory)
+    )
+
+
+def discard(directory: Path, save_id: str) -> None:
+    """Of a dead process. The marker goes first: what it stands for may be incomplete from now on."""
+    remove_torn(directory)
+    remove_files(directory, save_id)
+    with suppress(OSError):
+        directory.rmdir()

@@ -48,9 +48,12 @@ class LocalTransaction(Transaction):
     _appear: Callable[[Path, Path], None] = staticmethod(link_new)
     """Gives a complete file the name that readers look for. Raises ``FileExistsError`` if that is another file."""
 
-    def __init__(self, root: Path, attempt: Attempt) -> None:
+    _preallocates = True
+
+    def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
         super().__init__(attempt)
         self._root = root
+        self._address = address
         self._target = root / attempt.target
         self._hidden = root / attempt.name
         self._directory = self._target if attempt.kind == "part" else self._hidden
@@ -60,7 +63,7 @@ class LocalTransaction(Transaction):
 
     @property
     def address(self) -> StoreAddress:
-        return StoreAddress(str(self._root))
+        return self._address
 
     async def read_tail(self, name: str, nbytes: int) -> bytes:
         return await io_threads().run(read_tail, self._root / name, None, nbytes)
@@ -90,7 +93,8 @@ class LocalTransaction(Transaction):
 
     def _write_file(self, name: str, body: Body, stop: Stop, threads: Threads | None = None) -> None:
         attempt = self.attempt
-        write_file(self._directory / name, body, attempt.durability, stop, threads, target=attempt.target)
+        path, preallocate = self._directory / name, self._preallocates
+        write_file(path, body, attempt.durability, stop, threads, target=attempt.target, preallocate=preallocate)
 
     def _make(self) -> None:
         vacant = is_vacant(self._target)

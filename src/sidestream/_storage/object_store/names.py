@@ -35,7 +35,7 @@ def is_plain_shard(file: str) -> bool:
 
 
 def is_unfinished(files: Iterable[str]) -> bool:
-    """Return whether a directory that has these files, and no marker, was written by saves that commit with a marker:
-    it is no checkpoint yet, or is being deleted. Otherwise it was a checkpoint, if it has a manifest."""
-    names = frozenset(files)
+    """Return whether a directory that has these files, and no complete marker, was written by saves that commit with a
+    marker: it is no checkpoint yet, or is being deleted. Otherwise it was a checkpoint, if it has a manifest."""
+    names = frozenset(files) - {".metadata"}
     return NOTE in names or all(id_of(name) is not None for name in names)
