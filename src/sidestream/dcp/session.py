@@ -25,7 +25,7 @@ class Address:
 
     def __init__(self, url: str | os.PathLike[str], storage: Storage) -> None:
         self._storage = {one.name: getattr(storage, one.name) for one in fields(storage)}  # which can be pickled
-        location = self.located(url)
+        location = locate_directory(url, storage)
         # That process may have been started in another directory.
         self._url = location.url if isinstance(location.store, LocalStore) else os.fspath(url)
 

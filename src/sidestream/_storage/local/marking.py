@@ -277,7 +277,7 @@ def remove_torn(directory: Path) -> None:
 
 def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
     """By the id of each save that has files there, how long ago the last of them was written. A marker without its last
-    bytes may be anybody's."""
+    bytes may be anybody's. A directory without files is nobody's; its id is ``_NO_ID``."""
     newest: dict[str, float] = {}
     torn = 0.0
     for name in names:
@@ -287,11 +287,12 @@ def ages_of(directory: Path, names: list[str]) -> Mapping[str, float]:
                 newest[save_id] = max(newest.get(save_id, 0.0), written)
             elif name == METADATA_NAME:
                 torn = written
-    if torn and not newest:
-        newest[_NO_ID] = torn
+    if not newest and (torn or not names):
+        with suppress(FileNotFoundError):
+            newest[_NO_ID] = torn or directory.stat().st_mtime
     if not newest:
         return {}
-    now = storage_time(directory)
+    now = storage_time(directory.parent)  # where no nameless file can be made, this writes to the directory
     return {save_id: now - max(written, torn) for save_id, written in newest.items()}
 
 
