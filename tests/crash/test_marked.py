@@ -16,6 +16,7 @@ from _disk_model import Keeps, record
 from _look import Found, look
 from _seeded import make_state
 from _trials import Told, Trials, trials
+from torch.distributed.checkpoint import FileSystemReader
 
 import sidestream
 from sidestream import errors
@@ -109,7 +110,8 @@ async def test_the_power_is_cut_after_every_change(work: str, base: Path, tmp_pa
     recording = await record(base, tmp_path / "before", save)
     random, cut, seen = Random(7), tmp_path / "cut", set()
     for number, model in recording.moments():
-        for keeps in get_args(Keeps) if number % 4 == 0 else ("chance", "chance"):
+        at_marker = number and recording.events[number - 1].path.endswith(".metadata")
+        for keeps in (*get_args(Keeps), *["chance"] * 20) if at_marker else ("nothing", "chance"):
             model.write_to(cut, keeps, random)
             found = await looked(cut / "run")
             acked = recording.acknowledged(number)
@@ -135,6 +137,7 @@ async def looked(run: Path) -> dict[str, str]:
         except errors.CheckpointNotFound:
             continue
         assert (await checkpoint.state_dict())["seed"] in (11, 12)
+        assert "seed" in FileSystemReader(path).read_metadata().state_dict_metadata
         found[path.name] = path.name
     async with sidestream.Checkpointer(run) as checkpoints:
         steps = await checkpoints.steps()
