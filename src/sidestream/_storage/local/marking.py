@@ -22,7 +22,7 @@ from ..object_store.names import NOTE, id_of, is_unfinished, name_with_id, sidec
 from ..transaction import Attempt, StoreAddress
 from .directories import RACES, is_vacant, make_root, move_new, storage_time, sync_directory
 from .read import read_tail
-from .transaction import LocalTransaction, check_whole, occupied, unlink
+from .transaction import LocalTransaction, Naming, check_whole, occupied, unlink
 
 __all__ = [
     "NO_REPLACEMENT",
@@ -46,11 +46,20 @@ _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _MOST_COMMIT_S = 600.0  # a writer that hung for an hour may have been taken for dead
 
 
+def sync_names(directory: Path) -> None:
+    """``sync_directory``, where the file system does that to directories."""
+    try:
+        sync_directory(directory)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
 class MarkedTransaction(LocalTransaction):
     """A ``Transaction`` whose directory is the target itself. Files that keep their names (``"file"``, ``"files"``,
     ``"part"``) are written where a ``LocalTransaction`` writes them, and are then moved one after the other."""
 
-    _appear = staticmethod(move_new)
+    _naming = Naming(move_new, sync_names)
     _preallocates = False
 
     def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
@@ -172,11 +181,14 @@ class MarkedTransaction(LocalTransaction):
             raise
         self._claimed = False
 
+    async def _discard_replaced(self) -> None:
+        """Do nothing: nothing is replaced here, and what has the name of the attempt is the checkpoint."""
+
     def discard_here(self) -> None:
         if not self._in_place:
             super().discard_here()
             return
-        if not self._end_making():
+        if self.outcome == "committed" or not self._end_making():
             return
         self._mode, self._last = None, None
         if self._claimed:
@@ -188,15 +200,6 @@ class MarkedTransaction(LocalTransaction):
 
 
 # --- what runs in threads ---
-
-
-def sync_names(directory: Path) -> None:
-    """``sync_directory``, where the file system does that to directories."""
-    try:
-        sync_directory(directory)
-    except OSError as error:
-        if error.errno not in _NO_SYNC:
-            raise
 
 
 def _write(descriptor: int, content: bytes, position: int) -> None:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ..._runtime.threads import Stop, Threads, io_threads
 from ...errors import Conflict, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
@@ -29,7 +30,7 @@ from .exchange import exchange, exchanges
 from .read import read_tail
 from .write import write_file
 
-__all__ = ["LocalTransaction", "check_whole", "occupied", "unlink"]
+__all__ = ["LocalTransaction", "Naming", "check_whole", "occupied", "unlink"]
 
 _REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
 """Files of which a directory has one if it is a checkpoint or an export."""
@@ -42,12 +43,18 @@ _REMEDY = (
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
 
+class Naming(NamedTuple):
+    """What is done to names. ``appear`` gives a complete file the name that readers look for, and raises
+    ``FileExistsError`` if that is another file; ``sync`` makes the names in a directory durable."""
+
+    appear: Callable[[Path, Path], None]
+    sync: Callable[[Path], None]
+
+
 class LocalTransaction(Transaction):
     """A ``Transaction`` below the directory ``root``, which need not exist yet."""
 
-    _appear: Callable[[Path, Path], None] = staticmethod(link_new)
-    """Gives a complete file the name that readers look for. Raises ``FileExistsError`` if that is another file."""
-
+    _naming = Naming(link_new, sync_directory)
     _preallocates = True
 
     def __init__(self, root: Path, attempt: Attempt, address: StoreAddress) -> None:
@@ -80,7 +87,7 @@ class LocalTransaction(Transaction):
         stop.check()
         if attempt.kind == "part":
             with self._make_once():
-                _make_shared(self._directory, attempt.durability)
+                _make_shared(self._directory, attempt.durability, self._naming)
         elif attempt.kind == "joined" or self._mode is not None:
             _check_joined(self._directory)
         else:
@@ -104,7 +111,7 @@ class LocalTransaction(Transaction):
         if not vacant:
             _check_replaceable(self._target)
         with self._make_once():
-            self._mode = _create(self._root, self._hidden, self.attempt)
+            self._mode = _create(self._root, self._hidden, self.attempt, self._naming)
         if replaces and not vacant and not _exchanges(self._hidden):
             self.discard_here()
             raise Conflict(
@@ -134,13 +141,13 @@ class LocalTransaction(Transaction):
     async def make_visible(self) -> None:
         attempt = self.attempt
         if attempt.kind == "file":
-            await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability, self._appear)
+            await io_threads().run(_publish_file, self._hidden, self._target, attempt.durability, self._naming)
             return
         if attempt.kind == "part":
             assert self._last is not None
             stop, (name, body) = Stop(), self._last
             path = self._target / name
-            await io_threads().run(_publish_part, path, body, attempt.durability, self._appear, stop, stop=stop)
+            await io_threads().run(_publish_part, path, body, attempt.durability, self._naming, stop, stop=stop)
             self._names.clear()
             self._last = None
             return
@@ -178,11 +185,11 @@ def unlink(path: Path) -> None:
         raise from_os_error(error, "removing", str(path)) from error
 
 
-def _create(root: Path, hidden: Path, attempt: Attempt) -> int:
+def _create(root: Path, hidden: Path, attempt: Attempt, naming: Naming) -> int:
     """Returns the mode that the umask gives a directory; until it is published nobody else looks into the attempt."""
     made: list[Path] = []
     try:
-        make_root(root, attempt.durability, made)
+        make_root(root, attempt.durability, made, naming.sync)
         hidden.mkdir()
         made.append(hidden)
         mode = stat.S_IMODE(hidden.stat().st_mode)
@@ -270,16 +277,16 @@ def check_whole(directory: Path | int, names: frozenset[str], target: Path) -> N
         )
 
 
-def _publish_file(attempt: Path, target: Path, durability: Durability, appear: Callable[[Path, Path], None]) -> None:
+def _publish_file(attempt: Path, target: Path, durability: Durability, naming: Naming) -> None:
     try:
-        appear(attempt / target.name, target)
+        naming.appear(attempt / target.name, target)
     except FileExistsError as error:
         raise Conflict(f"{target} already exists: choose another name, or delete it first") from error
     except OSError as error:
         raise from_os_error(error, "publishing", str(target)) from error
     try:
         if durability == "fsync":
-            sync_directory(target.parent)
+            naming.sync(target.parent)
     except OSError as error:
         raise NotDurable(
             error.errno, "the file is complete, but the sync of its directory failed", str(target)
@@ -288,23 +295,21 @@ def _publish_file(attempt: Path, target: Path, durability: Durability, appear: C
         shutil.rmtree(attempt, ignore_errors=True)
 
 
-def _make_shared(directory: Path, durability: Durability) -> None:
+def _make_shared(directory: Path, durability: Durability, naming: Naming) -> None:
     """It is there when this returns, whoever has made it."""
     try:
-        make_root(directory, durability, [])
+        make_root(directory, durability, [], naming.sync)
     except OSError as error:
         raise from_os_error(error, "creating a checkpoint directory", str(directory)) from error
 
 
-def _publish_part(
-    path: Path, body: Body, durability: Durability, appear: Callable[[Path, Path], None], stop: Stop
-) -> None:
+def _publish_part(path: Path, body: Body, durability: Durability, naming: Naming, stop: Stop) -> None:
     hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         write_file(hidden, body, durability, stop)
         if durability == "fsync":
-            sync_directory(path.parent)  # the names of what it speaks of
-        appear(hidden, path)
+            naming.sync(path.parent)  # the names of what it speaks of
+        naming.appear(hidden, path)
     except FileExistsError as error:
         if isinstance(error, SidestreamError):
             raise
@@ -318,7 +323,7 @@ def _publish_part(
             hidden.unlink()
     if durability == "fsync":
         try:
-            sync_directory(path.parent)
+            naming.sync(path.parent)
         except OSError as error:
             raise NotDurable(
                 error.errno, "the part is committed, but the sync of its directory failed", str(path)

@@ -14,7 +14,8 @@ from typing import Any, get_args
 import pytest
 from _disk_model import Keeps, record
 from _look import Found, look
-from _seeded import make_state
+from _operations import Intercept, Operation
+from _seeded import blank_state, make_state
 from _trials import Told, Trials, trials
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -168,3 +169,51 @@ async def test_two_writers_race(tmp_path: Path, children: Trials, rivals: Trials
     found = await look(tmp_path / "run", marked=True)
     assert found.violations == found.attempts == []
     assert found.seeds == {one["acked"]: one["seed"] for one in acked if one["acked"].startswith("step-")}
+
+
+@pytest.mark.parametrize("storage", [None, MARKER])
+@pytest.mark.parametrize("work", ["open", "restore"])
+async def test_readers_beside_a_commit(
+    work: str, storage: sidestream.Storage | None, base: Path, tmp_path: Path
+) -> None:
+    """The marker is begun before one operation of a reader, and completed before a later one: the reader sees a whole
+    checkpoint, or none."""
+    run = base / "run"
+    async with sidestream.Checkpointer(run, storage=MARKER) as checkpoints:
+        await (await checkpoints.save(make_state(12), step=2))
+    marker, seen = run / "step-2" / ".metadata", set()
+    manifest = next((run / "step-2").glob("manifest-*"))
+    whole, told = marker.read_bytes(), manifest.read_bytes()
+
+    async def read() -> int | None:
+        if work == "open":
+            try:
+                checkpoint = await sidestream.open_checkpoint(run / "step-2", storage=storage)
+            except errors.CheckpointNotFound:
+                return None
+            return int((await checkpoint.state_dict())["seed"]) - 10
+        async with sidestream.Checkpointer(run, storage=storage) as checkpoints:
+            return await checkpoints.restore(blank_state())
+
+    operations = 2
+    for gap in (0, 1, 2, 5):
+        at = 0
+        while at <= operations:
+            at += 1
+            marker.unlink()
+            manifest.unlink()
+
+            def hook(operation: Operation, at: int = at, end: int = at + gap) -> Any:
+                if operation.index == at:
+                    manifest.write_bytes(told)
+                    marker.write_bytes(whole[:-3])
+                if operation.index == end:
+                    marker.write_bytes(whole)
+                return operation.call()
+
+            with Intercept(run, hook).installed() as intercept:
+                seen.add(await read())
+            operations = len(intercept.log)
+            manifest.write_bytes(told)
+            marker.write_bytes(whole)
+    assert seen == ({1, 2} if work == "restore" else {None, 2})
