@@ -174,6 +174,8 @@ class MarkedTransaction(LocalTransaction):
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+            sent = False  # who took this attempt for dead meanwhile has removed files: then the marker goes too
+            check_whole(self._target, frozenset((*self._names, path.name)), self._target)
         except BaseException:
             if not sent and time.monotonic() - began <= _MOST_COMMIT_S:
                 with suppress(OSError):
@@ -329,8 +331,11 @@ def remove_files(directory: Path, save_id: str) -> None:
 
 
 def discard(directory: Path, save_id: str) -> None:
-    """Of a dead process. The marker goes first: what it stands for may be incomplete from now on."""
+    """Of a dead process. The marker goes first: what it stands for may be incomplete from now on. Does nothing if there
+    is a complete one: whose it is would have to be read."""
     remove_torn(directory)
+    if METADATA_NAME in files_in(directory):
+        return
     remove_files(directory, save_id)
     with suppress(OSError):
         directory.rmdir()
