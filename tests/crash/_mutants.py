@@ -67,13 +67,13 @@ _SYNC_AND_RENAME = (
         if replacing and not is_vacant(target):
             _exchange(attempt, target, names)
         else:
-            _check_whole(attempt, names, target)
+            check_whole(attempt, names, target)
 """
     + _RENAME
 )
 _SYNC_NEW_DIRECTORY = """        made.append(path)
         if durability == "fsync":
-            sync_directory(path.parent)
+            sync(path.parent)
 """
 _SYNC_PARENT = """            sync_directory(target.parent)
         except OSError as error:
@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant("the parent is not synced after the rename", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
            "sync_directory(target.parent)", "pass"), "cuts"),
     Mutant("new directories are not synced", _DIRECTORIES, _SYNC_NEW_DIRECTORY,
-           _SYNC_NEW_DIRECTORY.replace("sync_directory(path.parent)", "pass"), "cuts", "a new run"),
+           _SYNC_NEW_DIRECTORY.replace("sync(path.parent)", "pass"), "cuts", "a new run"),
     Mutant("directories are opened and not synced", _DIRECTORIES, _SYNC_DIRECTORY,
            _SYNC_DIRECTORY.replace("os.fsync(descriptor)", "pass"), "cuts"),
     Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_RENAME,
