@@ -67,7 +67,7 @@ class MarkedTransaction(LocalTransaction):
         self._in_place = attempt.kind in ("directory", "replacement", "joined")
         if self._in_place:
             self._directory = self._target
-        self._made: list[Path] = []
+        self._new: list[Path] = []  # directories that were made
         self._claimed = False  # the marker was created by this attempt, and may be incomplete
 
     def committed_name(self, name: str) -> str:
@@ -90,11 +90,11 @@ class MarkedTransaction(LocalTransaction):
         make_vacant(self._target)
         with self._make_once():
             self._make_target()
-            self._mode = 0  # it is made
+            self._made = self._target.stat()
 
     def _make_target(self) -> None:
         try:
-            make_root(self._target, self.attempt.durability, self._made, sync_names)
+            make_root(self._target, self.attempt.durability, self._new, sync_names)
         except OSError as error:
             raise from_os_error(error, "creating a checkpoint directory", str(self._target)) from error
 
@@ -120,12 +120,12 @@ class MarkedTransaction(LocalTransaction):
     async def make_visible(self) -> None:
         if self.attempt.kind == "files":
             await io_threads().run(_publish_files, self._hidden, self._target, tuple(self._names), self.attempt)
-            self._mode = None
+            self._made = None
         elif not self._in_place:
             await super().make_visible()
         else:
             await io_threads().run(self._mark)
-            self._last, self._mode = None, None
+            self._last, self._made = None, None
             self._names.clear()
 
     def _mark(self) -> None:
@@ -183,6 +183,9 @@ class MarkedTransaction(LocalTransaction):
             raise
         self._claimed = False
 
+    def _note_replaced(self, error: NotDurable) -> None:
+        """Do nothing: nothing is replaced here."""
+
     async def _discard_replaced(self) -> None:
         """Do nothing: nothing is replaced here, and what has the name of the attempt is the checkpoint."""
 
@@ -192,11 +195,11 @@ class MarkedTransaction(LocalTransaction):
             return
         if self.outcome == "committed" or not self._end_making():
             return
-        self._mode, self._last = None, None
+        self._made, self._last = None, None
         if self._claimed:
             remove_torn(self._target)
         remove_files(self._target, self.attempt.save_id)
-        if self._target in self._made:
+        if self._target in self._new:
             with suppress(OSError):  # others have files in it
                 self._target.rmdir()
 
