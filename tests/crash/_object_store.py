@@ -102,8 +102,6 @@ async def save(store: MemoryStore, seed: int, **options: Any) -> sidestream.Save
     state, files = make_state(seed), files_of(seed)
     where = sidestream.Storage(filesystem=store)
     return await sidestream.save(state, URL, overwrite=True, files=files, storage=where, **options)
-        state, URL, overwrite=True, files=files, storage=sidestream.Storage(filesystem=store), **options
-    )
 
 
 async def save_over(store: MemoryStore) -> None:
