@@ -94,6 +94,10 @@ class _Child:
         """With the memory that the trial grants: with less than the state has, it passes through in windows."""
         return sidestream.AsyncStager(budget_bytes=self.trial.get("budget_bytes", 1 << 26))
 
+    @property
+    def storage(self) -> sidestream.Storage:
+        return sidestream.Storage(commit=self.trial.get("commit", "rename"))
+
     def saver(self) -> Any:
         """One that is silent for two seconds is killed, also where the machine is merely busy: then it is one more."""
         return sidestream.SaverProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
@@ -101,10 +105,8 @@ class _Child:
     # --- what a trial does; every save that is acknowledged is told at once ---
 
     async def steps(self, run: Path) -> None:
-        async with (
-            self.stager() as stager,
-            sidestream.Checkpointer(run, stager=stager, saver=self.saver()) as checkpoints,
-        ):
+        how: dict[str, Any] = {"saver": self.saver(), "storage": self.storage}
+        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, **how) as checkpoints:
             for step, seed in self.trial["saves"]:
                 info = await (await checkpoints.save(make_state(seed), step=step, files=files_of(seed)))
                 self.tell(acked=Path(info.url).name, seed=seed)
@@ -154,13 +156,16 @@ class _Child:
     def pruning(self, run: Path, stager: sidestream.AsyncStager) -> sidestream.Checkpointer:
         """Whoever is silent for a moment is dead."""
         keep = sidestream.KeepLast(self.trial.get("keep", 2))
-        return sidestream.Checkpointer(run, stager=stager, keep=keep, lease_s=1e-3, abandoned_after_s=1e-3)
+        return sidestream.Checkpointer(
+            run, stager=stager, keep=keep, lease_s=1e-3, abandoned_after_s=1e-3, storage=self.storage
+        )
 
     async def plain(self, run: Path) -> None:
         """``save`` to a URL."""
         for step, seed in self.trial["saves"]:
             snapshot = self.trial.get("snapshot", True)
-            info = await sidestream.save(make_state(seed), run / f"plain-{step}", snapshot=snapshot)
+            url = run / f"plain-{step}"
+            info = await sidestream.save(make_state(seed), url, snapshot=snapshot, storage=self.storage)
             self.tell(acked=Path(info.url).name, seed=seed)
 
     async def overwriting(self, run: Path) -> None:
@@ -181,8 +186,11 @@ class _Child:
 
     async def race(self, run: Path) -> None:
         """As ``me`` of two, at the same moment as the other: the same steps of one run, or the same directories."""
-        me, rounds = self.trial["me"], self.trial["rounds"]
-        async with self.stager() as stager, sidestream.Checkpointer(run / "run", stager=stager) as checkpoints:
+        me, rounds, storage = self.trial["me"], self.trial["rounds"], self.storage
+        async with (
+            self.stager() as stager,
+            sidestream.Checkpointer(run / "run", stager=stager, storage=storage) as checkpoints,
+        ):
             for number in range(rounds):
                 seed = 2 * number + me
                 (run / f"ready-{number}-{me}").touch()
@@ -192,7 +200,8 @@ class _Child:
                     if number % 2:
                         info = await (await checkpoints.save(make_state(seed), step=number))
                     else:
-                        info = await sidestream.save(make_state(seed), run / f"plain-{number}", stager=stager)
+                        url = run / f"plain-{number}"
+                        info = await sidestream.save(make_state(seed), url, stager=stager, storage=storage)
                 except errors.Conflict:
                     self.tell(lost=number)
                 except BaseException:

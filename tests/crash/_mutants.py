@@ -72,7 +72,7 @@ _EXCHANGE = "                _exchange(attempt, target, names)\n"
 _EXCHANGED = "        exchange(attempt, target)\n        try:\n"
 _SYNC_NEW_DIRECTORY = """        made.append(path)
         if durability == "fsync":
-            sync_directory(path.parent)
+            sync(path.parent)
 """
 _SYNC_PARENT = """            sync_directory(target.parent)
         except OSError as error:
@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant("the parent is not synced after the rename", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
            "sync_directory(target.parent)", "pass"), "cuts"),
     Mutant("new directories are not synced", _DIRECTORIES, _SYNC_NEW_DIRECTORY,
-           _SYNC_NEW_DIRECTORY.replace("sync_directory(path.parent)", "pass"), "cuts", "a new run"),
+           _SYNC_NEW_DIRECTORY.replace("sync(path.parent)", "pass"), "cuts", "a new run"),
     Mutant("directories are opened and not synced", _DIRECTORIES, _SYNC_DIRECTORY,
            _SYNC_DIRECTORY.replace("os.fsync(descriptor)", "pass"), "cuts"),
     Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_MOVE,

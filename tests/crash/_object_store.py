@@ -100,7 +100,8 @@ class MemoryStore:
 
 async def save(store: MemoryStore, seed: int, **options: Any) -> sidestream.SaveInfo:
     state, files = make_state(seed), files_of(seed)
-    return await sidestream.save(state, URL, overwrite=True, files=files, filesystem=store, **options)
+    where = sidestream.Storage(filesystem=store)
+    return await sidestream.save(state, URL, overwrite=True, files=files, storage=where, **options)
 
 
 async def save_over(store: MemoryStore) -> None:
@@ -108,7 +109,7 @@ async def save_over(store: MemoryStore) -> None:
 
 
 async def remove(store: MemoryStore) -> None:
-    await sidestream.remove(URL, filesystem=store)
+    await sidestream.remove(URL, storage=sidestream.Storage(filesystem=store))
 
 
 WORK = {"a save over another": (save_over, NEW), "a removal": (remove, GONE)}
@@ -124,12 +125,12 @@ async def seed_in(store: MemoryStore) -> int:
     """What a reader finds; ``AssertionError`` for a mixture."""
     state = blank_state()
     try:
-        await sidestream.load(state, URL, filesystem=store)
+        await sidestream.load(state, URL, storage=sidestream.Storage(filesystem=store))
     except errors.CheckpointNotFound:
         return GONE
     seed = int(state["seed"])
     assert same(state, make_state(seed)), f"a mixture: {seed}"
-    checkpoint = await sidestream.open_checkpoint(URL, filesystem=store)
+    checkpoint = await sidestream.open_checkpoint(URL, storage=sidestream.Storage(filesystem=store))
     files = {name: await checkpoint.file(name) for name in checkpoint.files}
     assert files == files_of(seed), f"files of another save than {seed}"
     return seed
@@ -221,7 +222,9 @@ async def _raced(rival: str) -> list[str]:
         if kind == "replace" and name.endswith(".metadata"):
             waiting.append(name)
             if rival == "remove":
-                await asyncio.to_thread(sidestream.blocking.remove, URL, filesystem=MemoryView(store))
+                await asyncio.to_thread(
+                    sidestream.blocking.remove, URL, storage=sidestream.Storage(filesystem=MemoryView(store))
+                )
             elif len(waiting) < 2:
                 await asyncio.wait_for(both.wait(), 60)
             both.set()
@@ -273,19 +276,19 @@ async def _save_to(store: MemoryStore) -> None:
 
 async def load(store: MemoryStore) -> int:
     state = blank_state()
-    await sidestream.load(state, URL, filesystem=store)
+    await sidestream.load(state, URL, storage=sidestream.Storage(filesystem=store))
     assert same(state, make_state(state["seed"])), "a mixture"
     return int(state["seed"])
 
 
 async def unverified(store: MemoryStore) -> int:
     state = blank_state()
-    await sidestream.load(state, URL, filesystem=store, verify="manifest")
+    await sidestream.load(state, URL, storage=sidestream.Storage(filesystem=store), verify="manifest")
     assert same(state, make_state(state["seed"])), "a mixture"
     return int(state["seed"])
 
 
 async def verify(store: MemoryStore) -> int:
-    report = await sidestream.verify(URL, filesystem=store)
+    report = await sidestream.verify(URL, storage=sidestream.Storage(filesystem=store))
     assert report.ok, report.damaged
     return OLD

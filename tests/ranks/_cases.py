@@ -702,7 +702,7 @@ def overwritten_on_storage(rank: int, world: int, directory: Path, url: str, opt
     """All ranks replace one checkpoint several times; the last time another save is faster."""
     mesh = init_device_mesh("cpu", (world,))
     policy = sidestream.StorePolicy(engine="obstore", part_bytes=5 << 20)
-    keywords: dict[str, Any] = {"storage_options": options, "store_policy": policy, "timeout_s": TIMEOUT_S}
+    keywords: dict[str, Any] = {"storage": sidestream.Storage(options, policy=policy), "timeout_s": TIMEOUT_S}
 
     def overtake(event: sidestream.events.Event) -> None:
         """On rank 0, when it has written and not committed."""
@@ -732,10 +732,18 @@ def overwritten_on_storage(rank: int, world: int, directory: Path, url: str, opt
 
 
 def object_storage(rank: int, world: int, directory: Path, url: str, options: dict[str, Any]) -> list[Any]:
-    """To a bucket: twice in one run, then a save that fails, and what is left of it."""
-    mesh = init_device_mesh("cpu", (world,))
     policy = sidestream.StorePolicy(engine="fsspec", part_bytes=5 << 20)
-    keywords: dict[str, Any] = {"storage_options": options, "store_policy": policy, "timeout_s": TIMEOUT_S}
+    return saved_by_markers(world, url, sidestream.Storage(options, policy=policy))
+
+
+def marked(rank: int, world: int, directory: Path) -> list[Any]:
+    return saved_by_markers(world, str(directory), sidestream.Storage(commit="marker"))
+
+
+def saved_by_markers(world: int, url: str, storage: sidestream.Storage) -> list[Any]:
+    """Where nothing is renamed: twice in one run, then a save that fails, and what is left of it."""
+    mesh = init_device_mesh("cpu", (world,))
+    keywords: dict[str, Any] = {"storage": storage, "timeout_s": TIMEOUT_S}
 
     async def both() -> list[Any]:
         ids = []
@@ -745,7 +753,7 @@ def object_storage(rank: int, world: int, directory: Path, url: str, options: di
             target = large(mesh, 9)
             restored = await checkpoints.restore(target)
             same(target, large(mesh, 1))
-        bad = {**large(mesh), **({"x": object()} if rank else {})}
+        bad = {**large(mesh), **({"x": object()} if mesh.get_rank() else {})}
         try:
             await sidestream.save(bad, f"{url}/bad", **keywords)
         except sidestream.errors.RankFailures as failures:

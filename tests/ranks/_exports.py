@@ -129,10 +129,11 @@ def exports_that_differ(rank: int, world: int, directory: Path) -> Any:
 
 
 def exports_on_storage(
-    rank: int, world: int, directory: Path, url: str, options: dict[str, Any], fails: int | None = None
+    rank: int, world: int, directory: Path, url: str, options: dict[str, Any] | None, fails: int | None = None
 ) -> Any:
-    """An export into a bucket, of which one rank fails after all have begun to write."""
-    where = {"storage_options": options}
+    """An export into a bucket, or (without options) where nothing can be renamed, of which one rank fails after all
+    have begun to write."""
+    where = {"storage": sidestream.Storage(options, commit="rename" if options else "marker")}
     begun: list[Any] = []
 
     def seen(event: object) -> None:

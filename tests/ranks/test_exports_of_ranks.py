@@ -126,3 +126,17 @@ async def test_object_storage(groups: Groups, tmp_path: Path) -> None:
         results = groups.run("exports_on_storage", 2, tmp_path, url=url, options=server.options, fails=1).results
         assert results == [[[[1, "CancelledError"]], "committed"], ["CancelledError", "committed"]]
         assert not any("/failed/" in key for key in server.objects)
+
+
+async def test_directories_that_cannot_be_renamed(groups: Groups, tmp_path: Path) -> None:
+    results = groups.run("exports_on_storage", 2, tmp_path, url=str(tmp_path), options=None).results
+    assert results == [[True, "committed"]] * 2
+    exported = await sidestream.open_checkpoint(tmp_path / "hf")
+    saved = await sidestream.open_checkpoint(tmp_path / "step")
+    for name in exported:
+        assert torch.equal(await exported.tensor(name), await saved.tensor(f"model.{name}"))
+    results = groups.run("exports_on_storage", 2, tmp_path, url=str(tmp_path), options=None, fails=1).results
+    assert results == [[[[1, "CancelledError"]], "committed"], ["CancelledError", "committed"]]
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} >= {"hf", "step", "step-2"}
+    assert not (tmp_path / "failed").exists()
+    assert list(tmp_path.glob(".*.partial")) == []

@@ -1,4 +1,4 @@
-"""Ranks on object storage, where nothing is renamed and names carry the id of the save."""
+"""Ranks where nothing is renamed, and names carry the id of the save: object storage, and ``commit="marker"``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_ranks_save_to_a_bucket(groups: Groups, tmp_path: Path) -> None:
 async def test_ranks_replace_a_checkpoint_in_a_bucket(groups: Groups, tmp_path: Path) -> None:
     with serving() as server:
         url = f"s3://{server.bucket}/ranks/last"
-        where = {"storage_options": server.options, "store_policy": sidestream.StorePolicy(engine="obstore")}
+        where = {"storage": sidestream.Storage(server.options, policy=sidestream.StorePolicy(engine="obstore"))}
         results = groups.run("overwritten_on_storage", 2, tmp_path, url=url, options=server.options).results
         assert all(told == results[0] for told in results)
         ids, failures = results[0]
@@ -44,3 +44,15 @@ async def test_ranks_replace_a_checkpoint_in_a_bucket(groups: Groups, tmp_path: 
 
 def test_what_was_saved_to_storage_first_can_be_read_from_a_disk(groups: Groups, tmp_path: Path) -> None:
     groups.run("storage_then_disk", 1, tmp_path)
+
+
+async def test_ranks_save_without_a_rename(groups: Groups, tmp_path: Path) -> None:
+    results = groups.run("marked", 2, tmp_path).results
+    assert all(told == results[0] for told in results)
+    ids, restored, failures = results[0]
+    assert (restored, failures) == (1, [[1, "UnsafeObject"]])
+    report = await sidestream.verify(tmp_path / "run/step-1")
+    assert report.ok, report.damaged
+    names = {path.name for path in (tmp_path / "run/step-1").iterdir()}
+    assert all(ids[1] in name for name in names - {".metadata"})
+    assert not (tmp_path / "bad").exists()

@@ -16,7 +16,7 @@ from _s3_server import S3Server, serving
 
 import sidestream
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import Attempt, BytesBody, Where, locate_directory
+from sidestream._storage import Attempt, BytesBody, locate_directory
 from sidestream.errors import CheckpointNotFound, Conflict
 
 STATE = {"a": torch.arange(1000.0), "b": torch.ones(300, 300)}
@@ -29,7 +29,7 @@ def server() -> Iterator[S3Server]:
 
 
 def where_in(server: S3Server) -> dict[str, Any]:
-    return {"storage_options": server.options, "store_policy": sidestream.StorePolicy(engine="obstore")}
+    return {"storage": sidestream.Storage(server.options, policy=sidestream.StorePolicy(engine="obstore"))}
 
 
 def names(server: S3Server, prefix: str) -> list[str]:
@@ -76,7 +76,7 @@ async def test_files_of_a_killed_save(verb: str, server: S3Server) -> None:
 async def test_files_of_a_killed_copy(verb: str, server: S3Server, tmp_path: Path) -> None:
     url = f"s3://{server.bucket}/copied"
     await sidestream.save(STATE, tmp_path / "c")
-    await sidestream.copy(tmp_path / "c", url, target_options=server.options)
+    await sidestream.copy(tmp_path / "c", url, target_storage=sidestream.Storage(server.options))
     del server.objects["copied/.metadata"]
     left = names(server, "copied")
     if verb == "overwrite":
@@ -162,7 +162,7 @@ async def test_a_store_in_memory() -> None:
 
 async def test_a_store_without_conditional_puts_names_the_remedy(tmp_path: Path) -> None:
     store = without(DirectoryStore(tmp_path), create_only=False)
-    location = locate_directory("mine://exports/7", Where(None, store, None))
+    location = locate_directory("mine://exports/7", sidestream.Storage(filesystem=store))
     content = [("model.safetensors", BytesBody(b"x"))]
     for replaces in (False, True):
         attempt = Attempt(location.name, "files", uuid.uuid4().hex, "fsync", replaces_export=replaces)

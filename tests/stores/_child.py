@@ -27,7 +27,7 @@ class Child:
         self.trial = trial
         self.out = out
         policy = sidestream.StorePolicy(**trial["policy"])
-        self.where: dict[str, Any] = {"storage_options": trial["options"], "store_policy": policy}
+        self.where: dict[str, Any] = {"storage": sidestream.Storage(trial["options"], policy=policy)}
 
     def tell(self, **what: Any) -> None:
         os.write(self.out, (json.dumps(what) + "\n").encode())
@@ -68,11 +68,9 @@ class Child:
     async def export(self) -> None:
         """A save with an export beside it."""
         ((_, seed),) = self.trial["saves"]
-        run, (options, policy) = self.trial["run"], self.where.values()
-        beside = sidestream.HF(
-            f"{run}/hf", select="model.*", max_shard_bytes=3 << 20, files=files_of(seed), storage_options=options,
-            store_policy=policy,
-        )  # fmt: skip
+        run = self.trial["run"]
+        options: dict[str, Any] = {"select": "model.*", "max_shard_bytes": 3 << 20, "files": files_of(seed)}
+        beside = sidestream.HF(f"{run}/hf", **options, **self.where)
         pending = sidestream.async_save(
             make_state(seed, self.trial["mib"]), f"{run}/plain", export=beside, **self.where
         )

@@ -43,7 +43,7 @@ OLD, NEW = 7, 8
 
 
 def how_of(endpoint: Endpoint) -> dict[str, Any]:
-    return {"storage_options": endpoint.options, "store_policy": policy("obstore", request_timeout_s=30)}
+    return {"storage": sidestream.Storage(endpoint.options, policy=policy("obstore", request_timeout_s=30))}
 
 
 def in_child(work: str, run: str, options: dict[str, Any], seed: int, **more: Any) -> dict[str, Any]:
@@ -219,7 +219,7 @@ async def stock(url: str, how: dict[str, Any]) -> int | None:
     state = blank_state(1)
 
     def read() -> None:
-        reader = FsspecReader(url, use_listings_cache=False, skip_instance_cache=True, **how["storage_options"])
+        reader = FsspecReader(url, use_listings_cache=False, skip_instance_cache=True, **how["storage"].options)
         dcp.load(state, storage_reader=reader, no_dist=True)
 
     try:

@@ -115,7 +115,7 @@ class Divided(Group):
         first = verdict.failures[0]
         if first.rank == 0 and first.kind in ("RankDied", "DeadlineExceeded") and self._operation.step == "commit":
             self._order.transaction.outcome = "unknown"
-        elif self._order.transaction.attempt.kind == "part":
+        elif self._order.transaction.place is None:  # or else rank 0 deletes the hidden directory
             await self._order.transaction.clean_up(verdict)
 
     async def _seen(self) -> Outcome:

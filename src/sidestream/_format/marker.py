@@ -18,6 +18,7 @@ from .pickles import write as p
 
 __all__ = [
     "ATTRIBUTE",
+    "END_BYTES",
     "MAX_METADATA_BYTES",
     "METADATA_NAME",
     "TAIL_BYTES",
@@ -25,6 +26,7 @@ __all__ = [
     "attribute_end",
     "find_attribute",
     "find_marker",
+    "is_complete",
     "last_attribute",
     "manifest_name",
     "marker_attribute",
@@ -35,6 +37,8 @@ ATTRIBUTE = "sidestream"
 TAIL_BYTES = 4096
 MAX_METADATA_BYTES = 256 << 10
 _END = b"ub."  # SETITEMS into the state, BUILD the Metadata, STOP
+END_BYTES = len(_END)
+"""A save that creates ``.metadata`` in place writes so many bytes last, when all others are durable."""
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -82,6 +86,11 @@ def find_marker(tail: bytes) -> Marker | None:
     """
     told = find_attribute(tail, ATTRIBUTE, METADATA_NAME)
     return None if told is None else _parse(told)
+
+
+def is_complete(tail: bytes) -> bool:
+    """Return whether the last bytes of a marker are there, in the last ``TAIL_BYTES`` (or all) of a ``.metadata``."""
+    return tail.endswith(_END) and p.text(ATTRIBUTE) in tail
 
 
 def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | None:

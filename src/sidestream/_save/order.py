@@ -155,14 +155,13 @@ class SaveOrder:
         because the id of the save is not known until then."""
         with self._lock:
             if not self._begun:
-                kind, renames = self.kind, self.location.store.capabilities.rename
-                if self.replaces_export and renames:
+                kind = self.kind
+                if self.replaces_export and self.location.store.capabilities.rename:
                     kind = "replacement"
                 if self.apart is not None:
                     kind = "part"
                 elif self.operation is not None and self.operation.rank:
-                    # Files that keep their names on object storage: each rank deletes its own if the attempt fails.
-                    kind = "part" if kind == "files" and not renames else "joined"
+                    kind = "joined_files" if kind == "files" else "joined"
                 in_run = self.step is not None
                 replaces = self.replaces_export and kind == "files"
                 attempt = Attempt(self.location.name, kind, self.save_id, self.durability, in_run, replaces)

@@ -21,7 +21,7 @@ from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from ..errors import Closed, Conflict, DeadlineExceeded, NotDurable, OutcomeUnknown, SidestreamError
-from ..options import Durability, StorePolicy
+from ..options import Durability, Storage
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
 
@@ -29,13 +29,14 @@ __all__ = ["WRITE_THREADS", "Attempt", "Kind", "Outcome", "StoreAddress", "Trans
 
 Outcome: TypeAlias = Literal["committed", "absent", "unknown"]
 
-Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "file", "part"]
+Kind: TypeAlias = Literal["directory", "replacement", "joined", "files", "joined_files", "file", "part"]
 """What a transaction makes visible.
 
 ``"directory"``: a checkpoint in a directory that does not exist or is empty. ``"replacement"``: the same, exchanged in
 one step with the directory that is there. ``"joined"``: files of a directory that another process has begun and will
-commit. ``"files"``: a directory of files that keep the names that they are given on every store. ``"file"``: one file,
-which is the target itself. ``"part"``: files in the target itself, which other processes write to as well.
+commit. ``"files"``: a directory of files that keep the names that they are given on every store. ``"joined_files"``:
+some of these, as ``"joined"``. ``"file"``: one file, which is the target itself. ``"part"``: files in the target
+itself, which other processes write to as well.
 """
 
 WRITE_THREADS = 4
@@ -52,11 +53,7 @@ class StoreAddress:
     """What another process on this machine opens the same store with: secrets included, which are never shown."""
 
     url: str = field(repr=False)
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    policy: StorePolicy | None = None
-
-    def __reduce__(self) -> Any:
-        raise TypeError("storage options hold credentials: they are not pickled")
+    storage: Storage = field(default_factory=Storage)
 
 
 @dataclass(frozen=True, slots=True)

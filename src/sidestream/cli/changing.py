@@ -14,7 +14,22 @@ import typer
 
 from .._format.records import DTYPES
 from ..errors import InvalidOption, SidestreamError
-from .frame import AsJson, StorageOption, TargetOption, TimeoutS, Url, app, bar, options_of, print_json, say, size, verb
+from ..options import Storage
+from .frame import (
+    AsJson,
+    CommitChoice,
+    StorageOption,
+    TargetOption,
+    TimeoutS,
+    Url,
+    app,
+    bar,
+    options_of,
+    print_json,
+    say,
+    size,
+    verb,
+)
 
 _BudgetMib = Annotated[int, typer.Option(help="Memory for payloads, 96 at least.")]
 
@@ -32,13 +47,13 @@ def convert(
     budget_mib: _BudgetMib = 256,
     storage_option: StorageOption = None,
     target_option: TargetOption = None,
+    commit: CommitChoice = "rename",
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
     """Write a checkpoint in another format, in pieces; the target appears as a whole or not at all."""
     options: dict[str, Any] = {"format": format, "select": select, "names": _renaming(rename)}
-    stores = {"storage_options": options_of(storage_option), "target_options": options_of(target_option)}
-    options |= {"dtype": _dtype(dtype), **stores}
+    options |= {"dtype": _dtype(dtype), **_stores(storage_option, target_option, commit)}
     from .. import blocking
 
     with _named_as_options("select", "dtype", names="rename"), bar("converting", as_json) as progress:
@@ -68,11 +83,12 @@ def copy(
     budget_mib: _BudgetMib = 256,
     storage_option: StorageOption = None,
     target_option: TargetOption = None,
+    commit: CommitChoice = "rename",
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
     """Copy a checkpoint between stores as it is: checked on the way, and read back before it is visible."""
-    stores = {"storage_options": options_of(storage_option), "target_options": options_of(target_option)}
+    stores = _stores(storage_option, target_option, commit)
     from .. import blocking
 
     with bar("copying", as_json) as progress:
@@ -104,6 +120,7 @@ def prune(
     best_is: Annotated[str, typer.Option(help="min or max: which values of a metric are good.")] = "min",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
     storage_option: StorageOption = None,
+    commit: CommitChoice = "rename",
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
@@ -111,7 +128,7 @@ def prune(
     if keep_last is None and keep_every is None and not keep_best:
         raise InvalidOption("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
     best = [_metric(word) for word in keep_best or ()]
-    stores = options_of(storage_option)
+    storage = _storage(storage_option, commit)
     from .. import blocking
     from .._run.retention import KeepBest, KeepEvery, KeepLast
 
@@ -120,7 +137,7 @@ def prune(
     mode: Any = best_is
     policies += [KeepBest(metric, count, mode) for metric, count in best]
     options: dict[str, Any] = {"keep": reduce(or_, policies), "timeout_s": timeout_s}
-    with blocking.Checkpointer(url, **options, storage_options=stores) as checkpoints:
+    with blocking.Checkpointer(url, **options, storage=storage) as checkpoints:
         done = checkpoints.prune(dry_run=dry_run)
         why = checkpoints.health().damaged
     if as_json:
@@ -135,6 +152,15 @@ def prune(
     if not done.deleted:
         say("nothing to delete")
     return 1 if done.damaged else 0
+
+
+def _stores(source: list[str] | None, target: list[str] | None, commit: str) -> dict[str, Storage]:
+    return {"storage": Storage(options_of(source)), "target_storage": _storage(target, commit)}
+
+
+def _storage(words: list[str] | None, commit: str) -> Storage:
+    with _named_as_options("commit"):
+        return Storage(options_of(words), commit=commit)  # type: ignore[arg-type]  # it is checked there
 
 
 @contextmanager

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsJson",
+    "CommitChoice",
     "StorageOption",
     "TargetOption",
     "TimeoutS",
@@ -60,6 +61,10 @@ StorageOption = Annotated[
 TargetOption = Annotated[
     list[str] | None,
     typer.Option("--target-option", help="The same, for the second URL.", show_default=False),
+]
+CommitChoice = Annotated[
+    str,
+    typer.Option("--commit", help="marker: for a file system that renames no directory, such as a mount of a bucket."),
 ]
 
 

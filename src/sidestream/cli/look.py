@@ -17,9 +17,9 @@ from .. import blocking
 from .._convert.source import Source, SourceComposite, SourceOpaque, SourceTensor, open_source
 from .._run.steps import list_steps
 from .._runtime.threads import Deadline
-from .._storage import Where, locate_run
+from .._storage import locate_run
 from ..errors import CheckpointNotFound, MissingKeys
-from ..options import Progress
+from ..options import Progress, Storage
 from .values import Inside, value_differences
 
 __all__ = ["Difference", "Row", "StepRow", "differences", "rows", "steps"]
@@ -43,7 +43,7 @@ class StepRow:
 
 def steps(url: str, options: Options = None) -> list[StepRow]:
     """Raises ``CheckpointNotFound`` where there is no committed step."""
-    store, _ = locate_run(url, Where(options))
+    store, _ = locate_run(url, Storage(options))
     found = []
     for one in blocking.run(lambda: list_steps(store), Deadline.after(_TIMEOUT_S)):
         if one.damage is not None:
@@ -70,7 +70,7 @@ class Row:
 
 def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     """Raises ``MissingKeys`` where nothing is named like ``pattern``."""
-    source = blocking.run(lambda: _source(url, Where(options)), Deadline.after(_TIMEOUT_S))
+    source = blocking.run(lambda: _source(url, Storage(options)), Deadline.after(_TIMEOUT_S))
     entries, parts = source.entries, source.parts()
     found = []
     for name, one in entries.items():
@@ -96,8 +96,8 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     return found
 
 
-async def _source(url: str, where: Where) -> Source:
-    async with aclosing(await open_source(url, where)) as source:
+async def _source(url: str, storage: Storage) -> Source:
+    async with aclosing(await open_source(url, storage)) as source:
         return source
 
 

@@ -19,7 +19,7 @@ from ...errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedC
 from ..foreign.independent_parts import check_sizes, is_whole, read_apart, read_part_markers
 from ..foreign.manifests import FILE_SUFFIXES, is_foreign, read_file, read_file_manifest, read_foreign_manifest
 from .instead import what_is_there
-from .steps import about, own_manifest_among, read_marker
+from .steps import about, committed_marker, own_manifest_among, read_marker
 
 __all__ = [
     "all_there",
@@ -217,11 +217,11 @@ async def read_root(
     try:
         sizes = await source.sizes() if listed is None else listed
         unmarked = METADATA_NAME not in sizes and await io_threads().run(is_foreign, sizes)
-        marker = None if unmarked else await read_marker(source)
+        marker = None if unmarked else await committed_marker(source, store)
     except FileNotFoundError as error:
         what = await what_is_there(store, location.name, url, sizes)
         raise CheckpointNotFound(
-            f"no committed checkpoint at {url}: there is no {METADATA_NAME}. {what or _INTERRUPTED}"
+            f"no committed checkpoint at {url}: {_lacking(error)}. {what or _INTERRUPTED}"
         ) from error
     except Corrupt as error:
         raise about(error, url) from error
@@ -233,10 +233,16 @@ async def read_root(
                 raise Corrupt(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
             manifest: Manifest | Root = await _read_unmarked(source, sizes)
         else:
-            manifest = await _own_manifest_listed(source, marker, sizes, again=not store.capabilities.rename)
+            manifest = await _own_manifest_listed(source, marker, sizes)
         if isinstance(manifest, Manifest):
             await io_threads().run_sliced(validate, manifest)
     return manifest
+
+
+def _lacking(error: FileNotFoundError) -> str:
+    if "incomplete" in str(error.strerror):
+        return f"its {METADATA_NAME} is incomplete: a save is committing it at this moment, or died while it did"
+    return f"there is no {METADATA_NAME}"
 
 
 _INTERRUPTED = "An interrupted save leaves no such file"
@@ -309,15 +315,13 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
     return manifest
 
 
-async def _own_manifest_listed(
-    source: RangeSource, marker: Marker, sizes: Mapping[str, int], *, again: bool
-) -> Manifest | Root:
-    """``again``: list the files once more if some are missing. They may belong to a save that has replaced the marker
-    between the listing and the read of the marker, and were complete before it did."""
+async def _own_manifest_listed(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
+    """List the files once more if some are missing: they may belong to a save that has written the marker between the
+    listing and the read of the marker, and were complete before it did."""
     try:
         return await _own_manifest(source, marker, sizes)
     except Corrupt:
-        listed = await source.sizes() if again else sizes
+        listed = await source.sizes()
         if listed == sizes:
             raise
     return await _own_manifest(source, marker, listed)

@@ -10,7 +10,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,11 +23,13 @@ __all__ = [
     "RETIRED",
     "OpenDirectory",
     "collect_orphans",
+    "has_leases",
     "is_directory",
     "is_vacant",
     "last_write",
     "link_new",
     "make_root",
+    "move_new",
     "remove_tree",
     "storage_time",
     "sync_directory",
@@ -129,19 +131,21 @@ def _close(directory: int) -> None:
         os.close(directory)
 
 
-def make_root(root: Path, durability: Durability, made: list[Path]) -> None:
-    """Every missing directory down to ``root``, each noted in ``made``."""
+def make_root(root: Path, durability: Durability, made: list[Path], sync: Callable[[Path], None] | None = None) -> None:
+    """Every missing directory down to ``root``, each noted in ``made``. ``sync`` takes the place of
+    ``sync_directory``."""
+    sync = sync_directory if sync is None else sync
     ancestors = (root, *root.parents)
     missing = [path for path in ancestors if not path.exists()]
     if durability == "fsync" and len(missing) < len(ancestors) - 1:
         # The last one that is there may have been made by a save that was killed before it could sync it.
         with suppress(PermissionError):
-            sync_directory(ancestors[len(missing)].parent)
+            sync(ancestors[len(missing)].parent)
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
         made.append(path)
         if durability == "fsync":
-            sync_directory(path.parent)
+            sync(path.parent)
 
 
 def is_directory(path: Path) -> bool:
@@ -225,6 +229,20 @@ def link_new(hidden: Path, path: Path) -> None:
         raise
 
 
+def move_new(hidden: Path, path: Path) -> None:
+    """``link_new``; a file system without links renames the file, having looked for another one before."""
+    try:
+        link_new(hidden, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "another writer was first", str(path)) from error
+        os.rename(hidden, path)
+
+
 def last_write(directory: Path) -> float:
     """Return when the directory, or a file in it, was last written to."""
     times = [0.0]
@@ -255,16 +273,24 @@ def storage_time(directory: Path) -> float:
             os.unlink(path)
 
 
-def collect_orphans(root: Path, target: str, after_s: float) -> list[str]:
+def has_leases(root: Path, target: str) -> bool:
+    """Return whether ``target`` is a step of a run, where leases tell who lives."""
+    return parse_step(target) is not None and (root / LEASES).exists()
+
+
+def collect_orphans(
+    root: Path, target: str, after_s: float, take: Callable[[Path, str], Path | None] = take_away
+) -> list[str]:
     """Delete attempts at ``target`` that nobody has written to for ``after_s``, and what is left of deletions that were
     interrupted as long ago, and return their names. A process that still has such an attempt cannot publish it any
-    more. In a run nothing is collected: there leases tell who lives. What cannot be deleted is passed over."""
+    more, if ``take`` takes it out of its reach. In a run nothing is collected: there leases tell who lives. What cannot
+    be deleted is passed over."""
     before, _, after = attempt_name(target, _ID).partition(_ID)
     attempt = re.compile(f"{re.escape(before)}[0-9a-f]{{32}}{re.escape(after)}")
     collected: list[str] = []
     with suppress(OSError):
         found = [name for name in os.listdir(root) if attempt.fullmatch(name) or name.startswith(RETIRED)]
-        if not found or (parse_step(target) is not None and (root / LEASES).exists()):
+        if not found or has_leases(root, target):
             return []
         now = storage_time(root)
         for name in found:
@@ -272,7 +298,7 @@ def collect_orphans(root: Path, target: str, after_s: float) -> list[str]:
                 retired = name.startswith(RETIRED)
                 if now - ((root / name).stat().st_ctime if retired else last_write(root / name)) <= after_s:
                     continue
-                path = root / name if retired else take_away(root, name)
+                path = root / name if retired else take(root, name)
                 if path is not None:
                     remove_tree(path)
                     collected.append(name)

@@ -23,13 +23,21 @@ _NO_DIRECT_IO = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
 def write_file(
-    path: Path, body: Body, durability: Durability, stop: Stop, threads: Threads | None = None, *, target: str = ""
+    path: Path,
+    body: Body,
+    durability: Durability,
+    stop: Stop,
+    threads: Threads | None = None,
+    *,
+    target: str = "",
+    preallocate: bool = True,
 ) -> None:
-    """Write a new file. ``target`` is named in errors, where ``path`` does not contain the name of what is saved."""
+    """Write a new file. ``target`` is named in errors, where ``path`` does not contain the name of what is saved.
+    ``preallocate=False`` is for file systems that only pretend to reserve space: libc then writes into every block."""
     try:
         descriptor, direct = _open_new(path, direct=body.aligned)
         try:
-            if body.nbytes:
+            if body.nbytes and preallocate:
                 _preallocate(descriptor, body.nbytes)
             _Parts(descriptor, direct, body).write(stop, threads)
             if durability == "fsync":

@@ -31,7 +31,7 @@ from ..clients.requests import is_uncertain, translated
 from ..names import ABANDONED_AFTER_S
 from ..transaction import Attempt, StoreAddress, Transaction, marker_in
 from .bucket import Bucket
-from .names import NOTE, id_of, is_plain_shard, name_with_id
+from .names import NOTE, id_of, is_plain_shard, name_with_id, sidecar_with_id
 from .orphans import clear_export, collect_orphans
 from .parts import part_bytes_for
 
@@ -86,7 +86,7 @@ class ObjectTransaction(Transaction):
         return name_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def sidecar_name(self, name: str) -> str:
-        return f"file-{self.attempt.save_id}.{name}" if self._carries_id else name
+        return sidecar_with_id(name, self.attempt.save_id) if self._carries_id else name
 
     def path_of(self, name: str = "") -> str:
         target = self.attempt.target
@@ -118,7 +118,7 @@ class ObjectTransaction(Transaction):
         attempt, bucket = self.attempt, self._bucket
         stop.check()
         _check_promises(bucket)
-        if not self._made and attempt.kind not in ("joined", "part"):
+        if not self._made and attempt.kind not in ("joined", "joined_files", "part"):
             Call(self._check_vacant).result(f"looking at {bucket.url}/{attempt.target}", stop)
         with self._make_once():
             self._made = True
@@ -379,7 +379,7 @@ class ObjectTransaction(Transaction):
     async def _delete_begun(self) -> None:
         """What this attempt wrote under names that others may use too; nothing, where another writer has committed."""
         bucket, attempt = self._bucket, self.attempt
-        shared = attempt.kind in ("files", "part")
+        shared = attempt.kind in ("files", "joined_files", "part")
         committed = shared and _MARKER in (await bucket.listing(attempt.target)).files
         try:
             await bucket.delete("", () if committed else sorted(self._begun))
