@@ -10,8 +10,9 @@ from .driver import CudaDriver, Driver, TorchDriver
 from .fill import Filler, Piece
 from .future import StagingFuture
 from .host import HostEngine, memory_behind, move, raw_start
-from .image import Copy, ImageLayout, StagedImage
+from .image import Columns, Copies, Copy, ImageLayout, StagedImage
 from .plans import PlanCache, fingerprint
+from .small import columns_of
 from .snapshot import SnapshotReader
 from .stage import Staging, clean
 from .stager import AsyncStager
@@ -24,7 +25,9 @@ __all__ = [
     "AsyncStager",
     "Backing",
     "Captured",
+    "Columns",
     "Composite",
+    "Copies",
     "Copy",
     "CudaDriver",
     "DeviceEngine",
@@ -45,6 +48,7 @@ __all__ = [
     "TorchDriver",
     "capture",
     "clean",
+    "columns_of",
     "fingerprint",
     "memory_behind",
     "move",
