@@ -103,7 +103,9 @@ class LaidOutStage(Stage):
             stager.share()
         planned = partial(self._lay_out, stager.plans, stager.budget_bytes)
         filler = None if saver is None else saver.filler()
-        staging = self._staging = stager.launch(captured, planned, self._order.deadline, filler=filler, readers=readers)
+        staging = self._staging = stager.launch(
+            captured, planned, self._order.deadline, filler=filler, readers=readers, passes=saver is None
+        )
         if self._given_way:
             staging.release()
         return staging
