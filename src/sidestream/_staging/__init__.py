@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease
+from .cached import borrow, give_back, set_cache_bytes
 from .captured import Captured, capture
 from .composite import Composite, Sharding
 from .device import DeviceEngine, StageMode
@@ -46,11 +47,14 @@ __all__ = [
     "Staging",
     "StagingFuture",
     "TorchDriver",
+    "borrow",
     "capture",
     "clean",
     "columns_of",
     "fingerprint",
+    "give_back",
     "memory_behind",
     "move",
     "raw_start",
+    "set_cache_bytes",
 ]
