@@ -131,7 +131,8 @@ async def verify(
     independent of how it is pickled; every byte of every item against its checksum, its digest, or the content that
     follows from the manifest. Every flipped bit that affects a reader is found. Of stock DCP's: ``.metadata`` and
     layout, and every tensor and value with the CRC-32 in its zip, which torch itself never verifies. Everything that a
-    load would report as damaged is reported. Nothing is unpickled, and no value is built.
+    load would report as damaged is reported. Nothing is unpickled, and no value is built. If another checkpoint takes
+    the place of the one that is read, this starts over with that one.
 
     Damage is reported and not raised. Raises ``CheckpointNotFound``, ``UnsupportedCheckpoint``, ``UnsafeObject``,
     ``MissingExtra``, ``StorageError``, ``DeadlineExceeded``: then nothing is known. A cancel leaves nothing behind.
@@ -147,12 +148,20 @@ async def verify(
 async def verify_at(location: Location, progress: Progress | None = None) -> VerifyReport:
     """``verify``, of a resolved location."""
     with noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at):
-        try:
-            source, manifest = await open_manifest(location)
-        except (Corrupt, NotCovered) as damage:
-            return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
-        async with aclosing(source):
-            return await verify_manifest(source, location.url, manifest, progress)
+        while True:
+            try:
+                source, manifest = await open_manifest(location)
+            except (Corrupt, NotCovered) as damage:
+                return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
+            async with aclosing(source):
+                try:
+                    report = await verify_manifest(source, location.url, manifest, progress)
+                except (Corrupt, FileNotFoundError):
+                    if not await source.moved():
+                        raise
+                else:
+                    if report.ok or not await source.moved():
+                        return report
 
 
 async def verify_manifest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease
 from .cached import borrow, give_back, set_cache_bytes
 from .captured import Captured, capture
-from .composite import Composite, Sharding
+from .composite import Composite, Form, Sharding, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
 from .fill import Filler, Piece
@@ -34,6 +34,7 @@ __all__ = [
     "DeviceEngine",
     "Driver",
     "Filler",
+    "Form",
     "HostEngine",
     "ImageLayout",
     "Lease",
@@ -51,10 +52,13 @@ __all__ = [
     "capture",
     "clean",
     "columns_of",
+    "consists_of_others",
+    "dismantle",
     "fingerprint",
     "give_back",
     "memory_behind",
     "move",
     "raw_start",
     "set_cache_bytes",
+    "settled",
 ]
