@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from sidestream._staging import drain as drain_module
 from sidestream._staging import idle as idle_module
 from sidestream._staging.arena import Arena
 from sidestream._staging.drain import Drain
+from sidestream._worker.client import saver_process
 
 MIB = 1 << 20
 STATE_MIB = 40
@@ -153,10 +153,10 @@ async def test_a_saver_that_is_killed_in_a_first_save_writes_all_of_it_again(tmp
     state, killed = state_of(1), []
 
     def kill(event: sidestream.events.Event) -> None:
-        if isinstance(event, sidestream.events.SaveStaged) and not killed:
-            killed.extend(children())
-            for pid in killed:
-                os.kill(pid, signal.SIGKILL)
+        pid = saver_process(sidestream.SaverProcess()).pid
+        if isinstance(event, sidestream.events.SaveStaged) and not killed and pid is not None:
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
 
     await sidestream.save({"n": 1}, tmp_path / "0", saver="process")  # it is up
     async with AsyncStager(backing="shared") as stager:
@@ -166,14 +166,6 @@ async def test_a_saver_that_is_killed_in_a_first_save_writes_all_of_it_again(tmp
     assert killed
     assert_same(state, await back(tmp_path / "c"))
     assert (await sidestream.verify(tmp_path / "c")).ok
-
-
-def children() -> list[int]:
-    found: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
-            found += map(int, (task / "children").read_text().split())
-    return found
 
 
 # --- between saves ---
