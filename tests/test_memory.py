@@ -191,6 +191,25 @@ async def test_the_arena_grows_to_the_state_once_after_its_second_save(tmp_path:
     assert_same(state, await back(tmp_path / "again 2"))
 
 
+@pytest.mark.usefixtures("slow_host")
+async def test_where_there_is_no_time_between_saves_the_third_one_touches_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_module, "_GROW_S", 600.0)
+    async with AsyncStager() as stager:
+        for turn in range(2):
+            await save(state_of(turn), tmp_path / str(turn), stager)
+            assert reserved(stager) < STATE_MIB
+        sizes = stager._idle._wanted
+        assert sizes is not None
+        assert stager._idle.grows_to(list(sizes))
+        assert not stager._idle.grows_to(list(sizes[1:]))
+        for turn in range(2, 4):
+            await save(state_of(turn), tmp_path / str(turn), stager)
+            assert stager._idle._wanted == sizes, "it is still to grow, when there is time"
+    assert_same(state_of(3), await back(tmp_path / "3"))
+
+
 async def test_it_grows_within_the_budget(tmp_path: Path) -> None:
     async with AsyncStager(budget_bytes=STATE_MIB * MIB // 2) as stager:
         for turn in range(3):

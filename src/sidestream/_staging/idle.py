@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .arena import SEGMENT_BYTES, Arena
 
@@ -40,6 +40,11 @@ class Idle:
         if times == 2:
             self._wanted, self._tries = sizes, 0
         self._schedule()
+
+    def grows_to(self, sizes: Sequence[int]) -> bool:
+        """Whether the arena should have grown to a state with images of ``sizes``, and was never idle for long enough.
+        Then a stage of that state touches what is missing."""
+        return self._wanted == tuple(sizes)
 
     @property
     def wanted_bytes(self) -> int:

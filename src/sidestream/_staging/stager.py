@@ -500,7 +500,7 @@ class AsyncStager:
         try:
             staging.stop.check()
             self._fill(staging, lay_out)
-            if staging.drain is not None:
+            if staging.passes:
                 self._idle.passed(tuple([image.nbytes for image in staging.images]))
         except BaseException as failure:
             stopped = isinstance(failure, Closed) and staging.stop.is_set()
@@ -513,7 +513,8 @@ class AsyncStager:
         plan = lay_out(staging.take())
         stays = self._stays(staging, plan)
         staging.lay(plan, stays=stays)
-        if staging.passes and not stays:
+        staging.passes = staging.passes and not stays
+        if staging.passes and not self._idle.grows_to([image.nbytes for image in staging.images]):
             staging.drain = Drain(self._arena.given_back_bytes)
         if staging.device is not None and self._device is not None:
             device = self._device.enter(staging.device)
