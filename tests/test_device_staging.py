@@ -24,7 +24,7 @@ from states import assert_same
 import sidestream
 from sidestream._runtime.threads import Deadline
 from sidestream._save import writer
-from sidestream._staging import AsyncStager, DeviceEngine, StageMode
+from sidestream._staging import AsyncStager, DeviceEngine, StageMode, cached
 from sidestream._staging.device import held_back
 from sidestream._staging.driver import TorchDriver
 from sidestream._staging.registration import settle
@@ -634,7 +634,8 @@ async def test_a_cancelled_save_does_not_wait_for_a_device_until_its_deadline(
             def __init__(self, **options: Any) -> None:
                 super().__init__(engine=DeviceEngine(driver, small_bytes=64, chunk_bytes=256), **options)
 
-        monkeypatch.setattr("sidestream._save.stage.AsyncStager", OnFake)
+        cached.close_all()  # none is kept from an earlier save
+        monkeypatch.setattr(cached, "AsyncStager", OnFake)
     saving = asyncio.create_task(sidestream.save({"t": source}, tmp_path / "c", stager=None if own else stager))
     while not any(stream.queue for stream in driver._streams):
         await asyncio.sleep(0.001)

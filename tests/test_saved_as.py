@@ -318,6 +318,16 @@ async def test_plans_of_saves_with_other_names_are_not_confused(tmp_path: Path) 
         assert_same(found, state if number % 2 == 0 else {"b": state["a"], "a": state["b"]})
 
 
+async def test_plans_of_saves_with_other_names_and_a_dtype_are_not_confused(tmp_path: Path) -> None:
+    """The pattern is compared with the new names, so another tensor is converted."""
+    state = {"a": torch.randn(4), "b": torch.randn(4)}
+    async with AsyncStager() as stager:
+        for number, names in enumerate((None, {"a": "b", "b": "a"})):
+            await sidestream.save(state, tmp_path / str(number), stager=stager, names=names, dtype={"b": BF16})
+    assert_same(await back(tmp_path / "0"), {"a": state["a"], "b": state["b"].to(BF16)})
+    assert_same(await back(tmp_path / "1"), {"b": state["a"].to(BF16), "a": state["b"]})
+
+
 @pytest.mark.parametrize("snapshot", [True, False])
 async def test_parts_of_composite_tensors_follow_them_and_keep_their_dtype(snapshot: bool, tmp_path: Path) -> None:
     sparse = torch.eye(4).to_sparse()

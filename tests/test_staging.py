@@ -287,7 +287,7 @@ def test_memory_is_touched_by_the_threads_that_can_be_had(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(threading.Thread, "start", start_one)
-    arena = Arena(64 << 20, segment_bytes=64 << 20)
+    arena = Arena(96 << 20, segment_bytes=96 << 20)  # little memory is touched in the calling thread
     lease = arena.lease(1 << 20, deadline=Deadline.after(60), stop=Stop())
     assert len(started) == 1
     assert not started[0].is_alive()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ._save.pending import PendingSave, SaveInfo, SaveProgress
     from ._save.sinks import PendingExport
     from ._staging.blocking import BlockingAsyncStager
+    from ._staging.cached import set_cache_bytes
     from ._staging.future import StagingFuture
     from ._staging.stager import AsyncStager
     from ._staging.tree import StagedState
@@ -71,6 +72,7 @@ __all__ = [
     "open_checkpoint",
     "remove",
     "save",
+    "set_cache_bytes",
     "signing",
     "strip_prefix",
     "verify",
@@ -114,6 +116,7 @@ _HOMES = {
     "open_checkpoint": "_load.checkpoint",
     "remove": "_convert.copy",
     "save": "_save.api",
+    "set_cache_bytes": "_staging.cached",
     "strip_prefix": "options",
     "verify": "_load.verify",
 }

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 import sidestream
 from sidestream import errors
+from sidestream._staging import cached
 from sidestream._worker.client import close_all, saver_process
 
 PATIENCE_S = 20.0
@@ -79,6 +80,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     yield
+    cached.close_all()
     until(lambda: not ours())
 
 

@@ -13,6 +13,7 @@ from .checksum import Burst, block_count, block_crcs, crc32, join_blocks, pack_c
 from .digest import DigestOf, installed_digest
 from .frame import Frame
 from .records import BLOCK_BYTES
+from .small_items import RUN_ITEMS, seal_run
 
 __all__ = ["PAGE_BYTES", "BlockSums", "Placed", "Sealer", "ShardLayout", "Window", "checksums_of", "lay_out"]
 
@@ -166,7 +167,16 @@ class Sealer:
         """
         written = window.start
         passing = None if seen is None else _Passing(view, seen)
-        for index in range(window.first, window.last):
+        index = window.first
+        while index < window.last:
+            written, crcs = self._seal_small(view, window, written, index)
+            if crcs:
+                self.crcs[index : index + len(crcs)] = crcs
+                index += len(crcs)
+                if passing is not None:
+                    passing.up_to(written - window.start)
+                yield
+                continue
             item = self._items[index]
             if item.item_offset >= window.start:
                 _write(view, window, written, bytes(item.item_offset - written))
@@ -180,10 +190,19 @@ class Sealer:
                 _write(view, window, item.trailer_offset, trailer)
                 self.crcs[index] = pack_crcs(blocks)
             written = min(item.end, window.end)
+            index += 1
             yield
         _write(view, window, written, bytes(window.end - written))
         if passing is not None:
             passing.up_to(len(view), least=1)
+
+    def _seal_small(self, view: memoryview, window: Window, written: int, index: int) -> tuple[int, list[bytes]]:
+        """Seal the run of small items that begins with item ``index``, if any: ``seal_run``."""
+        if self._digest is not None:
+            return written, []
+        return seal_run(
+            view, (window.start, window.end), written, self._items[index : min(index + RUN_ITEMS, window.last)]
+        )
 
     def _note_digests(self, index: int, view: memoryview, window: Window, item: Placed) -> None:
         """Before the checksums of the same window are known to others: whoever has all of those has these too."""

@@ -165,6 +165,16 @@ class Stop:
             raise Closed("stopped before the work was done")
 
 
+class Lull(Protocol):
+    """What a thread does while there is no work for it."""
+
+    def due_s(self) -> float | None:
+        """Return in how many seconds ``run`` is to be called; None: not before the next work has been done."""
+
+    def run(self, busy: Callable[[], bool]) -> None:
+        """Do something that does not call torch; soon after ``busy()`` is true it has to return. Must not raise."""
+
+
 class Threads(Executor):
     """At most ``size`` threads of our own, started as they are needed.
 
@@ -173,9 +183,10 @@ class Threads(Executor):
     waits for it.
     """
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, lull: Lull | None = None) -> None:
         self._pid = os.getpid()
         self._name = name
+        self._lull = lull
         self._size = size
         self._lock = threading.Lock()
         self._count = 0
@@ -225,7 +236,9 @@ class Threads(Executor):
         return _nothing
 
     def _start_thread(self, future: Future[T], left: Callable[[], object]) -> None:
-        thread = threading.Thread(target=_serve, args=(self._work, self._idle), name=self._name, daemon=True)
+        thread = threading.Thread(
+            target=_serve, args=(self._work, self._idle, self._lull), name=self._name, daemon=True
+        )
         try:
             thread.start()
             self._count += 1
@@ -503,9 +516,14 @@ def _resolve(left: Future[None]) -> None:
         left.set_result(None)
 
 
-def _serve(work: queue.SimpleQueue[_Item | None], idle: queue.SimpleQueue[None]) -> None:
+def _serve(work: queue.SimpleQueue[_Item | None], idle: queue.SimpleQueue[None], lull: Lull | None) -> None:
     while True:
-        item = work.get()
+        try:
+            item = work.get(timeout=None if lull is None else lull.due_s())
+        except queue.Empty:
+            assert lull is not None
+            lull.run(lambda: not work.empty())
+            continue
         if item is None:
             work.put(None)  # for the next thread
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "empty_kernel",
     "extent_bytes",
     "group_store",
+    "guard_of",
     "has_shards",
     "lazy_bits",
     "neg_view",
@@ -182,6 +184,39 @@ def lazy_bits(tensor: torch.Tensor) -> int:
     waits for it, that costs more than all else.
     """
     return int(_keys_of(tensor).raw_repr()) & _LAZY
+
+
+def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool] | None:
+    """Return a function that compares as many tensors with ``tensors``: their types, dtypes, devices, shapes, strides
+    and lazy bits. It takes 0.1 us for each, refers to none, and may find a difference where there is none. None: this
+    version of torch has none that is known to work.
+
+    It is what compiled code asks before it runs. Nothing of the compiler is imported for it.
+    """
+    return _guard(tensors) if _guards_work() else None
+
+
+def _guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    shapes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+    guards: Any = torch._C._dynamo.guards
+    made = guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+    return lambda others: bool(made.check(*others))
+
+
+@cache
+def _guards_work() -> bool:
+    with torch.inference_mode(False):
+        plain, wave = torch.zeros(2, 3, device="cpu"), torch.zeros(2, dtype=torch.complex64, device="cpu")
+        others = [plain[:1], plain[0], plain.t().contiguous().t(), plain.view(torch.int32), neg_view(plain)]
+        try:
+            same, waves = _guard([plain, wave]), _guard([wave])
+            return (
+                same([plain.data, wave.data])
+                and not any(same([other, wave]) for other in others)
+                and not waves([wave.conj()])
+            )
+        except (AttributeError, TypeError, RuntimeError, SystemError):
+            return False
 
 
 def _plain_keys() -> frozenset[int]:

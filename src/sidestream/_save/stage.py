@@ -14,7 +14,7 @@ from .._format.shard import BlockSums, ShardLayout
 from .._layout.renamed_state import renamed_state
 from .._layout.values import copy_value
 from .._runtime.threads import Stop, run_sliced
-from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, capture
+from .._staging import AsyncStager, Captured, PlanCache, SnapshotReader, Staging, borrow, capture, give_back
 from .._storage import Body, BytesBody, ShardBody
 from ..errors import InvalidOption
 from ..options import Dtypes, Names, check_dtype, check_names
@@ -90,7 +90,7 @@ AS_IT_IS = SavedAs()
 
 
 class LaidOutStage(Stage):
-    """The stage of a save that plans its files itself. Without a stager of ours, memory is mapped for this save alone.
+    """The stage of a save that plans its files itself. Without a stager of ours, one is borrowed for this save alone.
 
     ``readers`` sinks read the staged memory too. ``captured`` is None where a stager of another kind makes the first
     copy. It may use its memory again for the next stage, so ours is a second copy, and the sources are free when that
@@ -116,8 +116,8 @@ class LaidOutStage(Stage):
         if isinstance(stager, AsyncStager):
             self._stager = stager
         else:
-            timeout_s = order.deadline.timeout_s
-            self._stager = self.own = AsyncStager(budget_bytes=order.budget_bytes, timeout_s=timeout_s)
+            shared, timeout_s = order.saver is not None, order.deadline.timeout_s
+            self._stager = self.own = borrow(order.budget_bytes, shared=shared, timeout_s=timeout_s)
             self._foreign = None if stager is None else (state, stager)
         self._second_free: Future[None] = Future()
         self._given_way = False
@@ -149,7 +149,9 @@ class LaidOutStage(Stage):
             stager.share()
         planned = partial(self._lay_out, stager.plans, stager.budget_bytes)
         filler = None if saver is None else saver.filler()
-        staging = self._staging = stager.launch(captured, planned, self._order.deadline, filler=filler, readers=readers)
+        staging = self._staging = stager.launch(
+            captured, planned, self._order.deadline, filler=filler, readers=readers, passes=saver is None
+        )
         if self._given_way:
             staging.release()
         return staging
@@ -211,6 +213,10 @@ class LaidOutStage(Stage):
     def drop(self) -> None:
         if self._first is not None:
             self._first.drop()
+
+    def give_back(self) -> bool:
+        order = self._order
+        return self.own is not None and give_back(self.own, order.budget_bytes, shared=order.saver is not None)
 
     def progress(self) -> SaveProgress:
         laid = None if self._staging is None else self._staging.laid

@@ -94,6 +94,10 @@ class Stage(ABC):
     def drop(self) -> None:
         """Drop the references to staged memory."""
 
+    def give_back(self) -> bool:
+        """Keep the stager that was made for this save for the next one. Returns False if it has to be closed."""
+        return False
+
     @abstractmethod
     def progress(self) -> SaveProgress: ...
 
@@ -166,10 +170,16 @@ class LiveWriter:
             stopped = self._stop.is_set()
             await _ended(copied, _GRACE_S if stopped else max(self._order.deadline.remaining_s(), _GRACE_S))
         self._stage.drop()
-        if self._stage.own is not None:
+        if self._stage.own is not None and not (self._ended_well() and self._stage.give_back()):
             hangs = copied is not None and not copied.done()
             with suppress(DeadlineExceeded):  # a device hangs; the save itself reports its outcome
                 await self._stage.own.aclose_by(Deadline.after(0.0 if hangs else _GRACE_S))
+
+    def _ended_well(self) -> bool:
+        """Whether everything has been staged and written, so that no thread of this save uses the stager any more."""
+        used = (self._done, self._stage.copied)
+        ended = all(one is not None and one.done() and not one.cancelled() for one in used)
+        return ended and not self._stop.is_set() and all(Future.exception(one) is None for one in used if one)
 
     def progress(self) -> SaveProgress:
         return self._stage.progress()

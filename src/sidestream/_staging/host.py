@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from typing import TypeAlias
 
 import torch
 
@@ -15,20 +16,15 @@ from .._runtime.rate import Pace
 from .._runtime.threads import Stop, TorchThreads, politely
 from .._runtime.torch_probes import convert_all, copyable, extent_bytes, lazy_bits
 from ..errors import UnsupportedTensor
-from .image import Copy
+from .image import Copies, Copy
+from .small import copy_run, memmove_holding_gil
 
 __all__ = ["HostEngine", "check_extent", "elements_of", "memory_behind", "move", "pieces_in", "raw_start", "rows_with"]
 
 _CHUNK_BYTES = 16 << 20
-_HOLD_GIL_BYTES = 256 << 10
+_HOLD_GIL_BYTES = 256 << 10  # some 25 us; above, ctypes releases it
 _STRIDED_ELEMENTS = 1 << 15
 _UNIT_COPIES = 64
-
-# Below 256 KiB (some 25 us) the copy is made while the GIL is held: releasing it costs up to a switch interval (5 ms)
-# to get it back from a busy thread, which 10,000 small tensors cannot afford. Above, ctypes releases it.
-_memmove_holding_gil = ctypes.PyDLL(None).memmove
-_memmove_holding_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove_holding_gil.restype = ctypes.c_void_p
 
 
 class HostEngine:
@@ -74,19 +70,26 @@ class HostEngine:
         while (index := crew.take()) is not None:
             try:
                 stop.check()
-                for copy in crew.units[index]:
-                    pace.spend(copy.nbytes, stop)
-                    if copy.dtype is None:
-                        self.copy(copy, base + copy.offset, stop=stop)
-                converted = [copy for copy in crew.units[index] if copy.dtype is not None]
-                if converted:
-                    self.convert(converted, base)
-                if len(crew.units[index]) > 1:  # a large copy has let go of the GIL itself
+                unit = crew.units[index]
+                self._make(unit, base, pace, stop)
+                if len(unit) > 1:  # a large copy has let go of the GIL itself
                     next(breath)
             except BaseException as error:
                 crew.fail(error)
                 return
             crew.finish(index)
+
+    def _make(self, unit: _Unit, base: int, pace: Pace, stop: Stop) -> None:
+        if isinstance(unit, _Run) and copy_run(unit.copies, unit.first, unit.last, base):
+            pace.spend(unit.nbytes, stop)
+            return
+        for copy in unit:
+            pace.spend(copy.nbytes, stop)
+            if copy.dtype is None:
+                self.copy(copy, base + copy.offset, stop=stop)
+        converted = [copy for copy in unit if copy.dtype is not None]
+        if converted:
+            self.convert(converted, base)
 
     def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
         """Put ``copy`` at host ``address``.
@@ -100,7 +103,7 @@ class HostEngine:
         if start is not None and copy.nbytes <= _HOLD_GIL_BYTES:  # as below, for tensors that come in thousands
             storage = copy.source.untyped_storage()
             check_extent(storage, start + copy.nbytes)
-            _memmove_holding_gil(address, storage.data_ptr() + start, copy.nbytes)
+            memmove_holding_gil(address, storage.data_ptr() + start, copy.nbytes)
         elif start is not None:
             storage = copy.source.untyped_storage()
             for done, size in _chunks(copy.nbytes):
@@ -156,7 +159,7 @@ class HostEngine:
 def move(source: int, target: int, nbytes: int) -> None:
     """Copy memory that stays where it is."""
     if nbytes <= _HOLD_GIL_BYTES:  # without the generator, whose cost shows with thousands of small tensors
-        _memmove_holding_gil(target, source, nbytes)
+        memmove_holding_gil(target, source, nbytes)
         return
     for done, size in _chunks(nbytes):
         _memmove(target + done, source + done, size)
@@ -187,7 +190,7 @@ def check_extent(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 def _memmove(target: int, source: int, nbytes: int) -> None:
     if nbytes <= _HOLD_GIL_BYTES:
-        _memmove_holding_gil(target, source, nbytes)
+        memmove_holding_gil(target, source, nbytes)
     else:
         ctypes.memmove(target, source, nbytes)
 
@@ -207,10 +210,32 @@ def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tens
     return [pair for row in range(rows) for pair in _pieces(target[row], source[row])]
 
 
+class _Run:
+    """Small copies that are made together."""
+
+    def __init__(self, copies: Copies, first: int, last: int) -> None:
+        self.copies, self.first, self.last = copies, first, last
+        self.nbytes = sum(copies.columns.sizes[first:last])
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __iter__(self) -> Iterator[Copy]:
+        return iter(self.copies[self.first : self.last])
+
+
+_Unit: TypeAlias = tuple[Copy, ...] | _Run
+
+
+def _end(unit: _Unit) -> int:
+    last = unit.copies[unit.last - 1] if isinstance(unit, _Run) else unit[-1]
+    return last.offset + last.nbytes
+
+
 class _Crew:
     """Units of work that several threads take in turn, and how far they have got without a hole."""
 
-    def __init__(self, units: Sequence[tuple[Copy, ...]], advance: Callable[[int], None]) -> None:
+    def __init__(self, units: Sequence[_Unit], advance: Callable[[int], None]) -> None:
         self.units = units
         self._advance = advance
         self._lock = threading.Lock()
@@ -233,8 +258,7 @@ class _Crew:
             while self._complete < len(self.units) and self._done[self._complete]:
                 self._complete += 1
             if self._complete > before:
-                last = self.units[self._complete - 1][-1]
-                self._advance(last.offset + last.nbytes)
+                self._advance(_end(self.units[self._complete - 1]))
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
@@ -246,7 +270,19 @@ class _Crew:
             raise self._error
 
 
-def _units(copies: Iterable[Copy]) -> list[tuple[Copy, ...]]:
+def _units(copies: Sequence[Copy]) -> list[_Unit]:
+    if not isinstance(copies, Copies):
+        return [*_general_units(copies)]
+    units: list[_Unit] = []
+    done = 0
+    for first, last in copies.columns.runs:
+        units += _general_units(copies[done:first])
+        units.append(_Run(copies, first, last))
+        done = last
+    return [*units, *_general_units(copies[done:])]
+
+
+def _general_units(copies: Iterable[Copy]) -> list[tuple[Copy, ...]]:
     """Some 16 MiB each: large copies cut into pieces, small ones taken together."""
     units: list[tuple[Copy, ...]] = []
     group: list[Copy] = []

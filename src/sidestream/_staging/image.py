@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -13,7 +14,7 @@ from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhausted, Closed, SidestreamError, SnapshotLost
 from .arena import Lease
 
-__all__ = ["Copy", "ImageLayout", "StagedImage"]
+__all__ = ["Columns", "Copies", "Copy", "ImageLayout", "StagedImage"]
 
 
 class Copy(NamedTuple):
@@ -33,11 +34,63 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """Copies without their sources, column by column, sorted by offset. A record for each would be one more object for
+    the garbage collector to walk."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    starts: tuple[int | None, ...]
+    skips: tuple[int, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    runs: tuple[tuple[int, int], ...]
+    """The copies of small runs of bytes, some next to each other at a time: first and last, which is not one of them.
+    ``columns_of`` finds them."""
+
+    @property
+    def of_copies(self) -> tuple[tuple[Any, ...], ...]:
+        """All but the runs, in the order of the fields of ``Copy``."""
+        return self.offsets, self.sizes, self.starts, self.skips, self.dtypes
+
+
+class Copies(Sequence[Copy]):
+    """Copies that are kept as columns, and their sources."""
+
+    __slots__ = ("columns", "sources")
+
+    def __init__(self, columns: Columns, sources: Sequence[torch.Tensor]) -> None:
+        self.columns = columns
+        self.sources = sources
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __iter__(self) -> Iterator[Copy]:
+        return self._some(slice(None))
+
+    @overload
+    def __getitem__(self, index: int) -> Copy: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Copy]: ...
+    def __getitem__(self, index: int | slice) -> Copy | list[Copy]:
+        if isinstance(index, slice):
+            return list(self._some(index))
+        return Copy(self.sources[index], *(column[index] for column in self.columns.of_copies))
+
+    def _some(self, which: slice) -> Iterator[Copy]:
+        columns = (column[which] for column in self.columns.of_copies)
+        return map(_copy_of, zip(self.sources[which], *columns, strict=True))
+
+
+_copy_of = partial(tuple.__new__, Copy)  # as Copy(...) would make them, in a third of the time
+
+
+@dataclass(frozen=True, slots=True)
 class ImageLayout:
     """An image of ``nbytes`` and the copies that fill it, sorted by offset. What no copy covers is left undefined."""
 
     nbytes: int
-    copies: tuple[Copy, ...]
+    copies: Sequence[Copy]
 
 
 class StagedImage:

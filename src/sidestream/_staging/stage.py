@@ -14,6 +14,7 @@ from .._runtime.threads import Deadline, Stop
 from ..errors import Closed, DeadlineExceeded, SidestreamError, Skipped, without_frames
 from .captured import Captured
 from .device import DeviceStage
+from .drain import Drain
 from .fill import Filler
 from .future import StagingFuture
 from .image import ImageLayout, StagedImage
@@ -67,6 +68,10 @@ class Staging(Generic[P]):
         self.stop = Stop()
         self.filler: Filler | None = None
         """Who fills images in place of the stager, as long as that works."""
+        self.passes = False
+        """Whether its reader releases each image as soon as it can."""
+        self.drain: Drain | None = None
+        """How fast the memory that it was given comes back; None where it does not before everything is staged."""
         self.waiting = False
         """Whether it is waiting for memory right now."""
         self.then: Callable[[], None] = _nothing

@@ -39,18 +39,20 @@ from ..options import WhenFull, check_choice, check_count, check_timeout
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease, SharedMemory, whole_pages
 from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
+from .drain import Drain
 from .driver import Driver, driver_for
 from .fence import Forecast, guard, hold_back
 from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, Piece, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
+from .idle import Idle
 from .image import Copy, ImageLayout, StagedImage
 from .ledger import Ledger, raise_all
 from .plans import PlanCache
 from .stage import Laid, Staging, clean, given_up
 from .tree import StagedState, StagePlan, plan_stage
 
-__all__ = ["AsyncStager"]
+__all__ = ["AsyncStager", "half_of_memory"]
 
 _GRACE_S = 5.0
 _STOPPED_S = 1.0
@@ -111,10 +113,11 @@ class AsyncStager:
         self._timeout_s = timeout_s
         self._host = engine if isinstance(engine, HostEngine) else engine.host if engine else HostEngine()
         self._device = engine if isinstance(engine, DeviceEngine) else None
-        self._arena = Arena(_half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
+        self._arena = Arena(half_of_memory() if budget_bytes is None else budget_bytes, backing=backing)
         self._plans = PlanCache()
         self._forecast = Forecast()
-        self._threads = TorchThreads("sidestream-stage", 1)
+        self._idle = Idle(self._arena)
+        self._threads = TorchThreads("sidestream-stage", 1, self._idle)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._ledger = Ledger()
@@ -217,6 +220,32 @@ class AsyncStager:
         nbytes = sum(tensor.nbytes + 4096 + (PAGE_BYTES if tensor.nbytes >= 1 << 16 else 0) for tensor in tensors)
         return self._prewarm(nbytes, tensors)
 
+    @property
+    def has_device(self) -> bool:
+        """Whether anything was staged from a device."""
+        return self._device is not None
+
+    @property
+    def wanted_bytes(self) -> int:
+        """How much memory it has, or will have when it has grown to the size of the state that it saves."""
+        return max(self._arena.statistics().reserved_bytes, self._idle.wanted_bytes)
+
+    def set_aside(self, nbytes: int) -> None:
+        """Nothing is staged for a while: keep ``nbytes`` of memory at most, for ten minutes."""
+        self._threads.submit(self._set_aside, nbytes)
+
+    def _set_aside(self, nbytes: int) -> None:
+        self._arena.trim_idle(nbytes)
+        self._idle.set_aside(nbytes)
+
+    def retire(self) -> None:
+        """Close in the stager's thread, where nothing is staged any more. Does not wait."""
+        self._closed = True
+        self._threads.submit(self._arena.trim_idle)
+        self._threads.submit(self._arena.close)
+        self._threads.close()
+        self._host.close()
+
     def shared_memory(self) -> list[SharedMemory]:
         """All of it that there is now and that another process can be handed."""
         return self._arena.shared_memory()
@@ -234,16 +263,18 @@ class AsyncStager:
         *,
         filler: Filler | None = None,
         readers: int = 0,
+        passes: bool = False,
     ) -> Staging[P]:
         """Launch the filling of the images that ``lay_out`` plans, in order; it is called in the stager's thread.
 
         Memory is leased image by image, so that a state larger than the budget passes through if earlier images are
         released as they are read. Whoever reads them calls ``settle()`` when it is ready to. Where this process would
         copy host memory without being waited for, and at its full speed, ``filler`` does it. ``readers`` is the number
-        of further readers, each of which reads it through a ``SnapshotReader``.
+        of further readers, each of which reads it through a ``SnapshotReader``. ``passes``: the first reader releases
+        each image as soon as it can, so that memory may be used again within this stage.
         """
         staging = self._launch(
-            captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler, readers=readers
+            captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler, readers=readers, passes=passes
         )
         self._ledger.track(staging.copied)
         return staging
@@ -406,6 +437,7 @@ class AsyncStager:
         outcome: StagingFuture[Any] | None = None,
         filler: Filler | None = None,
         readers: int = 0,
+        passes: bool = False,
     ) -> Staging[P]:
         self._check_usable()
         on_device = self._split(captured.tensors)
@@ -428,6 +460,7 @@ class AsyncStager:
         staging.then = partial(self._ended, staging, then)
         if stage is None and self._mode != "snapshot" and self._bytes_per_second is None:
             staging.filler = filler
+        staging.passes = passes and stage is None
         if stage is not None and self._device is not None and not staging.reads_later:
             self._device.watch_ready(stage, staging.freed)
         try:
@@ -467,6 +500,8 @@ class AsyncStager:
         try:
             staging.stop.check()
             self._fill(staging, lay_out)
+            if staging.passes:
+                self._idle.passed(tuple([image.nbytes for image in staging.images]))
         except BaseException as failure:
             stopped = isinstance(failure, Closed) and staging.stop.is_set()
             error = clean(given_up(staging) if stopped else failure, "the stager's thread")
@@ -476,7 +511,11 @@ class AsyncStager:
 
     def _fill(self, staging: Staging[P], lay_out: Callable[[Captured], P]) -> None:
         plan = lay_out(staging.take())
-        staging.lay(plan, stays=self._stays(staging, plan))
+        stays = self._stays(staging, plan)
+        staging.lay(plan, stays=stays)
+        staging.passes = staging.passes and not stays
+        if staging.passes and not self._idle.grows_to([image.nbytes for image in staging.images]):
+            staging.drain = Drain(self._arena.given_back_bytes)
         if staging.device is not None and self._device is not None:
             device = self._device.enter(staging.device)
             if device is not None:
@@ -617,6 +656,7 @@ class AsyncStager:
                     coming=coming,
                     at_once=at_once or refuse,
                     spare_offers=at_once and not refuse,
+                    drain=staging.drain,
                 )
         except ArenaExhausted as error:
             if refuse:
@@ -701,7 +741,7 @@ def _deliver(staging: Staging[StagePlan], future: StagingFuture[StagedState]) ->
         image.release()
 
 
-def _half_of_memory() -> int:
+def half_of_memory() -> int:
     """Of the machine's, or of what a control group allows this process."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):

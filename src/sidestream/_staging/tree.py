@@ -17,7 +17,7 @@ from .arena import Lease
 from .captured import Captured
 from .composite import Composite
 from .image import Copy, ImageLayout
-from .plans import PlanCache, fingerprint
+from .plans import PlanCache
 
 __all__ = ["StagePlan", "StagedState", "plan_stage"]
 
@@ -121,8 +121,7 @@ def plan_stage(plans: PlanCache, captured: Captured) -> StagePlan:
 
 
 def _planned(plans: PlanCache, root: Any, tensors: list[torch.Tensor]) -> Steps[StagePlan]:
-    key = ("stage", (yield from fingerprint(tensors)))
-    views, images = yield from plans.get(key, lambda: _place(tensors))
+    views, images = yield from plans.get_for(tensors, "stage", lambda: _place(tensors))
     layouts: list[ImageLayout] = []
     for image in images:
         layouts.append((yield from image.over(tensors)))

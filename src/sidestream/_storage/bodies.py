@@ -161,7 +161,7 @@ class _WindowPart:
         deadline = current_deadline()
         view = self.image.wait(self.nbytes, deadline=deadline, stop=stop)
         wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
-        for _ in politely(self.sealer.seal(view, self.window, wait=wait, seen=seen)):
+        for _ in politely(self.sealer.seal(view, self.window, wait=wait, seen=seen), every=1):
             stop.check()
         return view[: self.nbytes]
 
