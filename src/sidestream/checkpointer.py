@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from ._group import GroupChoice
-from ._layout.objects import allowed_types
 from ._load.api import LoadOptions, LoadReport
 from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
@@ -53,7 +52,6 @@ from .options import (
     check_count,
     check_seconds,
     check_step,
-    check_strict,
     check_timeout,
     check_verify,
 )
@@ -206,16 +204,16 @@ class Checkpointer:
         logged. ``Corrupt`` then means that none is good.
         """
         self._opened.check()
-        options = LoadOptions(
-            self._verify if verify is None else verify,
-            check_strict(strict),
-            atomic,
-            progress,
-            self._run.timeout_s if timeout_s is None else timeout_s,
-            allowed_types(allow),
-            trust,
-            planner,
-            names,
+        options = LoadOptions.checked(
+            strict=strict,
+            allow=allow,
+            verify=self._verify if verify is None else verify,
+            atomic=atomic,
+            progress=progress,
+            timeout_s=self._run.timeout_s if timeout_s is None else timeout_s,
+            trust=trust,
+            planner=planner,
+            names=names,
         )
         return await self._reading.restore(state, step, fallback, options)
 
@@ -237,7 +235,12 @@ class Checkpointer:
             if found.damage is not None:
                 raise found.damage
             yield await open_from(
-                location, verify=self._verify, timeout_s=self._run.timeout_s, allow=allow, trust=trust
+                location,
+                verify=self._verify,
+                timeout_s=self._run.timeout_s,
+                allow=allow,
+                trust=trust,
+                run=self.url,
             )
 
     async def verify(self, step: int | Latest = "latest", *, progress: Progress | None = None) -> VerifyReport:
@@ -248,7 +251,7 @@ class Checkpointer:
         self._opened.check()
         async with self._reading.step(step) as (_, location):
             with self._run.time_limit():
-                return await verify_at(location, progress)
+                return await verify_at(location, progress, self.url)
 
     async def metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
         """What was noted about a step when it was saved, and nothing else of it is read; empty if nothing was.

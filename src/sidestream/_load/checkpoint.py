@@ -36,6 +36,7 @@ from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
 from .new_tensors import NewTensors, new_tensors
 from .open.manifest import check_not_replaced, open_manifest
 from .open.mmap import map_tensors
+from .operation import LoadLifecycle, ReadCall, reading
 from .reader import Reader, Wanted, whole
 from .verify import VerifyReport, verify_manifest
 
@@ -79,18 +80,33 @@ async def open_checkpoint(
 
 
 async def open_from(
-    location: Location, *, verify: Verify, timeout_s: float, allow: Iterable[type], trust: Trust
+    location: Location,
+    *,
+    verify: Verify,
+    timeout_s: float,
+    allow: Iterable[type],
+    trust: Trust,
+    run: str | None = None,
 ) -> Checkpoint:
-    """``open_checkpoint`` of a resolved location."""
+    """``open_checkpoint`` of a resolved location; ``run`` is the URL of the run that it belongs to."""
     running_loop("open_checkpoint")
     check_verify(verify)
     check_choice("trust", trust, Trust)
     check_timeout(timeout_s)
     allowed = allowed_types(allow)
-    with time_limit(Deadline.after(timeout_s)):
+    with reading("open_checkpoint", location.url, run) as lifecycle, time_limit(Deadline.after(timeout_s)):
         source, manifest = await open_manifest(location)
+        lifecycle.opened(manifest)
         await source.aclose()
     return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What one call on a ``Checkpoint`` reads from."""
+
+    source: RangeSource
+    lifecycle: LoadLifecycle
 
 
 @public
@@ -147,10 +163,11 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             there = ", ".join(self.files) or "none"
             raise MissingKeys(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
         content = bytearray(entry.nbytes)
-        async with self._files() as source:
-            if content:
-                target = torch.frombuffer(content, dtype=torch.uint8)
-                await self._read(source, [Wanted(name, entry, whole(entry), target)], None, await streams_of([]))
+        wanted = []
+        if content:
+            wanted.append(Wanted(name, entry, whole(entry), torch.frombuffer(content, dtype=torch.uint8)))
+        async with self._files("file") as files:
+            await self._read(files, wanted, None, await streams_of([]))
         return await io_threads().run(bytes, content)
 
     def __getitem__(self, fqn: str) -> TensorInfo | None:
@@ -184,15 +201,15 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         for a tensor of a kind that this version does not read, ``Corrupt``. A cancel leaves nothing behind.
         """
         if isinstance(one := self._entry(fqn), OpaqueEntry):
-            async with self._files() as source:
-                await self._refuse(source, {fqn: one})
+            async with self._files("tensor") as files:
+                await self._refuse(files.source, {fqn: one})
         info = self.info(fqn)
         where = _device(device)
         entry = self._manifest.entries[fqn]
         assert isinstance(entry, TensorEntry)
         box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
 
-        async with self._files() as source:
+        async with self._files("tensor") as files:
             streams = await streams_of([where])
 
             def new() -> torch.Tensor:
@@ -200,7 +217,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
                     return torch.empty(box.sizes, dtype=info.dtype, device=where)
 
             target = await io_threads().run(new)
-            await self._read(source, [Wanted(fqn, entry, box, target)], None, streams)
+            await self._read(files, [Wanted(fqn, entry, box, target)], None, streams)
             return target
 
     async def value(self, fqn: str) -> Any:
@@ -210,8 +227,11 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             return await self.tensor(fqn)
         if not isinstance(entry, ValueEntry):
             return {}
-        async with self._files() as source:
-            return (await self._values(source, {fqn: entry}))[fqn]
+        async with self._files("value") as files:
+            files.lifecycle.planned()
+            values = await self._values(files.source, {fqn: entry})
+            files.lifecycle.read(0)
+            return values[fqn]
 
     async def state_dict(
         self,
@@ -236,17 +256,18 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         version does not read is requested. A cancel leaves nothing behind.
         """
         device = None if memory == "host" else _memory(memory)
-        async with self._files() as source:
-            return await self._state_dict(source, memory, device, progress, select)
+        async with self._files("state_dict") as files:
+            return await self._state_dict(files, memory, device, progress, select)
 
     async def _state_dict(
         self,
-        source: RangeSource,
+        files: _Files,
         memory: Memory,
         device: torch.device | None,
         progress: Progress | None,
         select: str | Collection[str] | None,
     ) -> dict[Any, Any]:
+        source = files.source
         entries = await io_threads().run(self._selected, select)
         await self._refuse(source, await io_threads().run(opaque_entries, entries))
         found, value_entries = await io_threads().run(sorted_out, entries)
@@ -269,7 +290,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
 
         new = await io_threads().run(prepare)
         tensors = new.tensors
-        await self._read(source, new.wanted, progress, streams)
+        await self._read(files, new.wanted, progress, streams)
         return await io_threads().run(_nested, entries, ChainMap(mapped, tensors, values))
 
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
@@ -282,13 +303,14 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         return time_limit(Deadline.after(self._timeout_s))
 
     @asynccontextmanager
-    async def _files(self) -> AsyncIterator[RangeSource]:
+    async def _files(self, call: ReadCall) -> AsyncIterator[_Files]:
         """The files of the checkpoint, for one call and under its time limit. Raises ``Corrupt``."""
-        with self._time_limit():
+        with reading(call, self.url) as lifecycle, self._time_limit():
             async with aclosing(self._location.source()) as source:
                 with self._all_there():
                     await check_not_replaced(source, self._location, self._manifest)
-                yield source
+                lifecycle.opened(self._manifest)
+                yield _Files(source, lifecycle)
 
     def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries
@@ -310,12 +332,14 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         except KeyError:
             raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
 
-    async def _read(
-        self, source: RangeSource, wanted: list[Wanted], progress: Progress | None, streams: Streams
-    ) -> None:
-        reader = Reader(source, self._verify, progress, streams)
+    async def _read(self, files: _Files, wanted: list[Wanted], progress: Progress | None, streams: Streams) -> None:
+        reader = Reader(files.source, self._verify, progress, streams)
+        files.lifecycle.planned()
         with self._all_there():
             await reader.read(wanted, own=self._manifest.own)
+        files.lifecycle.read(reader.nbytes)
+        if self._verify == "always":
+            files.lifecycle.verified(len(reader.unverified))
 
     @contextmanager
     def _all_there(self) -> Iterator[None]:

@@ -67,6 +67,7 @@ from .foreign.values import (
     why_opaque,
 )
 from .open.manifest import open_manifest
+from .operation import LoadLifecycle, reading
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
 
@@ -144,24 +145,39 @@ async def verify(
         return await verify_at(location, progress)
 
 
-async def verify_at(location: Location, progress: Progress | None = None) -> VerifyReport:
-    """``verify``, of a resolved location."""
-    with noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at):
+async def verify_at(location: Location, progress: Progress | None = None, run: str | None = None) -> VerifyReport:
+    """``verify``, of a resolved location; ``run`` is the URL of the run that it belongs to."""
+    with (
+        noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at),
+        reading("verify", location.url, run) as lifecycle,
+    ):
         try:
             source, manifest = await open_manifest(location)
         except (Corrupt, NotCovered) as damage:
+            lifecycle.failed(damage, 0)
             return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
         async with aclosing(source):
-            return await verify_manifest(source, location.url, manifest, progress)
+            return await _verify(Verification(source, location.url, manifest, progress), lifecycle)
 
 
 async def verify_manifest(
     source: RangeSource, url: str, manifest: Manifest, progress: Progress | None = None
 ) -> VerifyReport:
     """``verify``, of a checkpoint whose manifest was read from ``source`` and validated."""
-    verification = Verification(source, url, manifest, progress)
-    await verification.run()
-    return await io_threads().run(verification.report)
+    with reading("verify", url) as lifecycle:
+        return await _verify(Verification(source, url, manifest, progress), lifecycle)
+
+
+async def _verify(verification: Verification, lifecycle: LoadLifecycle) -> VerifyReport:
+    lifecycle.opened(verification.manifest)
+    await verification.run(lifecycle.planned)
+    report = await io_threads().run(verification.report)
+    if report.damaged:
+        lifecycle.failed(Corrupt(report.damaged[0].message), 0)
+    else:
+        lifecycle.read(report.nbytes)
+        lifecycle.verified(len(report.unverified))
+    return report
 
 
 @dataclass(slots=True)
@@ -201,7 +217,8 @@ class Verification:
             unreadable=tuple(sorted(unreadable)),
         )
 
-    async def run(self) -> None:
+    async def run(self, planned: Callable[[], object]) -> None:
+        """Read and compare everything. ``planned`` is called before the first payload is read."""
         threads = io_threads()
         whole = await threads.run(self._whole_items)
         pieces = await self.plan()
@@ -209,6 +226,7 @@ class Verification:
         opaque_bytes = sum(chunk.item_bytes for _, chunk in self._opaque)
         counted = await threads.run(_bytes_of, pieces, whole)
         self.total_bytes = self.done_bytes + counted + opaque_bytes
+        planned()
         self._tell(0)
         await self._in_parallel(runs, self._check_run)
         await self._check_items(whole)
