@@ -11,7 +11,17 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from .._format.records import EmptyEntry, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .._format.records import (
+    EmptyEntry,
+    Entries,
+    Entry,
+    Manifest,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+    path_of,
+    stored,
+)
 from .._layout.assemble import assemble
 from .._layout.metadata import decode_metadata
 from .._layout.objects import Allowed, allowed_types
@@ -32,7 +42,7 @@ from .._storage import Location, RangeSource, Where, locate_directory
 from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
 from ..options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
 from .device_streams import Streams, streams_of
-from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
+from .foreign.values import read_values, why_opaque
 from .new_tensors import NewTensors, new_tensors
 from .open.manifest import check_not_replaced, open_manifest
 from .open.mmap import map_tensors
@@ -167,7 +177,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         if content:
             wanted.append(Wanted(name, entry, whole(entry), torch.frombuffer(content, dtype=torch.uint8)))
         async with self._files("file") as files:
-            await self._read(files, wanted, None, await streams_of([]))
+            await self._read(files, NewTensors({}, wanted), None, await streams_of([]))
         return await io_threads().run(bytes, content)
 
     def __getitem__(self, fqn: str) -> TensorInfo | None:
@@ -217,7 +227,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
                     return torch.empty(box.sizes, dtype=info.dtype, device=where)
 
             target = await io_threads().run(new)
-            await self._read(files, [Wanted(fqn, entry, box, target)], None, streams)
+            await self._read(files, NewTensors({}, [Wanted(fqn, entry, box, target)]), None, streams)
             return target
 
     async def value(self, fqn: str) -> Any:
@@ -269,9 +279,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
     ) -> dict[Any, Any]:
         source = files.source
         entries = await io_threads().run(self._selected, select)
-        await self._refuse(source, await io_threads().run(opaque_entries, entries))
-        found, value_entries = await io_threads().run(sorted_out, entries)
-        fqns = found.keys()
+        fqns, value_entries, opaque = await io_threads().run(_by_kind, entries)
+        await self._refuse(source, opaque)
         values = await self._values(source, value_entries)
         mapped = {}
         if memory == "mapped":
@@ -283,14 +292,15 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
 
         def prepare() -> NewTensors:
             with streams.current():
-                new = new_tensors(entries, (fqn for fqn in fqns if fqn not in mapped), device)
+                missing = (fqn for fqn in fqns if fqn not in mapped)
+                new = new_tensors(entries, missing, device, straight=True)
             if self._verify == "always":
                 new.wanted.extend(_verified(entries, mapped))
             return new
 
         new = await io_threads().run(prepare)
         tensors = new.tensors
-        await self._read(files, new.wanted, progress, streams)
+        await self._read(files, new, progress, streams)
         return await io_threads().run(_nested, entries, ChainMap(mapped, tensors, values))
 
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
@@ -314,7 +324,10 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
 
     def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries
-        return entries if select is None else {fqn: entries[fqn] for fqn in selected(entries, select, self.url)}
+        if select is None:
+            return entries
+        found = stored(entries)
+        return Entries({fqn: found[fqn] for fqn in selected(entries, select, self.url)})
 
     async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:
         """Raise an error for the first of these tensors, if there are any, with their number."""
@@ -332,11 +345,11 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         except KeyError:
             raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
 
-    async def _read(self, files: _Files, wanted: list[Wanted], progress: Progress | None, streams: Streams) -> None:
-        reader = Reader(files.source, self._verify, progress, streams)
+    async def _read(self, files: _Files, new: NewTensors, progress: Progress | None, streams: Streams) -> None:
+        reader = Reader(files.source, self._verify, progress, streams, new.straight)
         files.lifecycle.planned()
         with self._all_there():
-            await reader.read(wanted, own=self._manifest.own)
+            await reader.read(new.wanted, own=self._manifest.own)
         files.lifecycle.read(reader.nbytes)
         if self._verify == "always":
             files.lifecycle.verified(len(reader.unverified))
@@ -393,8 +406,27 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
     return list(wanted.values())
 
 
+@sliced
+def _by_kind(
+    entries: Mapping[str, Entry],
+) -> Steps[tuple[list[str], dict[str, ValueEntry], dict[str, OpaqueEntry]]]:
+    """Return the FQNs of the tensors, the plain values, and the tensors that cannot be read."""
+    tensors: list[str] = []
+    values: dict[str, ValueEntry] = {}
+    opaque: dict[str, OpaqueEntry] = {}
+    for fqn, one in stored(entries).items():
+        yield
+        if isinstance(one, (tuple, TensorEntry)):
+            tensors.append(fqn)
+        elif isinstance(one, ValueEntry):
+            values[fqn] = one
+        elif isinstance(one, OpaqueEntry):
+            opaque[fqn] = one
+    return tensors, values, opaque
+
+
 def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    return run_sliced(assemble((entry.path, leaves.get(fqn, {})) for fqn, entry in entries.items()))
+    return run_sliced(assemble((path_of(one), leaves.get(fqn, {})) for fqn, one in stored(entries).items()))
 
 
 def _rows(fqn: str, shape: tuple[int, ...], rows: slice) -> Box:

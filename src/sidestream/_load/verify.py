@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import (
     Deadline,
     Steps,
+    Stop,
     burst,
     current_deadline,
     gathered,
@@ -66,6 +67,7 @@ from .foreign.values import (
     sorted_out,
     why_opaque,
 )
+from .jobs import Batches, Reads, Scratch
 from .open.manifest import open_manifest
 from .operation import LoadLifecycle, reading
 
@@ -228,7 +230,7 @@ class Verification:
         self.total_bytes = self.done_bytes + counted + opaque_bytes
         planned()
         self._tell(0)
-        await self._in_parallel(runs, self._check_run)
+        await self._check_runs(runs)
         await self._check_items(whole)
 
     async def plan(self) -> list[Piece]:
@@ -387,18 +389,35 @@ class Verification:
                 self.unreadable.add(fqn)
         self._tell(item.item_bytes)
 
-    async def _check_run(self, run: Sequence[Piece]) -> None:
+    async def _check_runs(self, runs: Sequence[Sequence[Piece]]) -> None:
+        done = self.done_bytes
+
+        def told(read: int) -> None:
+            if self.progress is not None:
+                call(self.progress, done + read, self.total_bytes)
+
+        def noting(run: Sequence[Piece]) -> AbstractContextManager[None]:
+            return self._noting(run[0].file)
+
+        batches = Batches(self.source, self._reads, told, noting=noting)
+        try:
+            await batches.run(runs)
+        finally:
+            self.done_bytes += batches.nbytes
+
+    def _reads(self, run: Sequence[Piece], scratch: Scratch, stop: Stop | None) -> Reads:
+        """In a thread: what to read for a run of pieces of one file."""
+        nbytes = sum(piece.nbytes for piece in run)
         with allocating(f"verifying {run[0].file}"):
-            memory = memoryview(bytearray(sum(piece.nbytes for piece in run)))
-        reads = []
+            memory = scratch.take(nbytes)
+        view = memoryview(memory)
+        ranges = []
         position = 0
         for piece in run:
-            view = memory[position : position + piece.nbytes]
-            reads.append(ReadRange(piece.offset, view, partial(self._check, piece, view)))
+            into = view[position : position + piece.nbytes]
+            ranges.append(ReadRange(piece.offset, into, partial(self._check, piece, into)))
             position += piece.nbytes
-        with self._noting(run[0].file):
-            await self.source.read(run[0].file, reads)
-        self._tell(len(memory))
+        return Reads(run[0].file, ranges, nbytes, memory)
 
     def _check(self, piece: Piece, view: memoryview) -> None:
         """In a thread of the store, as the bytes arrive."""
