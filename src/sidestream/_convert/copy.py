@@ -35,8 +35,7 @@ from .._runtime.threads import (
     sliced,
     time_limit,
 )
-from .._save.operation import RankReceipt
-from .._save.order import SaveOrder
+from .._save.operation import RankReceipt, SaveOrder
 from .._storage import Location, RangeSource, ReadRange, Transaction, Where, id_of, locate_directory
 from ..errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout

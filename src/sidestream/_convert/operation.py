@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._runtime.abandoned import watch
-from .._save.operation import Layout, SaveOperation, Solo
-from .._save.order import SaveOrder
+from .._save.operation import Layout, SaveOperation, SaveOrder, Solo
 from .._save.pending import SaveProgress
 from .._storage import Transaction
 from ..errors import SidestreamError

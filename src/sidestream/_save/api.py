@@ -35,8 +35,7 @@ from ..options import (
 )
 from .group import FailedSave, Group, planning_of
 from .layouts import AgreedLayout, NativeLayout
-from .operation import SaveOperation, Solo
-from .order import SaveOrder
+from .operation import SaveOperation, SaveOrder, Solo
 from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .stage import LaidOutStage
