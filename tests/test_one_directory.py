@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -433,3 +435,27 @@ def test_a_directory_that_nobody_closes_is_closed_with_its_object(place: Place) 
     assert place.open()
     del directory
     assert not place.open()
+
+
+async def test_a_directory_that_is_deleted_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another checkpoint has taken its place: a load starts over, and takes neither directory for a single file."""
+    await sidestream.save(OLD, tmp_path / "one")
+    await sidestream.save(NEW, tmp_path / "new")
+    scan, exchanged = os.scandir, []
+
+    def listed_late(where: Any) -> Any:
+        entries = scan(where)
+        if isinstance(where, int) and not exchanged:
+            exchanged.append(os.fstat(where).st_ino)
+            found = list(entries)
+            (tmp_path / "one").rename(tmp_path / "old")
+            (tmp_path / "new").rename(tmp_path / "one")
+            shutil.rmtree(tmp_path / "old")
+            entries = nullcontext(found)
+        return entries
+
+    monkeypatch.setattr(os, "scandir", listed_late)
+    target = blank()
+    await sidestream.load(target, tmp_path / "one")
+    assert exchanged
+    assert_same(target, NEW)

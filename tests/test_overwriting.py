@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import sidestream
 from sidestream import HF, load, remove, save
 from sidestream._storage.local import transaction
-from sidestream.errors import CheckpointNotFound, Conflict, InvalidOption
+from sidestream.errors import CheckpointNotFound, Conflict, Corrupt, InvalidOption, NotDurable
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -83,6 +86,89 @@ async def test_readers_find_one_of_both(tmp_path: Path) -> None:
     assert await loaded(tmp_path / "last") == 19
 
 
+async def test_a_directory_that_is_replaced_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are deleted when their names have been read, and not their sizes."""
+    await save(state_of(1), tmp_path / "last")
+    real, replaced = os.scandir, []
+
+    def scandir(path: Any) -> Any:
+        if replaced or not isinstance(path, int):
+            return real(path)
+        with real(path) as entries:
+            names = list(entries)
+        replaced.append(path)
+        sidestream.blocking.save(state_of(2), tmp_path / "last", overwrite=True)
+        return nullcontext(iter(names))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert await loaded(tmp_path / "last") == 2
+    assert replaced
+
+
+@pytest.mark.parametrize("at", [".metadata", "__0_0.distcp", "__0_1.distcp", "config.json"])
+async def test_verify_starts_over(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another checkpoint takes the place of the one that is verified, whose files are deleted: that is no damage."""
+    await save(state_of(1), tmp_path / "last", files={"config.json": b"1"})
+    opened = await sidestream.open_checkpoint(tmp_path / "last")
+
+    def replace() -> sidestream.SaveInfo:
+        return sidestream.blocking.save(state_of(2), tmp_path / "last", overwrite=True, files={"config.json": b"2"})
+
+    other = Once(monkeypatch, "open", lambda path, *_: str(path).endswith(at), replace)
+    report = await sidestream.verify(tmp_path / "last")
+    assert other.done
+    assert report.ok, report.damaged
+    assert report.save_id != opened.save_id
+    with pytest.raises(Corrupt, match="replaced"):
+        await opened.verify()
+    opened = await sidestream.open_checkpoint(tmp_path / "last")
+    Once(monkeypatch, "open", lambda path, *_: str(path).endswith(at), replace)
+    with pytest.raises(Corrupt):
+        await opened.verify()
+
+
+@pytest.mark.parametrize("at", [".metadata", "__0_0.distcp", "__0_1.distcp", "config.json"])
+@pytest.mark.parametrize("verb", ["copy", "convert", "convert without verification"])
+async def test_a_copy_of_what_is_replaced_is_refused(
+    verb: str, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each file that it opens, until it meets none any more."""
+    for number in range(1, 20):
+        await save(state_of(1), tmp_path / "last", files={"config.json": b"1"}, overwrite=True)
+        opened: list[Any] = []
+
+        def nth(path: Any, *_: Any, opened: list[Any] = opened, number: int = number) -> bool:
+            opened.extend([path] if str(path).endswith(at) else [])
+            return len(opened) == number
+
+        with monkeypatch.context() as patch:
+            other = Once(patch, "open", nth, lambda: sidestream.blocking.remove(tmp_path / "last"))
+            try:
+                if verb == "copy":
+                    await sidestream.copy(tmp_path / "last", tmp_path / "target")
+                else:
+                    options: dict[str, Any] = {} if verb == "convert" else {"verify": "manifest"}
+                    await sidestream.convert(tmp_path / "last", tmp_path / "target", **options)
+            except (Corrupt, CheckpointNotFound):
+                assert other.done
+                assert not any(tmp_path.iterdir())
+                continue
+        assert await loaded(tmp_path / "target") == 1
+        assert (await (await sidestream.open_checkpoint(tmp_path / "target")).file("config.json")) == b"1"
+        await remove(tmp_path / "target")
+        if not other.done:
+            break
+    assert not other.done
+
+
+async def test_what_is_removed_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await save(state_of(1), tmp_path / "last")
+    Once(monkeypatch, "open", lambda path, *_: str(path).endswith("__0_0.distcp"),
+         lambda: sidestream.blocking.remove(tmp_path / "last"))  # fmt: skip
+    with pytest.raises(CheckpointNotFound):
+        await sidestream.verify(tmp_path / "last")
+
+
 async def test_several_overwrite_at_once(tmp_path: Path) -> None:
     """Each succeeds, and one of them stays; none deletes what another has committed."""
     await save(state_of(0), tmp_path / "last")
@@ -108,6 +194,151 @@ async def test_one_that_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.
     await save(state_of(1), tmp_path / "last", overwrite=True)
     assert nested
     assert await loaded(tmp_path / "last") == 2
+    assert os.listdir(tmp_path) == ["last"]
+
+
+class Once:
+    """The first time that ``os.<name>`` is called with arguments for which ``when`` holds, ``work`` is done, before it
+    or after it."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        when: Callable[..., object],
+        work: Callable[[], object],
+        *,
+        after: bool = False,
+    ) -> None:
+        real = getattr(os, name)
+        self.done = False
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            mine = not self.done and bool(when(*arguments))
+            self.done = self.done or mine
+            if mine and not after:
+                work()
+            result = real(*arguments, **options)
+            if mine and after:
+                work()
+            return result
+
+        monkeypatch.setattr(os, name, call)
+
+
+def renames_to(target: Path) -> Callable[..., bool]:
+    return lambda _, to: to == target
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
+async def test_of_two_that_are_the_first_one_stays(
+    overwrite: bool, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save with ``overwrite=True`` comes just before, or just after, the rename of another one."""
+    target = tmp_path / "last"
+    other = Once(
+        monkeypatch,
+        "rename",
+        renames_to(target),
+        lambda: sidestream.blocking.save(state_of(2), target, overwrite=True),
+        after=after,
+    )
+    if after or overwrite:
+        await save(state_of(1), target, overwrite=overwrite)
+    else:
+        with pytest.raises(Conflict):
+            await save(state_of(1), target)
+    assert other.done
+    assert await loaded(target) == (1 if overwrite and not after else 2)
+    assert os.listdir(tmp_path) == ["last"]
+
+
+async def test_a_removal_just_before_the_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await save(state_of(0), tmp_path / "last")
+    real, removed = transaction.exchange, []
+
+    def exchange(attempt: Path, target: Path) -> None:
+        if not removed:
+            removed.append(target)
+            sidestream.blocking.remove(target)
+        real(attempt, target)
+
+    monkeypatch.setattr(transaction, "exchange", exchange)
+    await save(state_of(1), tmp_path / "last", overwrite=True)
+    assert removed
+    assert await loaded(tmp_path / "last") == 1
+    assert os.listdir(tmp_path) == ["last"]
+
+
+@pytest.mark.parametrize("name", ["posix_fallocate", "rename"])
+async def test_what_has_come_meanwhile_and_is_no_checkpoint_is_not_replaced(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write() -> None:
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / "thesis.tex").write_text("years of work")
+
+    when = renames_to(tmp_path / "home") if name == "rename" else lambda *_: True
+    written = Once(monkeypatch, name, when, write)
+    with pytest.raises(Conflict, match="no checkpoint"):
+        await save(state_of(1), tmp_path / "home", overwrite=True)
+    assert written.done
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+    assert os.listdir(tmp_path) == ["home"]
+
+
+async def test_a_commit_that_may_not_be_durable_says_where_the_old_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(state_of(0), tmp_path / "last")
+    real, exchanged = transaction.exchange, []
+
+    def exchange(attempt: Path, target: Path) -> None:
+        real(attempt, target)
+        exchanged.append(attempt)
+
+    def fsync(descriptor: int) -> None:
+        if exchanged:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(transaction, "exchange", exchange)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(NotDurable) as raised:
+        await save(state_of(1), tmp_path / "last", overwrite=True)
+    assert str(exchanged[0]) in raised.value.__notes__[0]
+    assert await loaded(tmp_path / "last") == 1
+    assert await loaded(exchanged[0]) == 0
+
+
+async def test_what_was_replaced_is_deleted_where_a_quota_refuses_to_rename_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(state_of(0), tmp_path / "last")
+
+    def refuse() -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    refused = Once(monkeypatch, "rename", lambda source, _: str(source).endswith(".partial"), refuse)
+    await save(state_of(1), tmp_path / "last", overwrite=True)
+    assert refused.done
+    assert await loaded(tmp_path / "last") == 1
+    assert os.listdir(tmp_path) == ["last"]
+
+
+async def test_one_that_is_removed_when_a_save_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await save(state_of(0), tmp_path / "last")
+    looks: list[Any] = []
+
+    def second(path: Any, *_: Any) -> bool:
+        looks.extend([path] if path == tmp_path / "last" else [])
+        return len(looks) == 2
+
+    names = ("stat", "lstat")  # whichever this Python calls
+    either = [Once(monkeypatch, one, second, lambda: sidestream.blocking.remove(tmp_path / "last")) for one in names]
+    await save(state_of(1), tmp_path / "last", overwrite=True)
+    assert any(one.done for one in either)
+    assert await loaded(tmp_path / "last") == 1
     assert os.listdir(tmp_path) == ["last"]
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from _seeded import blank_state, make_state, same
+from _seeded import blank_state, files_of, make_state, same
 
 import sidestream
 from sidestream import errors
@@ -192,7 +192,24 @@ async def restore(url: Path) -> dict[str, Any]:
     return state
 
 
-OWN_READERS = (load, load_atomic, host, mapped, pieces, restore)
+async def with_files(url: Path) -> dict[str, Any]:
+    """The state, if the sidecar files are those that were saved with it."""
+    checkpoint = await sidestream.open_checkpoint(url)
+    state = await checkpoint.state_dict()
+    files = {name: await checkpoint.file(name) for name in checkpoint.files}
+    return state if files == files_of(11) else {"other files": files}
+
+
+async def verified(url: Path) -> dict[str, Any]:
+    """What is read once nothing is found to be wrong: that has to be right, the sidecar files too."""
+    report = await sidestream.verify(url)
+    if not report.ok:
+        raise errors.Corrupt(report.damaged[0].message)
+    files = {path.name: path.read_bytes() for path in url.iterdir() if path.name in files_of(11)}
+    return await host(url) if files == files_of(11) else {"other files": files}
+
+
+OWN_READERS = (load, load_atomic, host, mapped, pieces, restore, with_files, verified)
 STOCK_READERS = (load, load_atomic)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import _one_name
 from _disk_model import Recording, record
 from _look import Found
 from _saver_trial import environment, processes_in
@@ -55,12 +57,18 @@ async def prune(run: Path, acked: Acked, saver: SaverChoice) -> None:
         acked(Path(info.url).name, 12)
 
 
+async def one_name(name: str, run: Path, acked: Acked, saver: SaverChoice) -> None:
+    async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
+        await _one_name.WORK[name](run, _one_name.Doing(acked, stager, saver))
+
+
 WORK: dict[str, Callable[[Path, Acked, SaverChoice], Any]] = {
     "the next step": next_step,
     "the same step again": same_step,
     "a new run": new_run,
     "a plain save": plain,
     "a retention pass": prune,
+    **{name: partial(one_name, name) for name in _one_name.WORK},
 }
 
 Writer = Literal["threads", "a saver process"]
@@ -69,8 +77,11 @@ Writer = Literal["threads", "a saver process"]
 async def recorded(place: Path, name: str, writer: Writer) -> Recording:
     """``WORK[name]`` below ``place / "root"``, in a run that has step 1, with what either process did to the disk."""
     root, options = place / "root", sidestream.SaverProcess(retries=0)
-    async with sidestream.Checkpointer(root / "run") as checkpoints:
-        await (await checkpoints.save(make_state(11), step=1))
+    if name in _one_name.WORK:
+        await _one_name.prepare(root)
+    else:
+        async with sidestream.Checkpointer(root / "run") as checkpoints:
+            await (await checkpoints.save(make_state(11), step=1))
 
     async def work(acked: Acked, journal: Path) -> None:
         if writer == "threads":
@@ -86,8 +97,16 @@ async def recorded(place: Path, name: str, writer: Writer) -> Recording:
     return await record(root, place / "before", work)
 
 
-def judged(found: Found, acked: dict[str, int], older: Found, name: str) -> list[str]:
-    """``older``: the run that was there before."""
+def runs(name: str) -> tuple[str, ...]:
+    """What to look at after a cut: where the work was done, and the run that was there before."""
+    return ("run/new/below", "run") if name == "a new run" else ("run", "run")
+
+
+def judged(cut: Path, looks: Sequence[Found], acked: dict[str, int], name: str) -> list[str]:
+    """What is wrong with what was found in ``runs(name)`` below ``cut``."""
+    found, older = looks
+    if name in _one_name.WORK:
+        return _one_name.judged(found, cut, acked, _one_name.AFTER[name])
     wrong = list(found.violations)
     wrong += [f"acknowledged {name} is lost" for name, seed in acked.items() if found.seeds.get(name) != seed]
     wrong += [f"{name} holds {seed}" for name, seed in found.seeds.items() if seed not in (11, 12)]

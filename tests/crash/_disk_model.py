@@ -33,8 +33,11 @@ class File:
 
 @dataclass(eq=False)
 class Folder:
+    """``pairs``: names that were exchanged since the last sync."""
+
     names: dict[str, File | Folder] = field(default_factory=dict)
     safe: dict[str, File | Folder] = field(default_factory=dict)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
 
 
 T = TypeVar("T", bound=File | Folder)
@@ -121,6 +124,8 @@ class Model:
             self.begun[sync] = bytes(node.content) if isinstance(node, File) else dict(node.names)
         elif sync in self.begun:
             node.safe = self.begun.pop(sync)
+            if isinstance(node, Folder) and node.safe == node.names:
+                node.pairs.clear()
 
     _fdatasync = _fsync
 
@@ -128,6 +133,14 @@ class Model:
         self._add(event.target, self.folder(event.path).names.pop(os.path.basename(event.path)))
 
     _replace = _rename
+
+    def _exchange(self, event: Event) -> None:
+        """Both names in one step."""
+        one, other = self.folder(event.path), self.folder(event.target)
+        names = os.path.basename(event.path), os.path.basename(event.target)
+        assert one is other, f"{event.path} and {event.target} are not in one directory"
+        one.names[names[0]], one.names[names[1]] = one.names[names[1]], one.names[names[0]]
+        one.pairs.append(names)
 
     def _link(self, event: Event) -> None:
         node = self.find(event.path)
@@ -178,8 +191,11 @@ def _names(folder: Folder, keeps: Keeps, random: Any) -> dict[str, File | Folder
     if keeps != "chance" or folder.names == folder.safe:
         return folder.safe
     kept = dict(folder.safe)
-    for name in folder.names.keys() | folder.safe.keys():
-        if folder.names.get(name) is not folder.safe.get(name) and random.random() < 0.5:
+    chosen = {name: random.random() < 0.5 for name in sorted(folder.names.keys() | folder.safe.keys())}
+    for one, other in folder.pairs:
+        chosen[other] = chosen.get(one, chosen.get(other, False))
+    for name in sorted(folder.names.keys() | folder.safe.keys()):
+        if folder.names.get(name) is not folder.safe.get(name) and chosen[name]:
             if name in folder.names:
                 gone = next((old for old, node in kept.items() if node is folder.names[name]), None)
                 if gone is not None and gone not in folder.names:  # one rename is one step
@@ -303,6 +319,7 @@ class Recorder:
         return self._changing(operation, target=_target(operation))
 
     _replace = _rename
+    _exchange = _rename
     _link = _rename
     _mkdir = _changing
     _unlink = _changing

@@ -28,8 +28,9 @@ from typing import Any
 
 import anyio.lowlevel
 import torch
+from _one_name import WORK, Doing
 from _operations import Intercept, Operation
-from _seeded import blank_state, make_state
+from _seeded import blank_state, files_of, make_state
 
 import sidestream
 from sidestream import errors
@@ -93,15 +94,19 @@ class _Child:
         """With the memory that the trial grants: with less than the state has, it passes through in windows."""
         return sidestream.AsyncStager(budget_bytes=self.trial.get("budget_bytes", 1 << 26))
 
+    def saver(self) -> Any:
+        """One that is silent for two seconds is killed, also where the machine is merely busy: then it is one more."""
+        return sidestream.SaverProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
+
     # --- what a trial does; every save that is acknowledged is told at once ---
 
     async def steps(self, run: Path) -> None:
-        # One that is silent for two seconds is killed, also where the machine is merely busy: then it is one more.
-        saver = sidestream.SaverProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
-        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, saver=saver) as checkpoints:
+        async with (
+            self.stager() as stager,
+            sidestream.Checkpointer(run, stager=stager, saver=self.saver()) as checkpoints,
+        ):
             for step, seed in self.trial["saves"]:
-                files = {"seed": str(seed).encode()}
-                info = await (await checkpoints.save(make_state(seed), step=step, files=files))
+                info = await (await checkpoints.save(make_state(seed), step=step, files=files_of(seed)))
                 self.tell(acked=Path(info.url).name, seed=seed)
 
     async def exported(self, run: Path) -> None:
@@ -160,9 +165,19 @@ class _Child:
 
     async def overwriting(self, run: Path) -> None:
         """``save`` to a URL, again and again."""
-        for step, seed in self.trial["saves"]:
-            info = await sidestream.save(make_state(seed), run / f"plain-{step}", overwrite=True)
-            self.tell(acked=Path(info.url).name, seed=seed)
+        async with self.stager() as stager:
+            for step, seed in self.trial["saves"]:
+                info = await sidestream.save(
+                    make_state(seed), run / f"plain-{step}", overwrite=True, files=files_of(seed), stager=stager,
+                    saver=self.saver(),
+                )  # fmt: skip
+                self.tell(acked=Path(info.url).name, seed=seed)
+
+    async def one_name(self, run: Path) -> None:
+        """``what`` of ``_one_name``."""
+        async with self.stager() as stager:
+            doing = Doing(lambda name, seed: self.tell(acked=name, seed=seed), stager, self.saver())
+            await WORK[self.trial["what"]](run, doing, **self.trial.get("how", {}))
 
     async def race(self, run: Path) -> None:
         """As ``me`` of two, at the same moment as the other: the same steps of one run, or the same directories."""
@@ -185,6 +200,44 @@ class _Child:
                     raise
                 else:
                     self.tell(acked=Path(info.url).name, seed=seed, round=number)
+
+    async def rival(self, run: Path) -> None:
+        """As ``me`` of two, at the same moment as the other: the same name is overwritten, and now and then removed."""
+        me, rounds, random = self.trial["me"], self.trial["rounds"], Random(self.trial["me"])
+        for number in range(rounds):
+            seed, name = 2 * number + me + 1, f"plain-{number}"
+            if number % 2 and me:
+                await sidestream.save(make_state(0), run / name, overwrite=True, files=files_of(0))
+            (run / f"ready-{number}-{me}").touch()
+            while not (run / f"ready-{number}-{1 - me}").exists():
+                await asyncio.sleep(0)
+            removes = number % 4 == 3 and not me
+            try:
+                if removes:
+                    await asyncio.sleep(random.random() * 0.01)
+                    await sidestream.remove(run / name)
+                    self.tell(removed=number)
+                    continue
+                await sidestream.save(
+                    make_state(seed), run / name, overwrite=True, files=files_of(seed), saver=self.saver()
+                )
+                self.tell(acked=name, seed=seed, round=number)
+            except BaseException:
+                (run / f"ready-{number + 1}-{me}").touch()
+                raise
+
+    async def overwrite_on(self, run: Path) -> None:
+        """One name, until the file ``stop`` is there."""
+        seed = 0
+        while not Path(self.trial["stop"]).exists():
+            seed += 1
+            await sidestream.save(
+                make_state(seed), run / "last", overwrite=True, files=files_of(seed), durability="flush",
+                saver=self.saver(),
+            )  # fmt: skip
+            if seed == 1:
+                self.tell(begun=True)
+        self.tell(published=seed)
 
     async def publish(self, run: Path) -> None:
         """Step after step, old ones pruned, until the file ``stop`` is there."""

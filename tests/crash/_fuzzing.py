@@ -30,7 +30,16 @@ from sidestream._format.frame import frame_tensor, frame_value
 from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.marker import Marker, find_marker
 from sidestream._format.pickles import write as p
-from sidestream._format.records import Chunk, DictKey, EmptyEntry, Manifest, TensorEntry, ValueEntry
+from sidestream._format.records import (
+    SPARSE_PARTS,
+    Chunk,
+    CompositeEntry,
+    DictKey,
+    EmptyEntry,
+    Manifest,
+    TensorEntry,
+    ValueEntry,
+)
 from sidestream._format.safetensors.read import PREFIX_BYTES, header_bytes, parse_header
 from sidestream._format.torch_zip.file import read_torch_file
 from sidestream._format.torch_zip.item import open_tensor_item, open_value_item
@@ -74,14 +83,22 @@ def records(r: random.Random) -> Manifest:
     entries: dict[str, Any] = {}
     files = {"__0_0.distcp": 1 << 20, "__0_values.distcp": 4096}
     at = 0
-    for number in range(r.randrange(1, 5)):
+    parts: tuple[str, ...] = ()
+    if r.random() < 0.3:
+        kind = r.choice(["sparse_coo", "sparse_bsc", "some.Class"])
+        parts = SPARSE_PARTS.get(kind, ("a", "b"))
+        strides = None if kind in SPARSE_PARTS else (4, 1)
+        context = r.choice([True, None, {"dict": [["k", {"tuple": [1, {"dtype": "int4"}]}]]}])
+        entries["s"] = CompositeEntry(("s",), kind, "float32", (3, 4), strides, parts, context)
+    for number in [*parts, *range(r.randrange(1, 5))]:
         shape = tuple(r.randrange(0, 9) for _ in range(r.randrange(0, 4)))
-        dtype = r.choice(["float32", "bfloat16", "int64", "uint8", "bool"])
+        dtype = r.choice(["float32", "bfloat16", "int64", "uint8", "bool", "int4", "uint1"])
         frame = frame_tensor(dtype, shape)
         nbytes = len(frame.header) + frame.payload_bytes + len(frame.trailer(0))
         blocks = -(-frame.payload_bytes // (1 << 20))
         chunk = Chunk((0,) * len(shape), shape, "__0_0.distcp", at, nbytes, at + len(frame.header), bytes(4 * blocks))
-        entries[f"m.{number}"] = TensorEntry(("m", DictKey(number)), dtype, shape, (chunk,))
+        fqn, path = (f"s.{number}", ("s", number)) if number in parts else (f"m.{number}", ("m", DictKey(number)))
+        entries[fqn] = TensorEntry(path, dtype, shape, (chunk,))
         at += nbytes
     entries["v"] = ValueEntry(("v",), "__0_values.distcp", 0, 400, r.choice([None, 1, "text", 1.5, True]))
     if r.random() < 0.3:
@@ -113,6 +130,12 @@ def lie(manifest: Manifest, r: random.Random) -> Manifest:
             entry = replace(entry, dtype=text)
     elif isinstance(entry, ValueEntry):
         fields = [{"file": text}, {"item_offset": number}, {"item_bytes": number}, {"path": (text, number, "x") * 40}]
+        entry = replace(entry, **r.choice(fields))
+    elif isinstance(entry, CompositeEntry):
+        numbers = tuple(r.choice(NASTY_NUMBERS) for _ in range(r.randrange(0, 4)))
+        things = r.choice(NASTY_THINGS)
+        fields = [{"type": text}, {"dtype": text}, {"shape": numbers}, {"strides": r.choice([None, numbers])},
+                  {"parts": (text, "a")}, {"parts": ()}, {"context": things}, {"path": (text,)}]  # fmt: skip
         entry = replace(entry, **r.choice(fields))
     entries = {**manifest.entries, r.choice([fqn, fqn, text]): entry}
     return replace(manifest, entries=entries, files=r.choice([manifest.files, manifest.files, {text: number}]))

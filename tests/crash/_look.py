@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from _seeded import blank_state, make_state, same
+from _seeded import blank_state, files_of, make_state, same
 from safetensors.torch import load_file
 
 import sidestream
@@ -17,12 +17,14 @@ import sidestream
 @dataclass(slots=True)
 class Found:
     """What a reader finds in a run: ``seeds`` by directory (each complete and bit-exact), the ``steps`` that are
-    listed and the seed that each restores to, attempts that are left, and what must not be."""
+    listed and the seed that each restores to, attempts that are left, what must not be, and the directories that have a
+    sidecar file of their save."""
 
     seeds: dict[str, int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     attempts: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    sidecars: list[str] = field(default_factory=list)
 
 
 @lru_cache(maxsize=64)
@@ -34,13 +36,18 @@ def reference(seed: int) -> dict[str, Any]:
 async def seed_of(url: Path) -> int:
     """The seed of the checkpoint at ``url``; ``AssertionError`` if it is not exactly the state of that seed, or if a
     sidecar file is that of another save."""
+    return (await seed_and_files(url))[0]
+
+
+async def seed_and_files(url: Path) -> tuple[int, list[str]]:
+    """``seed_of``, and the names of the sidecar files."""
     checkpoint = await sidestream.open_checkpoint(url)
     state = await checkpoint.state_dict()
     seed = state["seed"]
     assert same(state, reference(seed)), f"{url} is not the state of one save"
-    for name in checkpoint.files:
-        assert await checkpoint.file(name) == str(int(seed)).encode(), f"{url} has a file of another save"
-    return int(seed)
+    files = {name: await checkpoint.file(name) for name in checkpoint.files}
+    assert files in ({}, files_of(int(seed))), f"{url} has files of another save"
+    return int(seed), list(files)
 
 
 def look_at_exports(folder: Path) -> tuple[dict[str, int], list[str]]:
@@ -55,6 +62,8 @@ def look_at_exports(folder: Path) -> tuple[dict[str, int], list[str]]:
             seed = int(tensors["model.scale"])
             expected = {f"model.{name}": one for name, one in reference(seed)["model"].items() if name != "tied"}
             assert same(dict(sorted(tensors.items())), dict(sorted(expected.items()))), "other tensors"
+            files = {name: (path / name).read_bytes() for name in files_of(seed) if (path / name).exists()}
+            assert files in ({}, files_of(seed)), "files of another export"
             seeds[path.name] = seed
         except (Exception, AssertionError) as error:
             wrong.append(f"the export {path.name} is visible and not good: {type(error).__name__}: {error}")
@@ -73,7 +82,8 @@ async def look(run: Path) -> Found:
             found.attempts.append(name)
             continue
         try:
-            found.seeds[name] = await seed_of(run / name)
+            found.seeds[name], files = await seed_and_files(run / name)
+            found.sidecars += [name] if files else []
         except (Exception, AssertionError) as error:
             found.violations.append(f"{name} is visible and not good: {type(error).__name__}: {error}")
     async with sidestream.Checkpointer(run) as checkpoints:

@@ -59,18 +59,17 @@ _DIRECTORIES = "_storage/local/directories.py"
 _STORE = "_storage/local/store.py"
 _WRITE = "_storage/local/write.py"
 _TRANSACTION = "_storage/transaction.py"
-_RENAME = "            os.rename(attempt, target)\n            try:\n"
-_TRY = "            try:\n"
-_SYNC_AND_RENAME = (
+_RENAME = "    os.rename(attempt, target)\n    try:\n"
+_TRY = "    try:\n"
+_MOVE = "        move(attempt, target, names, made)\n"
+_SYNC_AND_MOVE = (
     """        if durability == "fsync":
             sync_directory(attempt)
-        if replacing and not is_vacant(target):
-            _exchange(attempt, target, names)
-        else:
-            _check_whole(attempt, names, target)
 """
-    + _RENAME
+    + _MOVE
 )
+_EXCHANGE = "                _exchange(attempt, target, names)\n"
+_EXCHANGED = "        exchange(attempt, target)\n        try:\n"
 _SYNC_NEW_DIRECTORY = """        made.append(path)
         if durability == "fsync":
             sync_directory(path.parent)
@@ -82,6 +81,14 @@ _SYNC_PARENT = """            sync_directory(target.parent)
 _TRANSLATED = """        raise from_os_error(error, "publishing", str(target)) from error
     if durability"""
 _PRUNING = "_run/pruning.py"
+_OBJECTS = "_storage/object_store/transaction.py"
+_OVER = "a save over another"
+_SIDECARS = '    """Every byte of a sidecar file."""\n'
+_FOUND = "_Replaced(version, marked_id, frozenset(ids - {save_id})"
+_READ_FILE = (
+    "                await self._read(source, [Wanted(name, entry, whole(entry), target)], None, "
+    "await streams_of([]))\n"
+)
 
 MUTANTS = (
     # syncs left out, or in the wrong place
@@ -94,13 +101,19 @@ MUTANTS = (
            _SYNC_NEW_DIRECTORY.replace("sync_directory(path.parent)", "pass"), "cuts", "a new run"),
     Mutant("directories are opened and not synced", _DIRECTORIES, _SYNC_DIRECTORY,
            _SYNC_DIRECTORY.replace("os.fsync(descriptor)", "pass"), "cuts"),
-    Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_RENAME,
-           "        if True:\n            os.rename(attempt, target)\n"
-           "            if durability == 'fsync':\n                sync_directory(target)\n" + _TRY,
+    Mutant("the rename comes before the sync of what it moves", _LOCAL, _SYNC_AND_MOVE,
+           _MOVE + "        if durability == 'fsync':\n            sync_directory(target)\n", "cuts"),
+    Mutant("the parent is synced before the rename", _LOCAL, _SYNC_AND_MOVE,
+           "        sync_directory(attempt)\n        sync_directory(target.parent)\n" + _MOVE + "        return\n",
            "cuts"),
-    Mutant("the parent is synced before the rename", _LOCAL, _SYNC_AND_RENAME,
-           "        if True:\n            sync_directory(attempt)\n            sync_directory(target.parent)\n"
-           "            os.rename(attempt, target)\n            return\n" + _TRY, "cuts"),
+    Mutant("the parent is not synced after an exchange", _LOCAL, _SYNC_PARENT, _SYNC_PARENT.replace(
+           "sync_directory(target.parent)", "move is _move and sync_directory(target.parent)"), "cuts", _OVER),
+    Mutant("what is replaced is deleted before the exchange is synced", _LOCAL, _EXCHANGED,
+           _EXCHANGED.replace("        try:", "        remove_tree(attempt)\n        try:"), "cuts", _OVER),
+    Mutant("a removal is not synced", _STORE, "            sync_directory(root)\n        except",
+           "            pass\n        except", "cuts", "a removal"),
+    Mutant("an export is not synced", "_convert/export.py", "            self.durability,\n            current",
+           '            "flush",\n            current', "cuts", "an export"),
     Mutant("files are synced before they are written", _WRITE,
            "            _Parts(descriptor, direct, body).write(stop, threads)\n",
            "            os.fsync(descriptor)\n            durability = 'flush'\n"
@@ -111,18 +124,56 @@ MUTANTS = (
            'asked["save_id"], "flush")', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
-           "            shutil.copytree(attempt, target)\n            shutil.rmtree(attempt)\n" + _TRY, "kills"),
+           "    shutil.copytree(attempt, target)\n    shutil.rmtree(attempt)\n" + _TRY, "kills"),
     Mutant("a deletion begins with the files", _STORE, "    hidden = take_away(root, directory)\n",
            "    remove_tree(root / directory)\n    hidden = take_away(root, directory)\n", "kills",
            "a retention pass"),
     Mutant("the marker is written first and published alone", _LOCAL, _RENAME,
-           "            target.mkdir()\n            for one in sorted(attempt.iterdir()):\n"
-           "                os.rename(one, target / one.name)\n            attempt.rmdir()\n" + _TRY, "kills"),
+           "    target.mkdir()\n    for one in sorted(attempt.iterdir()):\n"
+           "        os.rename(one, target / one.name)\n    attempt.rmdir()\n" + _TRY, "kills"),
     Mutant("an occupied target is replaced", _LOCAL, _RENAME,
-           "            shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
+           "    shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
     Mutant("a generation that is there is taken again", "_run/steps.py",
            "    return max((found.generation for found in found), default=0) + 1",
            "    return 1", "conflicts"),
+    Mutant("what is replaced is deleted before the exchange", _LOCAL, _EXCHANGE,
+           "                remove_tree(target)\n                os.rename(attempt, target)\n", "kills", _OVER),
+    Mutant("what is replaced is written over", _LOCAL, _EXCHANGE,
+           "                shutil.copytree(attempt, target, dirs_exist_ok=True)\n", "kills", _OVER),
+    Mutant("an export is replaced in two steps", _LOCAL, _EXCHANGE,
+           "                os.rename(target, target.with_name('.old.partial'))\n"
+           "                os.rename(attempt, target)\n", "kills", "an export over another"),
+    # others come between the look and the step
+    Mutant("a save that is faster fails another one that overwrites", _LOCAL,
+           "            if not left or not lost or not os.path.isdir(attempt):\n", "            if True:\n", "rivals"),
+    Mutant("a save that came after the rename is taken away", _LOCAL, "if made is None or _is(made, target):  #",
+           "if True:  #", "rivals"),
+    Mutant("whatever has come meanwhile is replaced", _LOCAL, "                if not checked:\n",
+           "                if False:\n", "rivals"),
+    # overwriting on object storage
+    Mutant("a put on a condition has no condition", "_storage/object_store/bucket.py",
+           "                await engine.replace(key, memoryview(content), version)\n",
+           '                await engine.put(key, memoryview(content), mode="overwrite")\n', "object_store", "races"),
+    Mutant("old objects are deleted before the commit", _OBJECTS, "            await self._create(f",
+           "            await (self._replaced and self._collect(self._replaced) or asyncio.sleep(0))\n"
+           "            await self._create(f", "object_store"),
+    Mutant("old objects are not deleted", _OBJECTS, "        await bucket.delete(target, old)\n", "", "object_store"),
+    Mutant("what a dead save has left is not deleted", _OBJECTS, _FOUND,
+           _FOUND.replace("ids - {save_id}", "{marked_id} - {None}"), "object_store"),
+    Mutant("a lost answer is a lost race", "_storage/object_store/bucket.py",
+           "                if not await _has_replaced(engine, key, content[-4096:], version):\n",
+           "                if True:\n", "object_store", "lost answers"),
+    Mutant("a removal begins with the files", "_storage/object_store/store.py",
+           "            await self._bucket.delete(directory, [_MARKER])\n",
+           "            await self._bucket.delete(directory, [one for one in "
+           "(await self._bucket.listing(directory)).files if one not in (_MARKER, NOTE)])\n"
+           "            await self._bucket.delete(directory, [_MARKER])\n", "object_store", "a removal"),
+    Mutant("a load does not start over", "_load/operation.py",
+           "            return lost and await self.target.replaced()\n", "            return False\n", "object_store",
+           "overtaken"),
+    Mutant("a verification does not start over", "_load/verify.py",
+           "                    if report.ok or not await source.moved():\n", "                    if True:\n",
+           "object_store", "overtaken"),
     # failures
     Mutant("a short write counts as a whole one", _WRITE,
            "            done += os.pwrite(descriptor, buffer[done : done + _MAX_TRANSFER_BYTES], position + done)\n",
@@ -161,6 +212,11 @@ MUTANTS = (
     Mutant("a renamed step is believed", "_load/open/steps.py",
            "    if (marker.step, marker.generation) != found.order:\n",
            "    if False:\n", "renamed"),
+    Mutant("sidecar files are not verified", "_load/checkpoint.py", _READ_FILE,
+           "                await Reader(source, 'manifest', None, await streams_of([])).read(\n"
+           "                    [Wanted(name, entry, whole(entry), target)], own=True)\n", "corruption"),
+    Mutant("verify passes sidecar files over", "_layout/checks.py", _SIDECARS,
+           _SIDECARS + "    return\n", "corruption"),
     # retention
     Mutant("nothing is verified before older steps go", _PRUNING, "        if step.name in self._verified:\n",
            "        if True:\n", "retention"),
@@ -217,23 +273,21 @@ async def kills(place: Path, chance: random.Random, first: str) -> AsyncIterator
 async def modelled(
     place: Path, chance: random.Random, first: str, keeps: tuple[Any, ...], writer: Any
 ) -> AsyncIterator[list[str]]:
-    from _cutting import WORK, judged, recorded
+    from _cutting import WORK, judged, recorded, runs
     from _look import look
 
     for number, name in enumerate(sorted(WORK, key=lambda name: name != first)):
         cut = place / f"cut-{number}"
         recording = await recorded(place / str(number), name, writer)
-        new = "run/new/below" if name == "a new run" else "run"
         last = len(recording.events)
-        telling = ("rename", "fsync", "unlink", "rmdir", "mkdir")
+        telling = ("rename", "exchange", "fsync", "unlink", "rmdir", "mkdir")
         for at, model in recording.moments():
             if at < last and recording.events[at - 1].operation not in telling:
                 continue
             for keep in keeps:
                 model.write_to(cut, keep, chance)
-                found = await look(cut / new)
-                older = found if new == "run" else await look(cut / "run")
-                yield judged(found, recording.acknowledged(at), older, name)
+                found = {run: await look(cut / run) for run in runs(name)}
+                yield judged(cut, [found[run] for run in runs(name)], recording.acknowledged(at), name)
 
 
 async def faults(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
@@ -275,13 +329,13 @@ async def reads(place: Path, chance: random.Random, first: str) -> AsyncIterator
 
 async def corruption(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     from _corrupting import DAMAGES, OWN_READERS, damaged, judged
-    from _seeded import make_state
+    from _seeded import files_of, make_state
 
     import sidestream
 
     async with sidestream.Checkpointer(place / "run") as checkpoints:
         for step, seed in ((1, 11), (2, 12)):
-            await (await checkpoints.save(make_state(seed), step=step))
+            await (await checkpoints.save(make_state(seed), step=step, files=files_of(seed)))
     for _ in range(1500):
         with damaged(place / "run" / "step-1", chance.choice(DAMAGES), chance):
             _, wrong = await judged(place / "run" / "step-1", chance.choice(OWN_READERS))
@@ -340,6 +394,81 @@ async def conflicts(place: Path, chance: random.Random, first: str) -> AsyncIter
         yield wrong
 
 
+async def rivals(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
+    """At every operation of a save to one name, or of a load of it, another save does all that it does."""
+    from _look import look
+    from _operations import Intercept, Operation, exists
+    from _seeded import blank_state, make_state, same
+
+    import sidestream
+
+    def overwrite(seed: int) -> None:
+        sidestream.blocking.save(make_state(seed), place / "run" / "last", overwrite=True, durability="flush")
+
+    def thesis() -> None:
+        (place / "run" / "last").mkdir(parents=True)
+        (place / "run" / "last" / "thesis.tex").write_text("years of work")
+
+    for what in ("new", "old", "load", "thesis"):
+        at = called = 0
+        while called >= at:
+            at += 1
+            shutil.rmtree(place / "run", ignore_errors=True)
+            if what in ("old", "load"):
+                await sidestream.save(make_state(11), place / "run" / "last", durability="flush")
+            come: list[int] = []
+
+            def between(operation: Operation, at: int = at, what: str = what, come: list[int] = come) -> Any:
+                vacant = what != "thesis" or not exists(str(place / "run" / "last"))
+                if operation.index == at and not come and vacant:
+                    come.append(at)
+                    thesis() if what == "thesis" else overwrite(12)
+                return operation.call()
+
+            wrong: list[str] = []
+            ours = True
+            with Intercept(place / "run", between).installed() as intercept:
+                try:
+                    if what == "load":
+                        state = blank_state()
+                        await sidestream.load(state, place / "run" / "last")
+                        wrong += [] if same(state, make_state(state["seed"])) else ["a mixture"]
+                    else:
+                        state = make_state(13)
+                        await sidestream.save(state, place / "run" / "last", overwrite=True, durability="flush")
+                except sidestream.errors.Conflict as error:
+                    ours = False
+                    wrong += [] if what == "thesis" else [repr(error)]
+                except sidestream.errors.SidestreamError as error:
+                    wrong.append(repr(error))
+            called = len(intercept.log)
+            if what == "thesis":
+                kept = (place / "run" / "last" / "thesis.tex").exists()
+                wrong += ["years of work are lost"] if come and not kept else []
+            else:
+                found = await look(place / "run")
+                last = found.seeds.get("last")
+                allowed = {12, 13} if come and ours else {12} if come else {11, 13}
+                wrong += [*found.violations, *([] if last in allowed else [f"{last} is there"])]
+            yield wrong
+
+
+async def object_store(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
+    from _object_store import WORK, kills, lost_answers, overtaken, races
+
+    parts: dict[str, list[Callable[[], AsyncIterator[tuple[str, list[str]]]]]] = {
+        "": [lambda: kills("a save over another")],
+        "a removal": [lambda: kills("a removal")],
+        "races": [races],
+        "overtaken": [overtaken],
+        "lost answers": [lambda name=name: lost_answers(name) for name in WORK],  # type: ignore[misc]
+    }
+    for part in sorted(parts, key=lambda part: part != first):
+        for trials in parts[part]:
+            async for _, wrong in trials():
+                yield wrong
+
+
 async def retention(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
     from _retaining import trial
 
@@ -369,7 +498,21 @@ async def cancels(place: Path, chance: random.Random, first: str) -> AsyncIterat
 
 CATCHERS: dict[str, Callable[[Path, random.Random, str], AsyncIterator[list[str]]]] = {
     each.__name__: each
-    for each in (cuts, saver_cuts, kills, faults, reads, corruption, stock, renamed, conflicts, retention, cancels)
+    for each in (
+        cuts,
+        saver_cuts,
+        kills,
+        faults,
+        reads,
+        corruption,
+        stock,
+        renamed,
+        conflicts,
+        rivals,
+        object_store,
+        retention,
+        cancels,
+    )
 }
 
 

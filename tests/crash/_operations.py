@@ -1,8 +1,10 @@
-"""A hand on every file operation. Nothing of sidestream is replaced: ``Intercept`` stands between it and ``os``."""
+"""A hand on every file operation. Nothing of sidestream is replaced: ``Intercept`` stands between it and ``os``, and
+between it and the one system call that ``os`` lacks, the exchange of two directories."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +20,8 @@ OPERATIONS = (
 """``test_operations`` holds the package to these."""
 
 _WRITES = ("pwrite", "write", "writev", "pwritev", "posix_fallocate", "truncate", "ftruncate")
-_ON_LINKS = ("rename", "replace", "link", "symlink")
+_ON_LINKS = ("rename", "replace", "link", "symlink", "exchange")
+_EXCHANGE = "sidestream._storage.local.exchange"
 
 
 _real_stat = os.stat
@@ -91,11 +94,27 @@ class Intercept:
         real = {name: getattr(os, name) for name in OPERATIONS if hasattr(os, name)}
         for name, function in real.items():
             setattr(os, name, self._wrapped(name, function))
+        exchanging: Any = sys.modules.get(_EXCHANGE)
+        look_up = None if exchanging is None else exchanging._renameat2
+        if exchanging is not None:
+            exchanging._renameat2 = lambda: self._exchange(look_up)
         try:
             yield self
         finally:
             for name, function in real.items():
                 setattr(os, name, function)
+            if exchanging is not None:
+                exchanging._renameat2 = look_up
+
+    def _exchange(self, look_up: Callable[[], Any]) -> Callable[..., Any]:
+        """``renameat2``, as it is called."""
+        renameat2 = look_up()
+
+        def exchange(one_at: int, one: bytes, other_at: int, other: bytes, flags: Any) -> Any:
+            call = self._wrapped("exchange", lambda one, other: renameat2(one_at, one, other_at, other, flags))
+            return call(one, other)
+
+        return exchange
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def intercepted(*args: Any, **options: Any) -> Any:

@@ -67,6 +67,29 @@ async def test_everything_is_synced_before_it_is_relied_on(place: str, tmp_path:
     assert not any(operation.changes for operation in log[rename + 1 :] if operation.name != "fsync")
 
 
+async def test_an_exchange_is_synced_before_what_it_replaced_is_deleted(tmp_path: Path) -> None:
+    await sidestream.save(make_state(1), tmp_path / "target")
+    files = {"config.json": b"{}"}
+    log = await traced(
+        tmp_path, lambda: sidestream.save(make_state(2), tmp_path / "target", overwrite=True, files=files)
+    )
+    at = next(index for index, one in enumerate(log) if one.name == "exchange" and one.target == f"{tmp_path}/target")
+    attempt = log[at].path
+    left = [one for one in unsynced(log, tmp_path, at) if not one.endswith((attempt, "/.one", "/.other"))]
+    assert left == [], "published before it was complete on disk"
+    assert f"{attempt}/config.json" in {one.path for one in log[:at] if one.name == "fsync"}
+    after = [(one.name, one.path) for one in log[at + 1 :] if one.changes or one.name in ("unlink", "rmdir")]
+    assert after[:2] == [("fsync", str(tmp_path)), ("rename", attempt)]
+
+
+async def test_a_removal_is_synced_before_files_are_deleted(tmp_path: Path) -> None:
+    await sidestream.save(make_state(1), tmp_path / "target")
+    log = await traced(tmp_path, lambda: sidestream.remove(tmp_path / "target"))
+    names = [one.name for one in log if one.changes or one.name in ("unlink", "rmdir")]
+    assert names[:2] == ["rename", "fsync"]
+    assert set(names[2:]) == {"unlink", "rmdir"}
+
+
 async def test_flush_syncs_nothing(tmp_path: Path) -> None:
     log = await traced(tmp_path, lambda: sidestream.save(make_state(1), tmp_path / "target", durability="flush"))
     assert not any(operation.name == "fsync" for operation in log)

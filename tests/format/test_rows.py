@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from sidestream._format.manifest import parse_manifest, write_manifest
 from sidestream._format.records import (
     BLOCK_BYTES,
     Chunk,
+    CompositeEntry,
     DictKey,
     EmptyEntry,
     Entry,
@@ -40,8 +42,9 @@ def tensor(path: tuple[Any, ...], shape: tuple[int, ...], file: str, at: int, di
     return TensorEntry(path, "float32", shape, (chunk,))
 
 
-def manifest(digests: bool = False) -> Manifest:
-    """Tensors of every kind that is a row, two that are tied, one in two chunks, and what is no tensor."""
+def manifest(digests: bool = False, *, composite: bool = False) -> Manifest:
+    """Tensors of every kind that is a row, two that are tied, one in two chunks, and what is no tensor. ``composite``:
+    and tensors that consist of others."""
     entries: dict[str, Entry] = {}
     shapes: list[tuple[int, ...]] = [(256,), (3, 4), (), (0, 5), (300_000,)]
     at = 0
@@ -55,6 +58,13 @@ def manifest(digests: bool = False) -> Manifest:
     entries["cut"] = TensorEntry(("cut",), "float32", (10,), cut)
     entries["value"] = ValueEntry(("value",), "__0_1.distcp", 5000, 100, {"tuple": [1, 2]})
     entries["empty"] = EmptyEntry(("empty",))
+    if composite:
+        entries["sum"] = CompositeEntry(("sum",), "sparse_coo", "float32", (4, 4), None, ("indices", "values"), True)
+        entries["sum.indices"] = tensor(("sum", "indices"), (2, 3), "__0_1.distcp", 6000, digests)
+        entries["sum.values"] = tensor(("sum", "values"), (3,), "__0_1.distcp", 8000, digests)
+        entries["low"] = replace(tensor(("low",), (9,), "__0_1.distcp", 10_000, digests), dtype="int4")
+        entries["wrapper"] = CompositeEntry(("wrapper",), "a.B", "int8", (4,), (1,), ("inner",), {"dict": [["k", 1]]})
+        entries["wrapper.inner"] = tensor(("wrapper", "inner"), (4,), "__0_1.distcp", 12_000, digests)
     return Manifest("0" * 32, entries, FILES, 7, 1, "blake3" if digests else None)
 
 
@@ -136,10 +146,11 @@ def mutated(lines: list[bytes], chance: random.Random) -> bytes:
     return b"".join(found)
 
 
+@pytest.mark.parametrize("composite", [False, True])
 @pytest.mark.parametrize("digests", [False, True])
 @pytest.mark.parametrize("count", [3_000, pytest.param(200_000, marks=pytest.mark.long)])
-def test_mutations(digests: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = written(manifest(digests))
+def test_mutations(digests: bool, composite: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = written(manifest(digests, composite=composite))
     sound = 0
     for seed in range(count):
         raw = mutated(lines, random.Random(seed))
@@ -147,6 +158,16 @@ def test_mutations(digests: bool, count: int, monkeypatch: pytest.MonkeyPatch) -
         assert with_rows == without_rows(raw, monkeypatch), (seed, raw)
         sound += isinstance(with_rows, dict)
     assert count // 50 < sound < count  # some changes do no harm
+
+
+def test_rows_beside_composite_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = b"".join(written(manifest(composite=True)))
+    found = at_once(parse_manifest(raw))
+    assert isinstance(found, Manifest)
+    rows = [fqn for fqn, entry in stored(found.entries).items() if isinstance(entry, tuple)]
+    assert rows[-4:] == ["sum.indices", "sum.values", "low", "wrapper.inner"]
+    assert dict(found.entries) == manifest(composite=True).entries
+    assert verdict(raw) == without_rows(raw, monkeypatch)
 
 
 def test_types_that_compare_equal_are_not_taken_from_another_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Write a set of golden checkpoints: ``python tests/goldens/record_checkpoints.py DIRECTORY``.
+"""Write a set of golden checkpoints: ``python tests/goldens/record_checkpoints.py DIRECTORY``, and that of composite
+tensors: ``python tests/goldens/record_checkpoints.py composites DIRECTORY``.
 
 A recorded set is never written again: later versions have to read what this version wrote. A new kind of checkpoint
 goes into a new directory beside the old ones. Identifiers, the clock and the key are fixed from outside, so the files
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _golden_checkpoints import COLUMNS, METADATA, ROWS, floats, foreign, part
+from _golden_composites import composites
 from _golden_states import blocks, small, tensors, training, values
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -55,6 +57,16 @@ def main(target: Path) -> None:
         ranks(case, target)
     for lease in target.rglob(".leases"):
         shutil.rmtree(lease)
+
+
+def only_composites(target: Path) -> None:
+    if target.exists():
+        raise SystemExit(f"{target} exists: a recorded set is never written again")
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    target.mkdir(parents=True)
+    with mock.patch.object(uuid, "uuid4", _id), mock.patch.object(time, "time", return_value=NOW):
+        asyncio.run(sidestream.save(composites(), target / "threads"))
 
 
 async def native(target: Path) -> None:
@@ -174,5 +186,7 @@ def rank_main(case: str, target: Path, store: Path, rank: int) -> None:
 if __name__ == "__main__":
     if len(sys.argv) == 2:
         main(Path(sys.argv[1]).absolute())
+    elif len(sys.argv) == 3:
+        only_composites(Path(sys.argv[2]).absolute())
     else:
         rank_main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from _golden_checkpoints import CHECKPOINTS, GOLDENS, Golden
+from _golden_composites import COMPOSITES, composites, unfolded
 from _golden_states import blank, differences, model_and_optimizer, plain, training
+from torch.testing._internal.two_tensor import TwoTensor
 
 import sidestream
 
@@ -93,6 +96,22 @@ async def test_a_run_goes_on_from_its_steps(tmp_path: Path) -> None:
         assert await checkpoints.metadata(1) == {"loss": 1.5}
     async with sidestream.Checkpointer(tmp_path / "run", keep=sidestream.KeepLast(1)) as checkpoints:
         assert (await checkpoints.prune(dry_run=True)).deleted == ("step-1", "step-2")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+async def test_tensors_that_consist_of_others() -> None:
+    url = COMPOSITES / "threads"
+    assert (await sidestream.verify(url)).ok
+    anew = await (await sidestream.open_checkpoint(url, allow=[TwoTensor])).state_dict()
+    assert differences(unfolded(composites()), unfolded(anew)) == []
+    target = composites(plus=3)
+    assert differences(unfolded(composites()), unfolded(target)) != []
+    await sidestream.load(target, url)
+    assert differences(unfolded(composites()), unfolded(target)) == []
+    parts = {"model": {"two": {"a": torch.zeros(4)}}, "int4": torch.zeros(2, 3, dtype=torch.uint8)}
+    dcp.load(parts, checkpoint_id=url, no_dist=True)
+    assert torch.equal(parts["model"]["two"]["a"], torch.arange(4.0))
+    assert parts["int4"].reshape(-1).tolist() == list(range(6))
 
 
 async def test_a_damaged_copy_is_found(tmp_path: Path) -> None:

@@ -266,6 +266,25 @@ async def test_a_reader_is_overtaken_at_each_request(kind: str, s3: S3Server) ->
     assert number >= 2
 
 
+@pytest.mark.parametrize("kind", ["get", "list"])
+async def test_a_verification_is_overtaken_at_each_request(kind: str, s3: S3Server) -> None:
+    """By a checkpoint whose files are shorter."""
+    target = on_s3(s3)
+
+    def replace() -> None:
+        asyncio.run(save({"step": 5}, target.url, overwrite=True, **target.how))
+
+    for number in range(1, 30):
+        await target.save(0)
+        overtaking = OnceAt(s3, kind, "", replace, at=number)
+        report = await sidestream.verify(target.url, **target.how)
+        assert report.ok, (number, report.damaged)
+        s3.fault = lambda request: None
+        if overtaking.left:
+            break
+    assert number >= 2
+
+
 async def test_not_without_being_asked(target: Target) -> None:
     await target.save(1)
     with pytest.raises(Conflict):

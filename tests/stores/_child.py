@@ -16,7 +16,7 @@ import anyio.lowlevel
 import obstore.store
 import s3fs
 import torch
-from _states import blank_state, make_state, seed_in
+from _states import blank_state, files_of, make_state, seed_in
 
 import sidestream
 from sidestream import errors
@@ -57,8 +57,29 @@ class Child:
         """To one URL, each save in the place of what is there."""
         for _, seed in self.trial["saves"]:
             state = make_state(seed, self.trial["mib"])
-            info = await sidestream.save(state, f"{self.trial['run']}/last", overwrite=True, **self.where)
+            url = f"{self.trial['run']}/last"
+            info = await sidestream.save(state, url, overwrite=True, files=files_of(seed), **self.where)
             self.tell(acked=info.url.rpartition("/")[2], seed=seed)
+
+    async def remove(self) -> None:
+        await sidestream.remove(f"{self.trial['run']}/last", **self.where)
+        self.tell(removed=True)
+
+    async def export(self) -> None:
+        """A save with an export beside it."""
+        ((_, seed),) = self.trial["saves"]
+        run, (options, policy) = self.trial["run"], self.where.values()
+        beside = sidestream.HF(
+            f"{run}/hf", select="model.*", max_shard_bytes=3 << 20, files=files_of(seed), storage_options=options,
+            store_policy=policy,
+        )  # fmt: skip
+        pending = sidestream.async_save(
+            make_state(seed, self.trial["mib"]), f"{run}/plain", export=beside, **self.where
+        )
+        await pending
+        self.tell(acked="plain", seed=seed)
+        await pending.exports[0]
+        self.tell(exported=True)
 
     async def polling(self) -> None:
         """Restore the newest step again and again until that is ``until``."""

@@ -24,6 +24,11 @@ def make_state(seed: int, mib: int = 11) -> dict[str, Any]:
     }
 
 
+def files_of(seed: int) -> dict[str, bytes]:
+    """Sidecar files that tell the seed."""
+    return {"seed": str(seed).encode(), "log": f"{seed}\n".encode() * 300}
+
+
 def blank_state(mib: int = 11) -> dict[str, Any]:
     """A template for ``load`` that holds nothing of any seed."""
     state = make_state(-1, mib)

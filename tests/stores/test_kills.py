@@ -12,7 +12,7 @@ import pytest
 from _processes import Children, Oracle, Seen, Told, children, oracle
 from _proxy import Exchange, Fault, Lane, Proxy
 from _servers import Bucket, Endpoint
-from _states import PART_BYTES, blank_state, make_state, seed_in
+from _states import PART_BYTES, blank_state, files_of, make_state, seed_in
 
 import sidestream
 
@@ -249,10 +249,14 @@ def test_of_two_writers_of_one_target_one_wins(
 
 
 def loaded(url: str, how: dict[str, Any], mib: int) -> int | str:
-    """The seed of the checkpoint."""
+    """The seed of the checkpoint, and of its sidecar files if it has some."""
     state = blank_state(mib)
     sidestream.blocking.load(state, url, **how)
-    return seed_in(state, mib)
+    seed = seed_in(state, mib)
+    checkpoint = sidestream.blocking.open_checkpoint(url, **how)
+    files = {name: checkpoint.file(name) for name in checkpoint.files}
+    assert files in ({}, files_of(seed))
+    return seed
 
 
 def ids(bucket: Bucket, prefix: str) -> set[str]:
@@ -260,11 +264,11 @@ def ids(bucket: Bucket, prefix: str) -> set[str]:
 
 
 def test_overwriting_is_killed_at_every_request(
-    seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, prefix: str
+    seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, judge: Oracle, prefix: str
 ) -> None:
     """The old checkpoint up to the put of the marker, the new one from then on; the next save deletes what is left."""
     how = {"storage_options": seaweed.options, "store_policy": sidestream.StorePolicy(**policy("obstore"))}
-    sidestream.blocking.save(make_state(11, MIB), seaweed.url(f"{prefix}/before/last"), **how)
+    sidestream.blocking.save(make_state(11, MIB), seaweed.url(f"{prefix}/before/last"), files=files_of(11), **how)
 
     def trial(run: str, lane: Lane, killer: Killer | None) -> Told:
         def started(pid: int) -> None:
@@ -294,6 +298,9 @@ def test_overwriting_is_killed_at_every_request(
             told = trial(seaweed.url(below), lane, killer)
         assert killer.dead, told
         found[at, after] = loaded(seaweed.url(f"{below}/last"), how, MIB)
+        if at % 4 == 0 or after:
+            seen = judge.look(seaweed.options, seaweed.url(below), MIB)
+            assert seen.stock == seen.ours == {"last": found[at, after]}, (at, after, seen)
         left += len(ids(bucket, below)) > 1
         info = sidestream.blocking.save(make_state(13, MIB), seaweed.url(f"{below}/last"), overwrite=True, **how)
         assert ids(bucket, below) == {info.save_id}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from .._format.records import Manifest, itemsize
+from .._format.records import SUB_BYTE_DTYPES, CompositeEntry, Manifest, itemsize
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
 from .._layout.names import new_names, target_dtype
 from .._layout.ranges import PIECE_BYTES
@@ -23,13 +23,14 @@ from .._runtime.threads import (
     current_deadline,
     gathered,
     io_threads,
+    politely,
     run_sliced,
     time_limit,
 )
 from .._save.layouts import commit_files, sidecar_files, with_sidecars
 from .._save.operation import RankReceipt, SaveOrder
 from .._storage import Kind, Location, Where, locate_directory
-from ..errors import InvalidOption
+from ..errors import InvalidOption, KeyCollision, UnsupportedTensor
 from ..options import (
     Dtypes,
     Durability,
@@ -45,7 +46,7 @@ from ..options import (
     check_verify,
 )
 from .operation import run_here
-from .source import Pipeline, Source, SourceOpaque, SourceTensor, SourceValue, open_source
+from .source import Pipeline, Source, SourceComposite, SourceEntry, SourceOpaque, SourceTensor, open_source
 from .targets import (
     DcpTarget,
     OutTensor,
@@ -70,6 +71,7 @@ Format = Literal["dcp", "torch", "safetensors"]
 """``"dcp"``: a checkpoint of ours, which stock DCP reads. ``"torch"``: one file, as ``torch.save`` writes it.
 ``"safetensors"``: one file, or a directory as transformers reads it."""
 
+_SPOKEN = {"torch": "files of torch.save as this version writes them", "safetensors": "safetensors"}
 _LEAST_BYTES = 96 << 20
 _MIB = 1 << 20
 
@@ -145,7 +147,7 @@ async def convert(
     with time_limit(Deadline.after(timeout_s)):
         opened = await open_source(source, Where(storage_options, None, store_policy))
         async with aclosing(opened):
-            selection = await io_threads().run(_select, opened, select, names, dtype)
+            selection = await io_threads().run(_select, opened, select, names, dtype, chosen)
             how = How(chosen, shard_bytes, budget_bytes, verify, durability, progress)
             return await convert_opened(opened, selection, where, how)
 
@@ -167,6 +169,11 @@ class How:
 
 async def convert_opened(opened: Source, selection: Selection, where: Location, how: How) -> ConvertReport:
     """``convert`` what was selected of an opened source."""
+    with opened.all_there():
+        return await _convert(opened, selection, where, how)
+
+
+async def _convert(opened: Source, selection: Selection, where: Location, how: How) -> ConvertReport:
     chosen = how.format
     single = chosen == "torch" or (chosen == "safetensors" and where.name.endswith(SUFFIX))
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
@@ -199,7 +206,7 @@ async def convert_opened(opened: Source, selection: Selection, where: Location, 
             format=chosen,
             files=tuple(file.name for file in layout.data_files),
             nbytes=sum(file.nbytes for file in layout.data_files),
-            tensors=tuple(one.fqn for one in selection.tensors),
+            tensors=tuple(fqn for fqn in selection.order if fqn in selection.told),
             values=tuple(one.fqn for one in selection.values),
             left_out=(*selection.left_out, *_without_place(opened, sidecars, how)),
             cast=selection.cast,
@@ -215,7 +222,8 @@ async def convert_opened(opened: Source, selection: Selection, where: Location, 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What is converted, under its new names: the tensors, where each comes from, and the values. ``aliases``: names of
-    tied tensors that are noted and not written, and the names that they are written under."""
+    tied tensors that are noted and not written, and the names that they are written under. ``composites`` are tensors
+    that consist of others, which are among ``tensors``."""
 
     tensors: list[OutTensor]
     values: list[OutValue]
@@ -224,38 +232,86 @@ class Selection:
     left_out: tuple[str, ...]
     cast: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    composites: dict[str, CompositeEntry] = field(default_factory=dict)
+    told: frozenset[str] = frozenset()
+    """The new names of all tensors but those that are parts of others."""
 
 
 def _select(
-    source: Source, select: str | Collection[str] | None, names: Names | None, dtype: Dtypes | None
+    source: Source,
+    select: str | Collection[str] | None,
+    names: Names | None,
+    dtype: Dtypes | None,
+    target: Format,
 ) -> Selection:
-    taken = selected(source.entries, select, source.url)
-    entries = source.entries
+    entries, parts = source.entries, source.parts()
+    taken = selected((fqn for fqn in entries if fqn not in parts), select, source.url)
     named = run_sliced(new_names(names, taken, source.url, identity=lambda fqn: _identity(fqn, entries[fqn])))
-    _refuse_opaque(source, [fqn for fqn in taken if named[fqn] is not None])
+    kept = [fqn for fqn in taken if named[fqn] is not None]
+    _refuse_opaque(source, kept)
+    if target != "dcp":
+        _refuse_unusual(source, kept, target)
+    named = _with_parts(source, named)
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
-    left_out = tuple(fqn for fqn in entries if named.get(fqn) is None)
+    left_out = tuple(fqn for fqn in entries if fqn not in parts and named.get(fqn) is None)
     found = Selection([], [], {}, order, left_out, ())
-    cast = []
+    cast, told = [], []
     for fqn, new in named.items():
         entry = entries[fqn]
         if new is None or new in found.origin or isinstance(entry, SourceOpaque):
             continue
-        path = renamed_path(entry.path, fqn, new)
+        whole = parts.get(fqn, fqn)
+        above = entries[whole].path
+        path = (*renamed_path(above, whole, named[whole] or ""), *entry.path[len(above) :])
+        if isinstance(entry, SourceComposite):
+            found.composites[new] = replace(entry.entry, path=path)
+            told += [] if fqn in parts else [new]
+            continue
         if not isinstance(entry, SourceTensor):
             found.values.append(OutValue(new, path, entry.node, entry.empty))
             continue
         saved = entry.entry.dtype
-        wanted = target_dtype(new, saved, dtype)
+        wanted = saved if fqn in parts else target_dtype(new, saved, dtype)
         if wanted != saved:
             cast.append(new)
         nbytes = math.prod(entry.entry.shape) * itemsize(wanted)
         found.tensors.append(OutTensor(new, path, wanted, entry.entry.shape, nbytes, (entry.identity, wanted)))
         found.origin[new] = (fqn, entry)
-    return Selection(found.tensors, found.values, found.origin, found.order, found.left_out, tuple(cast))
+        told += [] if fqn in parts else [new]
+    return replace(found, cast=tuple(cast), told=frozenset(told))
 
 
-def _identity(fqn: str, entry: SourceTensor | SourceValue | SourceOpaque) -> object:
+def _with_parts(source: Source, named: Mapping[str, str | None]) -> dict[str, str | None]:
+    """``named``, and the names of parts, which follow the tensor that they belong to. Raises ``KeyCollision``."""
+    found: dict[str, str | None] = {}
+    for fqn, new in politely(named.items()):
+        found[fqn] = new
+        entry = source.entries[fqn]
+        if isinstance(entry, SourceComposite):
+            found.update((part, new and new + part[len(fqn) :]) for part in entry.parts)
+    whole = {new for new in named.values() if new is not None}
+    for fqn, new in found.items():
+        if fqn not in named and new in whole:
+            raise KeyCollision(
+                f"{source.url}: names= gives one name to {fqn}, a part of a tensor, and another entry: {new}"
+            )
+    return found
+
+
+def _refuse_unusual(source: Source, taken: Sequence[str], target: Format) -> None:
+    """Raise ``UnsupportedTensor`` for a tensor that files of this format cannot hold."""
+    for fqn in taken:
+        one = source.entries[fqn]
+        if isinstance(one, SourceComposite):
+            what = f"it is a {one.entry.type}, and {_SPOKEN[target]} hold plain tensors only"
+        elif isinstance(one, SourceTensor) and one.entry.dtype in SUB_BYTE_DTYPES:
+            what = f"{_SPOKEN[target]} have no dtype {one.entry.dtype}"
+        else:
+            continue
+        raise UnsupportedTensor(f"{fqn}: {what}; convert into a directory for DCP, or leave it out with select=")
+
+
+def _identity(fqn: str, entry: SourceEntry) -> object:
     """Return what is the same for tied tensors, and for nothing else."""
     return (entry.identity, entry.entry.shape) if isinstance(entry, SourceTensor) else fqn
 
@@ -284,7 +340,7 @@ def _plan(selection: Selection, name: str | None, how: How) -> Sequence[TargetFi
     window_bytes = min(64 * _MIB, (how.budget_bytes - WINDOWS * PIECE_BYTES) // WINDOWS) // _MIB * _MIB
     tensors, values = selection.tensors, selection.values
     if how.format == "dcp":
-        return DcpTarget(tensors, values, how.shard_bytes or 1 << 62, window_bytes)
+        return DcpTarget(tensors, values, selection.composites, how.shard_bytes or 1 << 62, window_bytes)
     if how.format == "torch":
         return [torch_file(name or "", tensors, values, selection.order, window_bytes)]
     return safetensors_files(tensors, name, how.shard_bytes, window_bytes, selection.aliases, how.others)

@@ -20,7 +20,7 @@ from .._layout.checks import Piece
 from .._layout.ranges import PIECE_BYTES
 from .._load.buffers import Scratch
 from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
-from .._load.open.manifest import open_manifest
+from .._load.open.manifest import all_there, open_manifest
 from .._load.verify import Verification
 from .._runtime.caller import call
 from .._runtime.public import public
@@ -104,10 +104,12 @@ async def copy(
     with time_limit(deadline):
         files, manifest = await open_manifest(location)
         async with aclosing(files):
-            found = await _look(files, location, manifest)
+            with all_there(location.url):
+                found = await _look(files, location, manifest)
             order = SaveOrder(where, durability, deadline, kind="file" if found.single else "files", verb="copy")
             copying = _Copy(found, where, min(_MOST_WINDOW_BYTES, budget_bytes // WINDOWS), progress)
-            await run_here(order, copying.write, _CopiedLayout(found.sizes))
+            with all_there(location.url):
+                await run_here(order, copying.write, _CopiedLayout(found.sizes))
     return CopyReport(
         url=where.url,
         files=tuple(found.sizes),
@@ -193,6 +195,9 @@ async def _look(source: RangeSource, location: Location, manifest: Manifest) -> 
     if single:
         return _Found(source, url, manifest.files, True, pieces, names, unverified)
     listed = await source.sizes()
+    gone = await io_threads().run(_gone, listed, manifest)
+    if gone:
+        raise Corrupt(f"{url}: {gone} was deleted while it was read", file=gone)
     sizes = await io_threads().run(_in_order, listed, manifest)
     marker_crc = 0
     if METADATA_NAME in sizes:
@@ -208,6 +213,12 @@ def _names(manifest: Manifest) -> list[str]:
 def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
     """On object storage, what an attempt that did not commit has left carries its own id."""
     return {name: nbytes for name, nbytes in politely(listed.items()) if id_of(name) in (None, manifest.save_id)}
+
+
+def _gone(listed: Mapping[str, int], manifest: Manifest) -> str:
+    """Return a file that was there when the checkpoint was opened, and was not listed."""
+    expected = [*manifest.files, *([METADATA_NAME] if manifest.own and not manifest.parts else [])]
+    return next((name for name in politely(expected) if name not in listed), "")
 
 
 def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:

@@ -25,10 +25,10 @@ from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
 from .._storage import Body, BytesBody, FileSource, Location, Where, is_plain_name, locate_directory, read_sources
-from ..errors import InvalidOption, Skipped, SnapshotLost, allocating
+from ..errors import InvalidOption, Skipped, SnapshotLost, UnsupportedTensor, allocating
 from ..options import Dtypes, Durability, Names, StorePolicy, check_count, check_dtype, check_names
 from .convert import ConvertReport, How, Selection, convert_opened
-from .source import SourceTensor, open_source_at
+from .source import SourceComposite, SourceTensor, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
 
 __all__ = ["HF"]
@@ -116,12 +116,14 @@ class HF:
 
 
 class _Candidate(NamedTuple):
-    """A tensor that may be exported. Those with one ``identity`` are tied."""
+    """A tensor that may be exported. Those with one ``identity`` are tied. ``composite`` is the type of one that
+    consists of others."""
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
     identity: object
+    composite: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,11 @@ def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
         new = named.get(one.fqn)
         if new is None or new in found.origin:
             continue
+        if one.composite:
+            raise UnsupportedTensor(
+                f"{one.fqn}: it is a {one.composite}, and safetensors hold plain tensors only; "
+                "leave it out with select="
+            )
         leader = first.setdefault(one.identity, new)
         if leader != new:
             found.aliases[new] = leader
@@ -182,6 +189,7 @@ class _Sink:
     def read(self, snapshot: SnapshotReader[Any], stop: Stop) -> ConvertReport:
         plan: SavePlan = snapshot.plan(stop)
         candidates = [_Candidate(*one) for one in plan.named_tensors()]
+        candidates += [_Candidate(fqn, dtype, shape, fqn, kind) for fqn, dtype, shape, kind in plan.named_composites()]
         chosen = _choose(self.export, candidates, self.url)
         items = {fqn: item for fqn, _, _, item in plan.named_tensors()}
         by_item = {items[chosen.origin[one.fqn]]: one for one in chosen.tensors}
@@ -233,14 +241,30 @@ class _Sink:
     async def read_checkpoint(self, checkpoint: Location) -> ConvertReport:
         opened = await open_source_at(checkpoint)
         async with aclosing(opened):
-            entries = {fqn: one for fqn, one in opened.entries.items() if isinstance(one, SourceTensor)}
+            parts = await io_threads().run(opened.parts)
+            found = {fqn: one for fqn, one in opened.entries.items() if fqn not in parts}
+            entries = {fqn: one for fqn, one in found.items() if isinstance(one, SourceTensor)}
             candidates = [
                 _Candidate(fqn, one.entry.dtype, one.entry.shape, one.identity) for fqn, one in entries.items()
+            ]
+            candidates += [
+                _Candidate(fqn, one.entry.dtype, one.entry.shape, fqn, one.entry.type)
+                for fqn, one in found.items()
+                if isinstance(one, SourceComposite)
             ]
             chosen = await io_threads().run(_choose, self.export, candidates, self.url)
             origin = {new: (fqn, entries[fqn]) for new, fqn in chosen.origin.items()}
             order = [one.fqn for one in chosen.tensors]
-            selection = Selection(chosen.tensors, [], origin, order, chosen.left_out, chosen.cast, chosen.aliases)
+            selection = Selection(
+                chosen.tensors,
+                [],
+                origin,
+                order,
+                chosen.left_out,
+                chosen.cast,
+                chosen.aliases,
+                told=frozenset(order),
+            )
             how = How(
                 format="safetensors",
                 shard_bytes=self.export.max_shard_bytes,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from .._format.records import (
     Chunk,
+    CompositeEntry,
     EmptyEntry,
     ForeignPayload,
     Key,
@@ -22,6 +24,7 @@ from .._format.records import (
     TensorEntry,
     ValueEntry,
     itemsize,
+    parts_of,
 )
 from .._layout.checks import Piece, foreign_pieces, has_no_checksum
 from .._layout.ranges import Box
@@ -35,11 +38,11 @@ from .._load.foreign.values import (
     sorted_out,
     why_opaque,
 )
-from .._load.open.manifest import open_manifest
+from .._load.open.manifest import all_there, open_manifest
 from .._load.reader import Reader, Scratch, Wanted, whole
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, burst, gathered, io_threads, sliced
+from .._runtime.threads import Steps, burst, gathered, io_threads, politely, sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, Where, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpoint, allocating
@@ -47,7 +50,17 @@ from ..options import Progress, Verify
 from .targets import Slice, TargetFile
 from .windows import WindowedFile, Windows
 
-__all__ = ["Pipeline", "Source", "SourceOpaque", "SourceTensor", "SourceValue", "open_source", "open_source_at"]
+__all__ = [
+    "Pipeline",
+    "Source",
+    "SourceComposite",
+    "SourceEntry",
+    "SourceOpaque",
+    "SourceTensor",
+    "SourceValue",
+    "open_source",
+    "open_source_at",
+]
 
 _VIEWS_ANYHOW_BYTES = 64 << 20
 _VIEWS_RATIO = 16
@@ -89,15 +102,37 @@ class SourceOpaque:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceComposite:
+    """A tensor that consists of others. ``parts`` are the FQNs of all of them, also of the parts of a part."""
+
+    path: tuple[Key, ...]
+    entry: CompositeEntry
+    parts: tuple[str, ...]
+
+
+SourceEntry: TypeAlias = SourceTensor | SourceValue | SourceOpaque | SourceComposite
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """What is converted. ``files`` is open until ``aclose``."""
 
     files: RangeSource
     url: str
-    entries: Mapping[str, SourceTensor | SourceValue | SourceOpaque]
+    entries: Mapping[str, SourceEntry]
     own: bool = False
     unverified: frozenset[str] = field(default_factory=frozenset)
     sidecars: Mapping[str, TensorEntry] = field(default_factory=dict)
+
+    def parts(self) -> dict[str, str]:
+        """Return the FQNs of the parts of all composite tensors, and the tensor that each belongs to in the end. Called
+        in a worker thread."""
+        found: dict[str, str] = {}
+        for fqn, one in politely(self.entries.items()):
+            if isinstance(one, SourceComposite):
+                for part in one.parts:
+                    found.setdefault(part, fqn)
+        return found
 
     async def contents(self, verify: Verify) -> dict[str, bytes]:
         """Return the content of the sidecar files. Raises ``Corrupt``."""
@@ -109,6 +144,10 @@ class Source:
         ]
         await Reader(self.files, verify).read(wanted, own=True)
         return {name: await io_threads().run(bytes, content) for name, content in found.items()}
+
+    def all_there(self) -> AbstractContextManager[None]:
+        """Raise ``Corrupt`` within it for a file that is gone."""
+        return all_there(self.url)
 
     async def aclose(self) -> None:
         await self.files.aclose()
@@ -123,7 +162,8 @@ async def open_source_at(location: Location) -> Source:
     """Raises what opening a checkpoint raises; reads no payload of a tensor. The caller closes the result."""
     files, manifest = await open_manifest(location)
     try:
-        return await _of_manifest(files, location.url, manifest)
+        with all_there(location.url):
+            return await _of_manifest(files, location.url, manifest)
     except BaseException:
         await files.aclose()
         raise
@@ -164,13 +204,15 @@ def _described(
 ) -> Steps[Source]:
     """Describe the checkpoint. Called in a worker thread. ``refused``: the errors for the tensors that this version
     does not read."""
-    entries: dict[str, SourceTensor | SourceValue | SourceOpaque] = {}
+    entries: dict[str, SourceEntry] = {}
     unverified: set[str] = set()
     checked: set[object] = set()
     for fqn, entry in manifest.entries.items():
         yield
         if isinstance(entry, EmptyEntry):
             entries[fqn] = SourceValue(entry.path, None, empty=True)
+        elif isinstance(entry, CompositeEntry):
+            entries[fqn] = SourceComposite(entry.path, entry, tuple(parts_of(fqn, manifest.entries)))
         elif isinstance(entry, ValueEntry):
             entries[fqn] = SourceValue(entry.path, encode_value(values[fqn], fqn))
         elif isinstance(entry, OpaqueEntry) or fqn in refused:

@@ -11,7 +11,18 @@ from typing import Any, NamedTuple, Protocol
 from .._format.checksum import crc32
 from .._format.frame import frame_tensor, frame_value, tensor_pickle
 from .._format.pickles.write import EMPTY_DICT, dict_of, list_of
-from .._format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Key, Node, TensorEntry, ValueEntry
+from .._format.records import (
+    BLOCK_BYTES,
+    Chunk,
+    CompositeEntry,
+    DictKey,
+    EmptyEntry,
+    Entry,
+    Key,
+    Node,
+    TensorEntry,
+    ValueEntry,
+)
 from .._format.safetensors.read import INDEX_NAME
 from .._format.safetensors.write import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window, lay_out
@@ -298,7 +309,12 @@ class DcpTarget:
     """A checkpoint of ours: its shards, and its entries when they have been written."""
 
     def __init__(
-        self, tensors: Sequence[OutTensor], values: Sequence[OutValue], shard_bytes: int, window_bytes: int
+        self,
+        tensors: Sequence[OutTensor],
+        values: Sequence[OutValue],
+        composites: Mapping[str, CompositeEntry],
+        shard_bytes: int,
+        window_bytes: int,
     ) -> None:
         self._tensors, self._values = tensors, values
         distinct: dict[object, OutTensor] = {}
@@ -314,7 +330,7 @@ class DcpTarget:
             for number, one in enumerate(first):
                 self._places[one.identity] = (len(self.shards), number)
             self.shards.append(_DcpShard(f"__0_{len(self.shards) + 1}.distcp", layout, first))
-        self._entries: dict[str, ValueEntry | EmptyEntry] = {}
+        self._entries: dict[str, ValueEntry | EmptyEntry | CompositeEntry] = dict(composites)
         content = bytearray()
         for value in values:
             if value.empty:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from zlib import crc32
 
 from .pickles import write as p
-from .records import DTYPES
+from .records import DTYPES, itemsize, written_dtype
 
 __all__ = ["Frame", "frame_tensor", "frame_value"]
 
@@ -103,9 +103,10 @@ class _Record:
 
 @lru_cache(maxsize=65536)
 def frame_tensor(dtype: str, shape: tuple[int, ...]) -> Frame:
-    """The frame of a row-major tensor. ``dtype`` as in ``DTYPES``. Cached: a training run has few distinct ones."""
-    payload_bytes = math.prod(shape) * DTYPES[dtype][0]
-    header, records = _lead(b"\x80\x02" + tensor_pickle(dtype, shape, "0") + b".")
+    """The frame of a row-major tensor. ``dtype`` is one of ``SAVED_DTYPES``. Cached: a training run has few distinct
+    ones."""
+    payload_bytes = math.prod(shape) * itemsize(dtype)
+    header, records = _lead(b"\x80\x02" + tensor_pickle(written_dtype(dtype), shape, "0") + b".")
     payload = _Record("data/0", payload_bytes, 0, len(header), _CRC_FOLLOWS)
     header += payload.local_header()
     trailer = payload.descriptor()

@@ -14,6 +14,7 @@ from ..options import Digest
 from .records import (
     BLOCK_BYTES,
     Chunk,
+    CompositeEntry,
     DictKey,
     EmptyEntry,
     Entries,
@@ -44,21 +45,25 @@ __all__ = [
 T = TypeVar("T")
 _VERSION = 1
 _SHARED_VERSION = 2
+_COMPOSITE_VERSION = 3  # readers of the first versions have to refuse it
 
 
 def write_manifest(manifest: Manifest, torch_version: str) -> Iterator[bytes]:
     """The file, line by line."""
-    yield head_line(manifest, torch_version, len(manifest.entries))
+    composite = any(isinstance(entry, CompositeEntry) for entry in manifest.entries.values())
+    yield head_line(manifest, torch_version, len(manifest.entries), composite=composite)
     for fqn, entry in manifest.entries.items():
         yield entry_line(fqn, entry)
     yield metadata_line(manifest)
 
 
-def head_line(manifest: Manifest, torch_version: str, entries: int) -> bytes:
-    """The first line, of a manifest with so many ``entries``."""
+def head_line(manifest: Manifest, torch_version: str, entries: int, *, composite: bool) -> bytes:
+    """The first line, of a manifest with so many ``entries``. ``composite``: whether there are composite tensors among
+    them."""
+    version = _COMPOSITE_VERSION if composite else _VERSION
     return _line(
         {
-            **_head(manifest, _VERSION, torch_version, entries),
+            **_head(manifest, version, torch_version, entries),
             **({} if manifest.planner == "sidestream" else {"planner": manifest.planner}),
             **({} if manifest.planner_data is None else {"planner_data": manifest.planner_data}),
         }
@@ -154,6 +159,8 @@ def _entry(entry: Entry) -> tuple[object, ...]:
             return "value", [entry.file, entry.item_offset, entry.item_bytes, entry.node]
         case EmptyEntry():
             return "empty", entry.kind
+        case CompositeEntry():
+            return "composite", [entry.type, entry.dtype, entry.shape, entry.strides, entry.parts, entry.context]
         case OpaqueEntry():
             raise TypeError("a tensor that cannot be read is never written")
 
@@ -174,9 +181,12 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
         raise Corrupt("the manifest is cut off")
     try:
         head = json.loads(lines[0].decode())  # bytes that look like UTF-16 would make it import a codec
-        if head["sidestream"] not in (_VERSION, _SHARED_VERSION) or head["block_bytes"] != BLOCK_BYTES:
+        if (
+            head["sidestream"] not in (_VERSION, _SHARED_VERSION, _COMPOSITE_VERSION)
+            or head["block_bytes"] != BLOCK_BYTES
+        ):
             raise UnsupportedCheckpoint(
-                f"the manifest has version {head['sidestream']}, this sidestream reads {_SHARED_VERSION}: upgrade it"
+                f"the manifest has version {head['sidestream']}, this sidestream reads {_COMPOSITE_VERSION}: upgrade it"
             )
         metadata = _metadata(json.loads(lines.pop().decode())) if _is(bool, head.get("metadata", False)) else None
         digest = head.get("digest")
@@ -189,8 +199,9 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
         files, step = _files(head), _step(head)
         rows = Rows(files, digests=digest is not None, key_of=_parse_key)
         entries: dict[str, Entry | Row] = {}
+        composite = head["sidestream"] == _COMPOSITE_VERSION
         for some in chunked(lines[1:], 16):
-            entries.update([_parse_line(line.decode(), rows) for line in some])
+            entries.update([_parse_line(line.decode(), rows, composite) for line in some])
             yield
         if len(entries) != head["entries"] or len(lines) - 1 != head["entries"]:
             raise Corrupt(f"the manifest announces {head['entries']} entries and has {len(entries)}")
@@ -287,11 +298,11 @@ def _parse_row(line: list[Any], patterns: int, ranks: int) -> SharedRow:
     return SharedRow(kind, _is(str, fqn), path, "", (), content if kind == "value" else -1)
 
 
-def _parse_line(text: str, rows: Rows) -> tuple[str, Entry | Row]:
-    return rows.read(text) or _parse_entry(json.loads(text))
+def _parse_line(text: str, rows: Rows, composite: bool) -> tuple[str, Entry | Row]:
+    return rows.read(text) or _parse_entry(json.loads(text), composite)
 
 
-def _parse_entry(line: list[Any]) -> tuple[str, Entry]:
+def _parse_entry(line: list[Any], composite: bool) -> tuple[str, Entry]:
     kind, content, fqn, raw_path = line
     path = tuple(_parse_key(key) for key in raw_path)
     entry: Entry
@@ -306,9 +317,24 @@ def _parse_entry(line: list[Any]) -> tuple[str, Entry]:
             if content != "dict":
                 raise Corrupt(f"the manifest has an empty container of the unknown kind {content!r}")
             entry = EmptyEntry(path, content)
+        case "composite" if composite:
+            entry = _parse_composite(path, content)
         case _:
             raise Corrupt(f"the manifest has an entry of the unknown kind {kind!r}")
     return _is(str, fqn), entry
+
+
+def _parse_composite(path: tuple[Key, ...], content: list[Any]) -> CompositeEntry:
+    type_, dtype, shape, strides, parts, context = content
+    return CompositeEntry(
+        path,
+        _is(str, type_),
+        _is(str, dtype),
+        _ints(shape),
+        None if strides is None else _ints(strides),
+        tuple(_is(str, part) for part in _is(list, parts)),
+        context,
+    )
 
 
 def _parse_key(key: Any) -> Key:

@@ -10,8 +10,13 @@ from typing import Any, Literal, TypeAlias
 __all__ = [
     "BLOCK_BYTES",
     "DTYPES",
+    "MAX_PARTS",
+    "SAVED_DTYPES",
+    "SPARSE_PARTS",
     "STORAGE_DTYPES",
+    "SUB_BYTE_DTYPES",
     "Chunk",
+    "CompositeEntry",
     "DictKey",
     "EmptyEntry",
     "Entries",
@@ -24,9 +29,12 @@ __all__ = [
     "Row",
     "TensorEntry",
     "ValueEntry",
+    "all_parts",
     "itemsize",
+    "parts_of",
     "path_of",
     "stored",
+    "written_dtype",
 ]
 
 BLOCK_BYTES = 1 << 20
@@ -135,7 +143,38 @@ class OpaqueEntry:
     chunks: tuple[Chunk, ...]
 
 
-Entry: TypeAlias = TensorEntry | ValueEntry | EmptyEntry | OpaqueEntry
+@dataclass(frozen=True, slots=True)
+class CompositeEntry:
+    """A tensor that consists of others, which have entries of their own: the part ``"values"`` of ``w`` is
+    ``w.values``.
+
+    ``type`` is a layout of torch (``"sparse_coo"``) or the qualified name of a subclass. ``dtype``, ``shape`` and
+    ``strides`` (None for a layout) are those that the tensor itself reports, ``parts`` the names of the others in their
+    order. ``context`` is what the type needs besides, as a node. It has no bytes of its own.
+    """
+
+    path: tuple[Key, ...]
+    type: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    parts: tuple[str, ...]
+    context: Node = None
+
+
+SPARSE_PARTS: dict[str, tuple[str, ...]] = {
+    "sparse_coo": ("indices", "values"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+"""The layouts of sparse tensors, and the parts of each."""
+
+MAX_PARTS = 64
+"""So many parts a tensor has at most."""
+
+Entry: TypeAlias = TensorEntry | ValueEntry | EmptyEntry | OpaqueEntry | CompositeEntry
 
 Row: TypeAlias = tuple[str, tuple[int, ...], int, str, int, int, int, bytes, bytes | None, tuple[Key, ...]]
 """A tensor of one chunk with checksums, which ``rows.py`` has checked: dtype, shape, bytes of payload, file, offset and
@@ -175,6 +214,22 @@ class Entries(Mapping[str, Entry]):
 def stored(entries: Mapping[str, Entry]) -> Mapping[str, Entry | Row]:
     """The entries, those that are kept as rows as rows."""
     return entries.found if isinstance(entries, Entries) else entries
+
+
+def parts_of(fqn: str, entries: Mapping[str, Entry]) -> list[str]:
+    """The FQNs of the parts of a composite tensor, and those of their parts, in order."""
+    found: list[str] = []
+    entry = entries.get(fqn)
+    for part in entry.parts if isinstance(entry, CompositeEntry) else ():
+        name = f"{fqn}.{part}"
+        found += [name, *parts_of(name, entries)]
+    return found
+
+
+def all_parts(entries: Mapping[str, Entry]) -> set[str]:
+    """The FQNs of the parts of all composite tensors."""
+    composites = ((fqn, one) for fqn, one in stored(entries).items() if isinstance(one, CompositeEntry))
+    return {f"{fqn}.{part}" for fqn, one in composites for part in one.parts}
 
 
 def path_of(one: Entry | Row) -> tuple[Key, ...]:
@@ -266,12 +321,23 @@ DTYPES: dict[str, tuple[int, str | None]] = {
 
 ``torch.save`` writes a dtype that once had a typed storage under that storage's name (``_rebuild_tensor_v2``), and the
 later ones as untyped storage with the dtype beside it (``_rebuild_tensor_v3``). Left out are those that torch itself
-cannot serialize (``int1`` ... ``int7``, ``uint1`` ... ``uint7``) and the quantized ones, which carry more than bytes.
+cannot serialize (``SUB_BYTE_DTYPES``) and the quantized ones, which carry more than bytes.
 """
+
+SUB_BYTE_DTYPES = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8))
+"""Dtypes whose elements have a byte each in memory and need less. Torch neither serializes nor copies them."""
+
+SAVED_DTYPES = frozenset(DTYPES) | SUB_BYTE_DTYPES
+"""The dtypes of tensors in checkpoints of ours."""
 
 STORAGE_DTYPES = {storage: name for name, (_, storage) in DTYPES.items() if storage is not None}
 
 
 def itemsize(dtype: str) -> int:
     """Bytes per element. Raises ``KeyError`` for a dtype that a checkpoint cannot hold."""
-    return DTYPES[dtype][0]
+    return 1 if dtype in SUB_BYTE_DTYPES else DTYPES[dtype][0]
+
+
+def written_dtype(dtype: str) -> str:
+    """The dtype that items and ``.metadata`` have for a tensor of ``dtype``: one that stock torch reads."""
+    return "uint8" if dtype in SUB_BYTE_DTYPES else dtype

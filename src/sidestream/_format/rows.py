@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from .digest import DIGEST_BYTES
-from .records import BLOCK_BYTES, DTYPES, Key, Row, itemsize
+from .records import BLOCK_BYTES, SAVED_DTYPES, Key, Row, itemsize
 from .validate import MAX_FQN_CHARS, check_path, check_shape
 
 __all__ = ["Rows"]
@@ -79,7 +79,7 @@ class Rows:
 
 def _layout(dtype: str, raw_shape: list[int], offsets: list[int], sizes: list[int]) -> _Layout | None:
     """Dtype, shape and bytes of a tensor whose only chunk is all of it. Raises as ``check_shape``."""
-    if dtype not in DTYPES or sizes != raw_shape or offsets != [0] * len(raw_shape):
+    if dtype not in SAVED_DTYPES or sizes != raw_shape or offsets != [0] * len(raw_shape):
         return None
     shape = tuple(raw_shape)
     check_shape("", dtype, shape)

@@ -15,17 +15,22 @@ from .digest import DIGEST_BYTES
 from .pickles.keys import name_of
 from .records import (
     BLOCK_BYTES,
-    DTYPES,
+    MAX_PARTS,
+    SAVED_DTYPES,
+    SPARSE_PARTS,
     Chunk,
+    CompositeEntry,
     DictKey,
     EmptyEntry,
     Entry,
     Key,
     Manifest,
     OpaqueEntry,
+    Row,
     TensorEntry,
     ValueEntry,
     itemsize,
+    path_of,
     stored,
 )
 from .shared import Root
@@ -94,6 +99,8 @@ def validate(manifest: Manifest, *, partly: bool = False) -> Steps[None]:
             missing = _check_tensor(manifest.files, fqn, entry, manifest.digest)
             if missing and not partly:
                 holes.append(f"{fqn}: {missing} of {math.prod(entry.shape)} elements are in no chunk")
+        elif isinstance(entry, CompositeEntry):
+            _check_composite(fqn, entry, stored(manifest.entries))
     _check_sidecars(manifest, {*rows, *ranges})
     tied: set[str] = set()
     for file, found in rows.items():
@@ -229,6 +236,29 @@ def _check_names(fqn: str, entry: Entry) -> None:
         raise Corrupt(f"{fqn!r} is an empty container of an unknown kind", fqn=fqn)
 
 
+def _check_composite(fqn: str, entry: CompositeEntry, entries: Mapping[str, Entry | Row]) -> None:
+    """Raise ``Corrupt`` unless each part of a composite tensor has an entry of its own, at its path."""
+    check_shape(fqn, entry.dtype, entry.shape)
+    names = SPARSE_PARTS.get(entry.type, entry.parts)
+    if (
+        not 0 < len(entry.type) <= MAX_FQN_CHARS
+        or entry.parts != names
+        or (entry.type in SPARSE_PARTS) != (entry.strides is None)
+    ):
+        raise Corrupt(f"{fqn!r} is a composite tensor that does not fit its type", fqn=fqn)
+    strides = entry.strides or ()
+    if entry.strides is not None and len(strides) != len(entry.shape):
+        raise Corrupt(f"{fqn!r} has {len(strides)} strides for {len(entry.shape)} dimensions", fqn=fqn)
+    if any(not 0 <= stride <= _MAX_SIZE for stride in strides):
+        raise Corrupt(f"{fqn!r} has impossible strides", fqn=fqn)
+    if not 0 < len(set(entry.parts)) == len(entry.parts) <= MAX_PARTS or "" in entry.parts:
+        raise Corrupt(f"{fqn!r} has parts that are none", fqn=fqn)
+    for part in entry.parts:
+        one = entries.get(f"{fqn}.{part}")
+        if not isinstance(one, tuple | TensorEntry | CompositeEntry) or path_of(one) != (*entry.path, part):
+            raise Corrupt(f"{fqn!r} consists of parts, and {part!r} is missing", fqn=fqn)
+
+
 def check_path(fqn: str, path: tuple[Key, ...]) -> None:
     """Raise ``Corrupt`` if a path is too long, or a step of it is no key."""
     if not 0 < len(path) <= MAX_PATH_DEPTH:
@@ -302,7 +332,7 @@ def _check_tensor(files: dict[str, int], fqn: str, entry: TensorEntry, digest: s
 
 def check_shape(fqn: str, dtype: str, shape: tuple[int, ...]) -> None:
     """Raise ``UnsupportedCheckpoint`` for a dtype that is not known, ``Corrupt`` for a shape that no tensor has."""
-    if dtype not in DTYPES:
+    if dtype not in SAVED_DTYPES:
         raise UnsupportedCheckpoint(f"{fqn!r} has dtype {dtype[:64]!r}, which this version does not read")
     extent = math.prod(max(dim, 1) for dim in shape) * itemsize(dtype)
     if len(shape) > MAX_RANK or any(dim < 0 for dim in shape) or extent > _MAX_SIZE:

@@ -17,6 +17,7 @@ from .._format.pickles.keys import name_of
 from .._format.records import (
     BLOCK_BYTES,
     Chunk,
+    CompositeEntry,
     DictKey,
     EmptyEntry,
     Entry,
@@ -25,6 +26,7 @@ from .._format.records import (
     OpaqueEntry,
     TensorEntry,
     ValueEntry,
+    written_dtype,
 )
 from .._format.values import pickle_node
 from ..errors import Corrupt, UnsupportedTensor
@@ -198,7 +200,8 @@ def compare_metadata(manifest: Manifest, metadata: DcpDescription) -> Iterator[C
 
     The form of the pickle and unknown attributes are ignored, because another version may have written it.
     """
-    described = {fqn: entry for fqn, entry in manifest.entries.items() if not isinstance(entry, EmptyEntry)}
+    unknown = (EmptyEntry, CompositeEntry)  # to DCP
+    described = {fqn: entry for fqn, entry in manifest.entries.items() if not isinstance(entry, unknown)}
     for fqn in described.keys() - metadata.entries.keys():
         yield _differs(fqn, "does not have it, but the manifest does")
     for fqn in metadata.entries.keys() - described.keys():
@@ -255,4 +258,4 @@ def _told(entry: Entry) -> object:
         name_of(one.offsets, one.sizes): (one.file, one.item_offset, one.item_bytes, one.transform)
         for one in entry.chunks
     }
-    return path, entry.dtype, entry.shape, chunks
+    return path, written_dtype(entry.dtype), entry.shape, chunks

@@ -12,20 +12,32 @@ import torch
 
 from .._format.records import DictKey, Key
 from .._runtime.torch_probes import Stateful
+from .._staging import Composite, Form, consists_of_others, dismantle, settled
 from ..errors import InvalidOption, KeyCollision, UnsafeObject
 
-__all__ = ["Ask", "Leaf", "LeafKind", "StatefulRoot", "is_mapping", "is_stateful", "is_value", "leaves_of"]
+__all__ = [
+    "Ask",
+    "CompositeLeaf",
+    "Leaf",
+    "LeafKind",
+    "StatefulRoot",
+    "is_mapping",
+    "is_stateful",
+    "is_value",
+    "leaves_of",
+]
 
 _MAX_DEPTH = 64
 
-LeafKind = Literal["tensor", "value", "empty"]
+LeafKind = Literal["tensor", "value", "empty", "composite"]
 
 
 class Leaf(NamedTuple):
     """What stands at ``path``: a tensor, an empty dict, or a value. ``holder[slot]`` is where it can be replaced.
 
     ``owner`` is the outermost ``Stateful`` object whose own state dict the leaf belongs to, by its position among
-    those met, or None. ``value`` is a ``StatefulRoot`` where such an object begins.
+    those met, or None. ``value`` is a ``StatefulRoot`` where such an object begins, and a ``CompositeLeaf`` where a
+    tensor does that consists of others: its parts follow, whose ``whole`` is its FQN.
     """
 
     fqn: str
@@ -34,12 +46,24 @@ class Leaf(NamedTuple):
     holder: Any = None
     slot: Any = None
     owner: int | None = None
+    whole: str | None = None
 
     @property
     def kind(self) -> LeafKind:
         if isinstance(self.value, torch.Tensor):
             return "tensor"
+        if type(self.value) is CompositeLeaf:
+            return "composite"
         return "empty" if type(self.value) is dict and not self.value else "value"
+
+
+@dataclass(frozen=True, slots=True)
+class CompositeLeaf:
+    """A tensor that consists of others: in a state dict that was captured the ``composite`` alone."""
+
+    form: Form
+    composite: Composite
+    tensor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +102,7 @@ class _Walk:
     ) -> Iterator[Leaf]:
         for key, item in self.ask.items(value):
             fqn = f"{prefix}.{key}" if prefix else str(key)
-            if isinstance(item, torch.Tensor):  # nearly always
+            if type(item) in _PLAIN_TENSORS and item.layout is torch.strided:  # nearly always
                 yield Leaf(fqn, (*path, _dict_key(key, fqn)), item, value, key, owner)
             else:
                 yield from self.item(item, fqn, (*path, _dict_key(key, fqn)), value, key, owner)
@@ -87,7 +111,10 @@ class _Walk:
         self, value: Any, fqn: str, path: tuple[Key, ...], holder: Any, slot: Any, owner: int | None
     ) -> Iterator[Leaf]:
         if isinstance(value, torch.Tensor):
-            yield Leaf(fqn, path, value, holder, slot, owner)
+            yield from self.tensor(value, Leaf(fqn, path, value, holder, slot, owner))
+            return
+        if isinstance(value, Composite):
+            yield from self.composite(value, None, Leaf(fqn, path, value, holder, slot, owner))
             return
         if len(path) > _MAX_DEPTH:
             raise InvalidOption(
@@ -107,13 +134,40 @@ class _Walk:
         else:
             yield Leaf(fqn, path, {} if is_mapping(value) else value, holder, slot, owner)
 
+    def tensor(self, tensor: torch.Tensor, leaf: Leaf) -> Iterator[Leaf]:
+        tensor = settled(tensor)
+        if not consists_of_others(tensor):
+            yield leaf
+            return
+        composite = dismantle(tensor, leaf.fqn)
+        assert composite is not None
+        yield from self.composite(composite, tensor, leaf)
+
+    def composite(self, composite: Composite, tensor: torch.Tensor | None, leaf: Leaf) -> Iterator[Leaf]:
+        form = composite.form
+        if form is None:
+            yield leaf
+            return
+        yield leaf._replace(value=CompositeLeaf(form, composite, tensor))
+        for name, part in zip(form.names, composite.parts, strict=True):
+            below = Leaf(f"{leaf.fqn}.{name}", (*leaf.path, name), part, owner=leaf.owner, whole=leaf.fqn)
+            if not isinstance(part, Composite):
+                yield below
+                continue
+            inner = None if tensor is None else settled(getattr(tensor, name))
+            if part.form is None and inner is not None:  # a DTensor: its memory is found where it is loaded into
+                below = below._replace(value=inner)
+            yield from self.composite(part, inner, below)
+
 
 def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf]:
     """The leaves of ``state`` in order; calls ``state_dict()`` of every ``Stateful`` object in it, or asks ``ask``.
 
     Dicts are descended into, and lists that hold tensors, dicts or ``Stateful`` objects at some depth (DCP's rule); any
-    other value, tuples included, is one leaf. The FQN joins the keys with dots. Raises ``KeyCollision`` where two paths
-    have one FQN, ``UnsafeObject`` for a key that is not a string or a number, ``InvalidOption`` if it is no mapping.
+    other value, tuples included, is one leaf. A tensor that consists of others (sparse, a wrapper subclass) is one
+    leaf, and each of its parts is one more, below it. The FQN joins the keys with dots. Raises ``KeyCollision`` where
+    two paths have one FQN, ``UnsafeObject`` for a key that is not a string or a number, ``InvalidOption`` if it is no
+    mapping.
     """
     if not isinstance(state, Mapping):
         raise InvalidOption(
@@ -134,6 +188,8 @@ def leaves_of(state: Mapping[str, Any], ask: Ask | None = None) -> Iterator[Leaf
         yield leaf
 
 
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
 # Asked first, because the questions "is it a Mapping, is it Stateful?" cost a microsecond or more each.
 _PLAIN = frozenset({bool, int, float, str, bytes, complex, tuple, list, dict, OrderedDict, set, type, type(None)})
 
@@ -150,7 +206,7 @@ def is_mapping(value: Any) -> bool:
 def is_value(items: list[Any]) -> bool:
     """A list is one value unless something in it has to be descended into."""
     return not any(
-        isinstance(item, torch.Tensor)
+        isinstance(item, (torch.Tensor, Composite))
         or is_mapping(item)
         or (isinstance(item, list) and not is_value(item))
         or is_stateful(item)

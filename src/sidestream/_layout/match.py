@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from .._format.records import (
+    CompositeEntry,
     DictKey,
     EmptyEntry,
     Entry,
@@ -18,26 +19,23 @@ from .._format.records import (
     OpaqueEntry,
     TensorEntry,
     ValueEntry,
+    parts_of,
     path_of,
     stored,
 )
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
 from ..errors import (
-    DtypeMismatch,
     KindMismatch,
     Mismatch,
-    MissingKeys,
     ShapeMismatch,
-    UnexpectedKeys,
     UnsupportedTensor,
-    printable,
 )
 from .ask import Answers
-from .cast import castable
-from .flatten import Leaf, StatefulRoot, leaves_of
+from .composites.matching import CompositeTargets, kind_of, saved_composites
+from .findings import Findings, dtype_fits
+from .flatten import CompositeLeaf, Leaf, StatefulRoot, leaves_of
 from .local_shards import Local, global_shape, is_distributed, locals_of
-from .prefixes import prefix_hint
 from .renamed import Names, Renamed, renamed
 from .straight import Straight
 
@@ -45,7 +43,6 @@ __all__ = ["LoadPlan", "StatefulLoad", "match", "plain_path"]
 
 PlainPath = tuple[str | int, ...]
 
-_ABSENT = "not in the checkpoint"
 _MANY = 256
 
 
@@ -75,7 +72,9 @@ class LoadPlan:
     file; of the others, ``local`` is the memory of this process that they are, by name (of plain tensors the FQN), and
     ``leaders`` the first name of the same memory (tied tensors have one leader). ``names`` has the checkpoint under the
     FQNs of the target; only ``not_asked_for``, ``ignored`` and ``unexpected`` are names of the checkpoint.
-    ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets a
+    ``new``: FQNs of tensors that have no place yet; ``composites``: FQNs of composite tensors that are made of such
+    tensors when these have been read, and ``sparse`` the leaves that then take over the content of theirs. ``wholes``
+    are the composite tensors of the target whose parts are read in place. ``values``: leaves whose holder gets a
     new value. ``not_asked_for``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: what
     ``strict=`` let pass.
     """
@@ -86,6 +85,9 @@ class LoadPlan:
     local: Mapping[str, Local]
     leaders: Mapping[str, str]
     new: tuple[str, ...]
+    composites: tuple[str, ...]
+    sparse: tuple[Leaf, ...]
+    wholes: Mapping[str, torch.Tensor]
     values: tuple[tuple[Leaf, ValueEntry], ...]
     statefuls: tuple[StatefulLoad, ...]
     not_asked_for: tuple[str, ...]
@@ -96,63 +98,8 @@ class LoadPlan:
     """Found in the target's own keys, where other ranks may ask for them."""
     opaque: tuple[str, ...] = ()
     """FQNs that are requested and cannot be read. If there are any, nothing is changed."""
-
-
-@dataclass(slots=True)
-class _Findings:
-    """Offenders by kind, in the order in which they are told, and what is none because ``strict`` allows it."""
-
-    strict: frozenset[str]
-    names: Renamed
-    offenders: dict[type[Mismatch], list[str]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    cast: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-    opaque: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    """Names of leaves that are missing in the checkpoint, if that is an error."""
-    unexpected: list[str] | None = None
-    """Where other ranks may ask for what this one does not expect."""
-
-    def add(self, kind: type[Mismatch], line: str) -> None:
-        self.offenders.setdefault(kind, []).append(line)
-
-    def add_missing(self, fqn: str, what: str = _ABSENT) -> None:
-        if "partial" in self.strict:
-            self.missing.append(fqn)
-        else:
-            if what == _ABSENT:
-                self.absent.append(fqn)
-            name = self.names.saved.get(fqn, fqn)
-            told = "" if name == fqn else f" as {name}" if name else ": names= gives no name for it"
-            self.add(MissingKeys, f"{fqn}: in the target, {what}{told}")
-
-    def add_unexpected(self, fqn: str, where: str) -> None:
-        fqn = self.names.told(fqn)
-        if "ignore_unexpected" in self.strict:
-            self.ignored.append(fqn)
-        elif self.unexpected is not None:
-            self.unexpected.append(fqn)
-        else:
-            self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
-
-    def raise_if_any(self, url: str, targets: Callable[[], Collection[str]], saved: Collection[str]) -> Steps[None]:
-        """Raise an error if there are findings. ``targets`` returns the names of the target, ``saved`` are those in the
-        checkpoint."""
-        if not self.offenders:
-            return
-        lines = [line for found in self.offenders.values() for line in found]
-        kind = next(iter(self.offenders)) if len(self.offenders) == 1 else Mismatch
-        shown = [printable(line) for line in lines[:50]] + (
-            [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
-        )
-        text = "\n  ".join(shown)
-        hint = (yield from prefix_hint(self.absent, targets(), saved)) if self.absent else ""
-        raise kind(
-            f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}"
-            + (f"\n{hint}" if hint else ""),
-            lines,
-        )
+    parts: frozenset[str] = frozenset()
+    """All parts of composite tensors in the checkpoint, by their names in ``names``."""
 
 
 def plain_path(path: tuple[Key, ...]) -> PlainPath:
@@ -180,19 +127,21 @@ def match(
     if names is not None:
         called = yield from renamed(manifest, leaves_of(state, answers), names, url, same=_same, others=others)
         manifest = called.manifest
-    findings = _Findings(strict, called, unexpected=[] if others else None)
+    findings = Findings(strict, called, unexpected=[] if others else None)
     roots: dict[int, Leaf] = {}
     owned: dict[int, list[Leaf]] = {}
     asked: set[str] = set()
     tensors: dict[str, torch.Tensor] = {}
     values: list[tuple[Leaf, ValueEntry]] = []
     straight = Straight()
+    saved, parts = yield from saved_composites(manifest)
+    composites = CompositeTargets(manifest, findings, saved)
     found = stored(manifest.entries)
     filled = (yield from _filled_by_others(leaves_of(state, answers), manifest)) if others else frozenset()
     for number, leaf in enumerate(leaves_of(state, answers)):
         if number % 16 == 0:
             yield
-        fqn, _, value, _, _, owner = leaf
+        fqn, _, value, _, _, owner, _ = leaf
         asked.add(fqn)
         if isinstance(value, StatefulRoot):
             roots[value.number] = leaf
@@ -202,6 +151,8 @@ def match(
             continue
         if owner is not None:
             owned[owner].append(leaf)
+        if (leaf.whole is not None or fqn in saved or type(value) is CompositeLeaf) and composites.take(leaf):
+            continue
         row = found.get(fqn)
         if type(row) is tuple and isinstance(value, torch.Tensor) and straight.take(fqn, value, row):
             tensors[fqn] = value
@@ -214,19 +165,24 @@ def match(
             _match_value(leaf, entry, manifest.exact, values, findings)
     below = yield from _claimed(manifest, roots, owned)
     statefuls = yield from in_turn(
-        _match_stateful(root, owned[number], below[number], manifest, findings) for number, root in roots.items()
+        _match_stateful(root, owned[number], below[number], manifest, findings, parts) for number, root in roots.items()
     )
     asked.update(fqn for entries in below.values() for fqn in entries)
+    asked.update(part for fqn in composites.met for part in parts_of(fqn, manifest.entries))
     top = {str(key) for key, _ in answers.items(state)}
-    rest = yield from _not_asked_for(called, asked, top, findings)
+    rest = yield from _not_asked_for(called, asked, top, findings, parts)
     local = yield from _locals(tensors, straight)
     leaders = yield from _tied(local, manifest, findings)
     _check_fresh(statefuls, tensors)
     yield from findings.raise_if_any(url, lambda: _names_in(state, answers), saved_names)
-    new: list[str] = []
+    new = dict.fromkeys(part for leaf in composites.sparse for part in parts_of(leaf.fqn, manifest.entries))
+    made = dict.fromkeys(leaf.fqn for leaf in composites.sparse)
     for entries in (stateful.entries for stateful in statefuls if stateful is not None):
         for some in chunked(entries.items(), _MANY):
-            new += [fqn for fqn, entry in some if isinstance(entry, TensorEntry) and fqn not in tensors]
+            new.update((fqn, None) for fqn, entry in some if isinstance(entry, TensorEntry) and fqn not in tensors)
+            made.update(
+                (fqn, None) for fqn, entry in some if isinstance(entry, CompositeEntry) and fqn not in composites.wholes
+            )
             yield
     return LoadPlan(
         names=called,
@@ -235,6 +191,9 @@ def match(
         local=local,
         leaders=leaders,
         new=tuple(new),
+        composites=tuple(made),
+        sparse=tuple(leaf for leaf in composites.sparse if leaf.owner is None),
+        wholes=composites.wholes,
         values=tuple(values),
         statefuls=tuple(stateful for stateful in statefuls if stateful is not None),
         not_asked_for=rest,
@@ -243,6 +202,7 @@ def match(
         ignored=tuple(findings.ignored),
         unexpected=tuple(findings.unexpected or ()),
         opaque=tuple(findings.opaque),
+        parts=parts,
     )
 
 
@@ -316,13 +276,18 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
                 )
 
 
-def _not_asked_for(called: Renamed, asked: set[str], top: set[str], findings: _Findings) -> Steps[tuple[str, ...]]:
-    """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for."""
+def _not_asked_for(
+    called: Renamed, asked: set[str], top: set[str], findings: Findings, parts: frozenset[str]
+) -> Steps[tuple[str, ...]]:
+    """The keys of the checkpoint outside the template's top-level ones; inside them, all have to be asked for. Parts
+    are asked for with the tensor that they belong to, or that tensor by all of its parts, as stock DCP does."""
     rest = []
     for number, (fqn, entry) in enumerate(stored(called.manifest.entries).items()):
         if number % 64 == 0:
             yield
-        if fqn in asked:
+        if fqn in asked or fqn in parts:
+            continue
+        if isinstance(entry, CompositeEntry) and asked.issuperset(parts_of(fqn, called.manifest.entries)):
             continue
         if fqn in called.inside or str(plain_path(path_of(entry))[0]) in top:
             findings.add_unexpected(fqn, "target")
@@ -331,7 +296,7 @@ def _not_asked_for(called: Renamed, asked: set[str], top: set[str], findings: _F
     return tuple(rest)
 
 
-def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
+def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: Findings) -> bool:
     tensor = leaf.value
     distributed = is_distributed(tensor)
     for part in [local.tensor for _, local in locals_of(leaf.fqn, tensor)] if distributed else [tensor]:
@@ -340,6 +305,8 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
         findings.add_missing(leaf.fqn)
     elif isinstance(entry, OpaqueEntry):
         findings.opaque.append(leaf.fqn)
+    elif isinstance(entry, CompositeEntry):
+        findings.add(KindMismatch, f"{leaf.fqn}: a plain tensor in the target, a {entry.type} in the checkpoint")
     elif not isinstance(entry, TensorEntry):
         findings.add(KindMismatch, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
     elif global_shape(tensor) != entry.shape:
@@ -349,22 +316,11 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
     ):
         findings.add(Mismatch, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it")
     else:
-        return _dtype_fits(leaf.fqn, dtype_name(tensor.dtype), entry.dtype, findings)
+        return dtype_fits(leaf.fqn, dtype_name(tensor.dtype), entry.dtype, findings)
     return False
 
 
-def _dtype_fits(fqn: str, here: str, saved: str, findings: _Findings) -> bool:
-    if here == saved:
-        return True
-    if "cast" in findings.strict and castable(saved, here):
-        findings.cast.append(fqn)
-        return True
-    remedy = "which torch does not convert into it" if "cast" in findings.strict else 'strict={"cast"} converts'
-    findings.add(DtypeMismatch, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
-    return False
-
-
-def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: _Findings) -> Steps[dict[str, str]]:
+def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: Findings) -> Steps[dict[str, str]]:
     """The leader of each tensor. Tied ones must have been saved with the same bytes (of other writers that is only
     known when they are read); row-major ones that overlap otherwise would be read over each other."""
     first: dict[object, str] = {}
@@ -392,7 +348,12 @@ def _content(entry: Entry) -> object:
 
 
 def _match_stateful(
-    root: Leaf, leaves: list[Leaf], below: dict[str, Entry], manifest: Manifest, findings: _Findings
+    root: Leaf,
+    leaves: list[Leaf],
+    below: dict[str, Entry],
+    manifest: Manifest,
+    findings: Findings,
+    parts: frozenset[str],
 ) -> Steps[StatefulLoad | None]:
     """What an object is handed of what is ``below`` it; the values that it misses are its own affair. None if that is
     nothing, and may be."""
@@ -410,13 +371,14 @@ def _match_stateful(
         findings.add_missing(root.fqn, "nothing of it in the checkpoint")
         return None
     known = {leaf.fqn for leaf in leaves}
-    tensors = {leaf.fqn for leaf in leaves if isinstance(leaf.value, torch.Tensor)}  # reported where they are compared
+    compared = (torch.Tensor, CompositeLeaf)
+    tensors = {leaf.fqn for leaf in leaves if isinstance(leaf.value, compared)}  # reported where they are compared
     entries = below
     if isinstance(instance, torch.nn.Module) and type(instance).load_state_dict is torch.nn.Module.load_state_dict:
         entries = {}
         for fqn, entry in below.items():
             yield
-            if fqn in known:
+            if fqn in known or fqn in parts:
                 entries[fqn] = entry
             else:
                 findings.add_unexpected(fqn, "module")
@@ -424,13 +386,13 @@ def _match_stateful(
         findings.opaque += [fqn for fqn, entry in some if isinstance(entry, OpaqueEntry) and fqn not in tensors]
         yield
     kept = [leaf for leaf in leaves if leaf.fqn not in below] if "partial" in findings.strict else []
-    findings.missing.extend(leaf.fqn for leaf in kept if not isinstance(leaf.value, torch.Tensor))
+    findings.missing.extend(leaf.fqn for leaf in kept if leaf.fqn not in tensors)
     versions, integer_keys = root.value.versions, (yield from _integer_keys(leaves))
     return StatefulLoad(instance, root.fqn, versions, root.path, entries, tuple(kept), integer_keys)
 
 
 def _match_value(
-    leaf: Leaf, entry: Entry | None, exact: bool, values: list[tuple[Leaf, ValueEntry]], findings: _Findings
+    leaf: Leaf, entry: Entry | None, exact: bool, values: list[tuple[Leaf, ValueEntry]], findings: Findings
 ) -> None:
     """What a ``Stateful`` finds among its values is its own affair; only plain leaves come here."""
     empty = leaf.kind == "empty"
@@ -445,9 +407,9 @@ def _match_value(
         else:
             findings.add(Mismatch, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed")
     elif not (isinstance(entry, EmptyEntry) and empty):
-        kinds = {TensorEntry: "a tensor", ValueEntry: "a plain value", EmptyEntry: "an empty dict"}
         here = "an empty dict" if empty else f"a {type(leaf.value).__name__}"
-        findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {kinds[type(entry)]} in the checkpoint")
+        there = "a tensor" if isinstance(entry, TensorEntry) else kind_of(entry)
+        findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {there} in the checkpoint")
 
 
 def _claimed(

@@ -64,7 +64,13 @@ def renamed(
             leaders.append(leader := leaf)
         return leader.fqn
 
-    wanted = yield from new_names(names, known, url, identity=identity, others=others)
+    wholes = [fqn for fqn, leaf in known.items() if leaf.whole is None]
+    named = yield from new_names(names, wholes, url, identity=identity, others=others)
+    wanted: dict[str, str | None] = {}
+    for fqn, leaf in known.items():  # a part follows the tensor that it belongs to
+        whole = None if leaf.whole is None else wanted[leaf.whole]
+        wanted[fqn] = named[fqn] if leaf.whole is None else whole and whole + fqn[len(leaf.whole) :]
+        yield
     asking: dict[str, list[str]] = {}
     for fqn, new in wanted.items():
         if new is not None:

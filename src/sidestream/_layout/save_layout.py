@@ -13,14 +13,26 @@ import torch
 
 from .._format.dcp.described import Described, Template
 from .._format.frame import Frame, frame_tensor, frame_value
-from .._format.records import BLOCK_BYTES, DTYPES, Chunk, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
+from .._format.records import (
+    BLOCK_BYTES,
+    SAVED_DTYPES,
+    Chunk,
+    CompositeEntry,
+    EmptyEntry,
+    Entry,
+    Key,
+    TensorEntry,
+    ValueEntry,
+    all_parts,
+)
 from .._format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from .._format.values import pickle_node
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from .._staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint, raw_start
 from ..errors import UnsupportedTensor
-from .flatten import Leaf, LeafKind, leaves_of
+from .composites.entry import composite_entry
+from .flatten import CompositeLeaf, Leaf, LeafKind, leaves_of
 from .structure import outline_of
 from .values import encode_value
 
@@ -114,9 +126,9 @@ class _Said:
     templates: dict[tuple[str, ...], Template] = field(default_factory=dict)
 
     def named_values(self) -> Iterator[tuple[str, tuple[Key, ...]]]:
-        """FQN and path of each."""
+        """FQN and path of each, and of each composite tensor."""
         kinds = zip(self.fqns, self.paths, self.kinds, strict=True)
-        return ((fqn, path) for fqn, path, kind in kinds if kind == "value")
+        return ((fqn, path) for fqn, path, kind in kinds if kind in ("value", "composite"))
 
     def template(self, names: Mapping[str, str]) -> Steps[Template]:
         """For shards that are called as in ``names``."""
@@ -137,6 +149,8 @@ class _Said:
             if kind == "tensor":
                 dtype, shape, item = next(tensors)
                 yield fqn, TensorEntry(path, dtype, shape, (_chunk(shape, placed[item], files[item]),))
+            elif kind == "composite":
+                yield fqn, CompositeEntry(path, "", "", (), None, ())
             else:
                 yield fqn, EmptyEntry(path) if kind == "empty" else ValueEntry(path, "", 0, 0)
 
@@ -158,14 +172,14 @@ class SavePlan:
     """``shards[i]`` lays out the file ``shard_name(i)``; ``images`` say which tensors to copy where, one for each
     window of each shard, in this order.
 
-    ``values`` is the finished content of the file of plain values (empty: no such file). ``nbytes`` is the size of all
-    data files.
+    ``values`` is the finished content of the file of plain values (empty: no such file). ``value_entries`` has the
+    composite tensors too. ``nbytes`` is the size of all data files.
     """
 
     said: _Said
     images: tuple[ImageLayout, ...]
     values: bytes
-    value_entries: Mapping[str, ValueEntry]
+    value_entries: Mapping[str, ValueEntry | CompositeEntry]
 
     def without_sources(self) -> SavePlan:
         """The plan without the copies, which refer to the tensors that it was made from."""
@@ -193,17 +207,30 @@ class SavePlan:
         return shard_name(index)
 
     def named_tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-        """FQN, dtype, shape and item of each tensor; items are numbered over all shards."""
-        said = self.said
+        """FQN, dtype, shape and item of each plain tensor that is no part of another one; items are numbered over all
+        shards."""
+        said, parts = self.said, all_parts(self._composites())
         fqns = (fqn for fqn, kind in zip(said.fqns, said.kinds, strict=True) if kind == "tensor")
-        return zip(fqns, *said.tensors, strict=True)
+        return (one for one in zip(fqns, *said.tensors, strict=True) if one[0] not in parts)
+
+    def named_composites(self) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
+        """FQN, dtype, shape and type of each composite tensor that is no part of another one."""
+        found = self._composites()
+        parts = all_parts(found)
+        return ((fqn, one.dtype, one.shape, one.type) for fqn, one in found.items() if fqn not in parts)
+
+    def _composites(self) -> dict[str, CompositeEntry]:
+        return {fqn: one for fqn, one in self.value_entries.items() if isinstance(one, CompositeEntry)}
 
     def describe(self, sums: Sequence[BlockSums], names: Mapping[str, str]) -> Steps[Described]:
         """The entries, given the checksums of each shard's blocks, and what each of the ``files`` is called in the
         published checkpoint."""
         shards = {name: names[name] for name in map(shard_name, range(len(self.shards)))}
         file = names.get(_VALUES_FILE, "")
-        values = yield from collected((fqn, replace(entry, file=file)) for fqn, entry in self.value_entries.items())
+        values = yield from collected(
+            (fqn, replace(entry, file=file) if isinstance(entry, ValueEntry) else entry)
+            for fqn, entry in self.value_entries.items()
+        )
         template = yield from self.said.template(shards)
         return (yield from template.fill(dict(values), sums))
 
@@ -227,10 +254,13 @@ def plan_save(
     layout = yield from plans.get(key, lambda: _lay_out(leaves, captured.held, shard_bytes, window_bytes))
     said = yield from layout.said(outline.key, leaves)
     content = bytearray()
-    entries: dict[str, ValueEntry] = {}
+    entries: dict[str, ValueEntry | CompositeEntry] = {}
     if outline.values:
         for (fqn, path), value in zip(said.named_values(), outline.values, strict=True):
-            entries[fqn] = _place_value(fqn, path, value, content)
+            if isinstance(value, CompositeLeaf):
+                entries[fqn] = composite_entry(fqn, path, value.form)
+            else:
+                entries[fqn] = _place_value(fqn, path, value, content)
             yield
     images = yield from in_turn(window.over(tensors) for window in layout.windows)
     return SavePlan(said, tuple(images), bytes(content), entries)
@@ -268,7 +298,7 @@ def _lay_out(
             continue
         check_tensor(tensor, leaf.fqn, held=bool(copied) and storage_key(tensor) in copied)
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-        if dtype not in DTYPES:
+        if dtype not in SAVED_DTYPES:
             raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
         identity = (*view_key(tensor), dtype)
         number = known.get(identity) if tensor.numel() else None

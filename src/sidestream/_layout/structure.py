@@ -24,7 +24,8 @@ _TENSOR, _VALUE, _EMPTY, _DICT, _LIST = range(5)
 @dataclass(frozen=True, slots=True)
 class Outline:
     """``key`` is equal for two state dicts only if they have the same leaves, by name, path and kind (a tensor, an
-    empty dict, a value), in the same order. ``tensors`` and ``values`` are those leaves, in order."""
+    empty dict, a value, a composite tensor), in the same order. ``tensors`` and ``values`` are those leaves, in order;
+    composite tensors are among the values."""
 
     key: tuple[Any, ...]
     tensors: list[torch.Tensor]
@@ -48,7 +49,7 @@ def outline_of(root: dict[Any, Any]) -> Steps[Outline]:
         return Outline(
             tuple(names),
             [leaf.value for leaf in leaves if leaf.kind == "tensor"],
-            [leaf.value for leaf in leaves if leaf.kind == "value"],
+            [leaf.value for leaf in leaves if leaf.kind in ("value", "composite")],
         )
     return Outline(tuple(key), tensors, values)
 

@@ -20,6 +20,7 @@ from .._format.records import DTYPES, Node
 from .._format.values import bytes_and_position, check_inline_tensor, node_bytes, node_kind
 from .._runtime.steps import Steps
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, plain_bytes
+from .._staging import Composite
 from ..errors import Corrupt, UnsafeObject, UnsupportedCheckpoint
 from .hashed import fill, set_of
 from .objects import NOTHING_ALLOWED, Allowed, lookup, rebuild, rebuild_member
@@ -89,6 +90,8 @@ def _encode_leaf(value: Any, fqn: str) -> Node:
         return {"device": str(value)}
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, fqn)
+    if isinstance(value, Composite):
+        raise UnsafeObject(f"{fqn}: {value.kind} inside a tuple; put it into a dict or a list")
     numpy = sys.modules.get("numpy")  # whoever has not imported it has no array to save
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in _NUMPY_KINDS:
         return _encode_numpy(value, fqn, numpy)

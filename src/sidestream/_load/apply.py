@@ -14,7 +14,7 @@ import torch
 
 from .._format.records import DictKey, EmptyEntry, Key
 from .._layout.assemble import assemble
-from .._layout.flatten import Leaf
+from .._layout.flatten import CompositeLeaf, Leaf
 from .._layout.match import LoadPlan, StatefulLoad, plain_path
 from .._runtime.caller import call
 from .._runtime.state_dict_calls import key_order, watched
@@ -44,13 +44,14 @@ class Handover:
 def prepare(
     plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, own: bool
 ) -> Steps[Handover]:
-    """In a thread, before anything is read into ``tensors``. Raises ``Corrupt`` for paths that do not fit together."""
+    """In a thread, before anything is read into ``tensors``, and once more if composite tensors had to be made of what
+    was read. Raises ``Corrupt`` for paths that do not fit together."""
     plain: list[tuple[Leaf, Any]] = []
     assigned: list[tuple[Leaf, Any]] = []
     for leaf, _ in plan.values:
         yield
         (plain if type(leaf.holder) in _PLAIN else assigned).append((leaf, values[leaf.fqn]))
-    statefuls = [(stateful, _state_dict(stateful, values, tensors, own)) for stateful in plan.statefuls]
+    statefuls = [(stateful, _state_dict(stateful, values, tensors, own, plan.parts)) for stateful in plan.statefuls]
     assigned.sort(key=lambda one: _order(one[0].path))
     statefuls.sort(key=lambda one: _order(one[0].path))
     return Handover(tuple(plain), tuple(assigned), tuple(statefuls))
@@ -78,14 +79,21 @@ async def hand_over(handover: Handover) -> None:
 
 
 def _state_dict(
-    stateful: StatefulLoad, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], own: bool
+    stateful: StatefulLoad,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    own: bool,
+    parts: frozenset[str],
 ) -> dict[Any, Any]:
     def leaves() -> Iterator[tuple[tuple[Key, ...], Any]]:
         for fqn, entry in stateful.entries.items():
+            if fqn in parts:
+                continue
             path = entry.path if own else _with_integer_keys(entry.path, stateful)
             yield path, {} if isinstance(entry, EmptyEntry) else tensors[fqn] if fqn in tensors else values[fqn]
         for leaf in stateful.kept:
-            yield leaf.path, leaf.value
+            if leaf.whole is None:
+                yield leaf.path, leaf.value.tensor if isinstance(leaf.value, CompositeLeaf) else leaf.value
 
     depth = len(stateful.path)
     # A Stateful whose own state dict is empty stands as one empty entry at its own path.

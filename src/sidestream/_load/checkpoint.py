@@ -6,23 +6,29 @@ import os
 from collections import ChainMap
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from .._format.records import (
+    SPARSE_PARTS,
+    CompositeEntry,
     EmptyEntry,
     Entries,
     Entry,
     Manifest,
     OpaqueEntry,
+    Row,
     TensorEntry,
     ValueEntry,
+    all_parts,
+    parts_of,
     path_of,
     stored,
 )
 from .._layout.assemble import assemble
+from .._layout.composites.building import build_composites, check_types
 from .._layout.metadata import decode_metadata
 from .._layout.objects import Allowed, allowed_types
 from .._layout.ranges import Box
@@ -44,7 +50,7 @@ from ..options import Progress, StorePolicy, Trust, Verify, check_choice, check_
 from .device_streams import Streams, streams_of
 from .foreign.values import read_values, why_opaque
 from .new_tensors import NewTensors, new_tensors
-from .open.manifest import check_not_replaced, open_manifest
+from .open.manifest import check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors
 from .operation import LoadLifecycle, ReadCall, reading
 from .reader import Reader, Wanted, whole
@@ -59,12 +65,20 @@ Memory: TypeAlias = Literal["host", "mapped"] | torch.device
 @public
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A saved tensor: dtype, global shape, bytes. For a tensor that this version cannot read: the dtype and shape in
-    ``.metadata``, and the bytes of its items."""
+    """A saved tensor: dtype, global shape, bytes.
+
+    Of a tensor that consists of others (sparse, a subclass) these are what it reports itself, and the bytes of its
+    parts. ``kind`` is its layout or its class, ``parts`` are the FQNs of the tensors that it consists of, and
+    ``context`` is what the manifest has besides; all three are empty for other tensors. Of a tensor that this version
+    cannot read they are the dtype and shape in ``.metadata``, and the bytes of its items.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
     nbytes: int
+    kind: str = ""
+    parts: tuple[str, ...] = ()
+    context: object = None
 
 
 @public
@@ -121,7 +135,11 @@ class _Files:
 
 @public
 class Checkpoint(Mapping[str, TensorInfo | None]):
-    """What is in a checkpoint, by FQN: a ``TensorInfo`` for a tensor, None for a plain value."""
+    """What is in a checkpoint, by FQN: a ``TensorInfo`` for a tensor, None for a plain value.
+
+    A tensor that consists of others (sparse, a subclass) is listed as one. Its parts are not listed, and are there when
+    they are asked for by name (``"w.values"``).
+    """
 
     def __init__(
         self,
@@ -184,6 +202,13 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         entry = self._entry(fqn)
         if isinstance(entry, OpaqueEntry):
             return _opaque_info(fqn, entry)
+        if isinstance(entry, CompositeEntry):
+            found = [self._manifest.entries[part] for part in parts_of(fqn, self._manifest.entries)]
+            nbytes = sum(part.nbytes for part in found if isinstance(part, TensorEntry))
+            parts = tuple(f"{fqn}.{part}" for part in entry.parts)
+            return TensorInfo(
+                dtype_from_name(entry.dtype), torch.Size(entry.shape), nbytes, entry.type, parts, entry.context
+            )
         if not isinstance(entry, TensorEntry):
             return None
         dtype = dtype_from_name(entry.dtype)
@@ -191,7 +216,9 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         return TensorInfo(dtype, shape, shape.numel() * dtype.itemsize)
 
     def __iter__(self) -> Iterator[str]:
-        return (fqn for fqn, entry in self._manifest.entries.items() if not isinstance(entry, EmptyEntry))
+        entries = self._manifest.entries
+        parts = all_parts(entries)
+        return (fqn for fqn, entry in entries.items() if not isinstance(entry, EmptyEntry) and fqn not in parts)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -206,13 +233,17 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
     async def tensor(self, fqn: str, rows: slice | None = None, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
 
-        Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. Raises ``MissingKeys``,
-        ``InvalidOption`` for a slice with a step or a device that this machine does not have, ``UnsupportedCheckpoint``
-        for a tensor of a kind that this version does not read, ``Corrupt``. A cancel leaves nothing behind.
+        Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. A tensor that consists of others
+        is made anew, as by ``state_dict``, and has no rows. Raises ``MissingKeys``, ``InvalidOption`` for a slice with
+        a step or a device that this machine does not have, ``UnsupportedCheckpoint`` for a tensor of a kind that this
+        version does not read, ``UnsafeObject`` for a subclass that was not allowed, ``Corrupt``. A cancel leaves
+        nothing behind.
         """
         if isinstance(one := self._entry(fqn), OpaqueEntry):
             async with self._files("tensor") as files:
                 await self._refuse(files.source, {fqn: one})
+        if isinstance(one, CompositeEntry):
+            return await self._composite(fqn, rows, _device(device))
         info = self.info(fqn)
         where = _device(device)
         entry = self._manifest.entries[fqn]
@@ -230,10 +261,20 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             await self._read(files, NewTensors({}, [Wanted(fqn, entry, box, target)]), None, streams)
             return target
 
+    async def _composite(self, fqn: str, rows: slice | None, device: torch.device) -> torch.Tensor:
+        if rows is not None:
+            raise InvalidOption(f"{fqn}: rows={rows} of a tensor that consists of others; read it as a whole")
+        entries = self._manifest.entries
+        wanted = {name: entries[name] for name in (fqn, *parts_of(fqn, entries))}
+        async with self._files("tensor") as files:
+            leaves = await self._leaves(files, wanted, "host", device, None)
+        found: torch.Tensor = leaves[fqn]
+        return found
+
     async def value(self, fqn: str) -> Any:
         """A plain value, or a tensor like ``tensor()``. Raises ``MissingKeys``, ``UnsafeObject`` (other writers)."""
         entry = self._entry(fqn)
-        if isinstance(entry, TensorEntry | OpaqueEntry):
+        if isinstance(entry, TensorEntry | OpaqueEntry | CompositeEntry):
             return await self.tensor(fqn)
         if not isinstance(entry, ValueEntry):
             return {}
@@ -260,34 +301,42 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         process (SIGBUS). A tensor that does not lie in one piece, or is not aligned, is read into memory of its own:
         in checkpoints of other writers that may be all of them.
 
+        Sparse tensors are made anew, and subclasses of those classes that ``open_checkpoint(allow=)`` or a fixed list
+        of this version names. No file names code that is imported.
+
         A checkpoint of stock DCP says neither where it had empty containers nor which keys were integers.
         ``progress(done, total)`` is called on the loop with bytes. Raises ``Corrupt``, ``InvalidOption``,
         ``MissingKeys`` for a pattern that matches nothing, ``UnsupportedCheckpoint`` if a tensor of a kind that this
-        version does not read is requested. A cancel leaves nothing behind.
+        version does not read is requested, ``UnsafeObject`` for a subclass that was not allowed. A cancel leaves
+        nothing behind.
         """
         device = None if memory == "host" else _memory(memory)
         async with self._files("state_dict") as files:
-            return await self._state_dict(files, memory, device, progress, select)
+            entries = await io_threads().run(self._selected, select)
+            leaves = await self._leaves(files, entries, memory, device, progress)
+            return await io_threads().run(_nested, entries, leaves)
 
-    async def _state_dict(
+    async def _leaves(
         self,
         files: _Files,
+        entries: Mapping[str, Entry],
         memory: Memory,
         device: torch.device | None,
         progress: Progress | None,
-        select: str | Collection[str] | None,
-    ) -> dict[Any, Any]:
+    ) -> Mapping[str, Any]:
+        """Return the content of ``entries``, which have the parts of composite tensors too."""
         source = files.source
-        entries = await io_threads().run(self._selected, select)
-        fqns, value_entries, opaque = await io_threads().run(_by_kind, entries)
-        await self._refuse(source, opaque)
-        values = await self._values(source, value_entries)
+        kinds = await io_threads().run(_by_kind, entries)
+        fqns, composites = kinds.tensors, kinds.composites
+        await io_threads().run_sliced(check_types, entries, composites, self._allow)
+        await self._refuse(source, kinds.opaque)
+        values = await self._values(source, kinds.values)
         mapped = {}
         if memory == "mapped":
             if not self._location.store.capabilities.mapping:
                 raise InvalidOption(f'{self.url} is not on this machine; use memory="host"')
             with self._all_there():
-                mapped = await map_tensors(source, self._manifest, fqns)
+                mapped = await map_tensors(source, self._manifest, fqns.keys() - _indices(composites))
         streams = await streams_of([] if device is None else [device])
 
         def prepare() -> NewTensors:
@@ -301,13 +350,26 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         new = await io_threads().run(prepare)
         tensors = new.tensors
         await self._read(files, new, progress, streams)
-        return await io_threads().run(_nested, entries, ChainMap(mapped, tensors, values))
+        leaves = ChainMap(mapped, tensors, values)
+        if not composites:
+            return leaves
+
+        def build() -> Mapping[str, Any]:
+            with streams.current():
+                return leaves.new_child(run_sliced(build_composites(entries, composites, leaves, self._allow)))
+
+        return await io_threads().run(build)
 
     async def verify(self, *, progress: Progress | None = None) -> VerifyReport:
-        """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is."""
-        with self._time_limit():
+        """As ``sidestream.verify``: read everything and compare it with all that is known, whatever ``verify=`` is.
+
+        Raises ``Corrupt`` if another checkpoint has taken the place of this one."""
+        with self._time_limit(), self._all_there():
             async with aclosing(self._location.source()) as source:
-                return await verify_manifest(source, self.url, self._manifest, progress)
+                report = await verify_manifest(source, self.url, self._manifest, progress)
+            if not report.ok and await was_replaced(self._location, self._manifest):
+                raise replaced(self.url)
+            return report
 
     def _time_limit(self) -> AbstractContextManager[None]:
         return time_limit(Deadline.after(self._timeout_s))
@@ -326,8 +388,11 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         entries = self._manifest.entries
         if select is None:
             return entries
-        found = stored(entries)
-        return Entries({fqn: found[fqn] for fqn in selected(entries, select, self.url)})
+        found, parts = stored(entries), all_parts(entries)
+        chosen: dict[str, Entry | Row] = {}
+        for fqn in selected((fqn for fqn in entries if fqn not in parts), select, self.url):
+            chosen.update((name, found[name]) for name in (fqn, *parts_of(fqn, entries)))
+        return Entries(chosen)
 
     async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:
         """Raise an error for the first of these tensors, if there are any, with their number."""
@@ -406,27 +471,42 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
     return list(wanted.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """Entries by kind: tensors, plain values, tensors that consist of others, and those that cannot be read."""
+
+    tensors: dict[str, TensorEntry | Row] = field(default_factory=dict)
+    values: dict[str, ValueEntry] = field(default_factory=dict)
+    composites: dict[str, CompositeEntry] = field(default_factory=dict)
+    opaque: dict[str, OpaqueEntry] = field(default_factory=dict)
+
+
 @sliced
-def _by_kind(
-    entries: Mapping[str, Entry],
-) -> Steps[tuple[list[str], dict[str, ValueEntry], dict[str, OpaqueEntry]]]:
-    """Return the FQNs of the tensors, the plain values, and the tensors that cannot be read."""
-    tensors: list[str] = []
-    values: dict[str, ValueEntry] = {}
-    opaque: dict[str, OpaqueEntry] = {}
+def _by_kind(entries: Mapping[str, Entry]) -> Steps[_Kinds]:
+    kinds = _Kinds()
     for fqn, one in stored(entries).items():
         yield
         if isinstance(one, (tuple, TensorEntry)):
-            tensors.append(fqn)
+            kinds.tensors[fqn] = one
         elif isinstance(one, ValueEntry):
-            values[fqn] = one
+            kinds.values[fqn] = one
+        elif isinstance(one, CompositeEntry):
+            kinds.composites[fqn] = one
         elif isinstance(one, OpaqueEntry):
-            opaque[fqn] = one
-    return tensors, values, opaque
+            kinds.opaque[fqn] = one
+    return kinds
 
 
 def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    return run_sliced(assemble((path_of(one), leaves.get(fqn, {})) for fqn, one in stored(entries).items()))
+    found, parts = stored(entries).items(), all_parts(entries)
+    return run_sliced(assemble((path_of(one), leaves.get(fqn, {})) for fqn, one in found if fqn not in parts))
+
+
+def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:
+    """The parts of sparse tensors that say where the others belong: they are checked, and must not change after that,
+    as pages of a file can."""
+    sparse = ((fqn, one) for fqn, one in composites.items() if one.type in SPARSE_PARTS)
+    return {f"{fqn}.{part}" for fqn, one in sparse for part in one.parts if part != "values"}
 
 
 def _rows(fqn: str, shape: tuple[int, ...], rows: slice) -> Box:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from .._format.checksum import crc32
-from .._format.records import Chunk, TensorEntry
+from .._format.records import Chunk, TensorEntry, written_dtype
 from .._format.transforms import require
 from .._layout.checks import address_in, altered, check_digests
 from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
@@ -19,7 +19,7 @@ from .._layout.straight import Payload, Straight, StraightBatch, straight_batche
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Steps, Stop, gathered, io_threads, let_go, politely, sliced
-from .._runtime.torch_probes import dtype_from_name, lazy_bits
+from .._runtime.torch_probes import copyable, dtype_from_name, lazy_bits
 from .._staging import move
 from .._storage import RangeSource, ReadRange
 from ..options import Progress, Verify
@@ -264,7 +264,8 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
         return
     assert isinstance(one.into, Scatter)
     into = one.into
-    elements = torch.frombuffer(buffer, dtype=dtype_from_name(entry.dtype), offset=into.skip)
+    elements = torch.frombuffer(buffer, dtype=dtype_from_name(written_dtype(entry.dtype)), offset=into.skip)
+    target = copyable(target)
     strides = into.strides or torch.empty(into.shape, device="meta").stride()
     source = elements.as_strided(into.shape, strides)[_slices(into.source)]
     with torch.inference_mode(target.is_inference()), torch.no_grad(), streams.current(one.fqn):

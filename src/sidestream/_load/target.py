@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from .._format.records import Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from .._format.records import Manifest, OpaqueEntry, TensorEntry, ValueEntry, parts_of
 from .._group import Operation
 from .._layout.ask import Answers
+from .._layout.composites.building import build_composites, check_types, fill_sparse
 from .._layout.match import LoadPlan, match
 from .._runtime.threads import Steps, gathered, io_threads, let_go, politely, run_sliced, sliced
-from .._runtime.torch_probes import plain_bytes
+from .._runtime.torch_probes import copyable, plain_bytes
 from .._storage import Location, RangeSource
 from ..errors import Mismatch, allocating
 from .apply import Handover, hand_over, prepare
@@ -35,7 +36,8 @@ class _Prepared:
     """What is decided and allocated before the first byte of a tensor is read.
 
     ``places``: where the tensors of the target are read to, by leader. ``again``: tensors that are tied in the target
-    and were saved one by one, as stock DCP does, are read aside too, to be compared.
+    and were saved one by one, as stock DCP does, are read aside too, to be compared. ``fresh`` are tensors in new
+    memory, of which composite tensors are made when they have been read.
     """
 
     plan: LoadPlan
@@ -43,6 +45,8 @@ class _Prepared:
     places: Mapping[str, torch.Tensor]
     wanted: list[Wanted]
     again: tuple[Wanted, ...]
+    fresh: Mapping[str, torch.Tensor]
+    values: Mapping[str, Any]
     handover: Handover
     loaded: tuple[str, ...]
     pointers: Mapping[str, int]
@@ -62,6 +66,7 @@ class StateTarget:
     _manifest: Manifest = field(init=False)
     _prepared: _Prepared | None = field(default=None, init=False)
     _applying: bool = field(default=False, init=False)
+    _made: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
     _written: tuple[str, ...] = field(default=(), init=False)
     """By reads of another checkpoint, before the load started over."""
 
@@ -107,6 +112,8 @@ class StateTarget:
         await prepared.reader.read(prepared.wanted, own=self._manifest.own)
         if prepared.again:
             await io_threads().run(_check_ties, prepared)
+        if prepared.plan.composites:
+            await io_threads().run(self._build)
 
     async def replaced(self) -> bool:
         return await was_replaced(self.location, self._manifest)
@@ -117,6 +124,7 @@ class StateTarget:
         if self.options.atomic:
             await io_threads().run(_copy_all, prepared)
         await io_threads().run(_count_versions, prepared.plan)
+        await io_threads().run(self._fill_sparse)
         await hand_over(prepared.handover)
 
     async def aclose(self) -> None:
@@ -134,7 +142,7 @@ class StateTarget:
             return self._written
         plan, reader = self._prepared.plan, self._prepared.reader
         if self._applying:
-            return tuple(plan.tensors)
+            return (*plan.tensors, *(leaf.fqn for leaf in plan.sparse))
         if self.options.atomic:
             return ()
         straight = {fqn: tensor.data_ptr() for fqn, tensor in plan.straight.tensors.items()}
@@ -165,9 +173,25 @@ class StateTarget:
         steps = match(self.state, self._answers, found, url, options.strict, others=others, names=options.names)
         return run_sliced(steps)
 
+    def _build(self) -> None:
+        """Make the composite tensors that consist of what was read into new memory."""
+        prepared = self._ready
+        plan, values = prepared.plan, prepared.values
+        entries = plan.names.manifest.entries
+        parts = {**prepared.fresh, **plan.tensors}
+        made = run_sliced(build_composites(entries, plan.composites, parts, self.options.allow))
+        handover = prepare(plan, values, {**parts, **plan.wholes, **made}, own=self._manifest.exact)
+        self._prepared = replace(prepared, handover=handover)
+        self._made = made
+
+    def _fill_sparse(self) -> None:
+        for leaf in self._ready.plan.sparse:
+            fill_sparse(leaf.value.tensor, self._made[leaf.fqn])
+
     def _prepare(self, plan: LoadPlan, reader: Reader, values: Mapping[str, Any]) -> _Prepared:
         manifest = plan.names.manifest
         entries = manifest.entries
+        run_sliced(check_types(entries, plan.composites, self.options.allow))
         new = new_tensors(entries, plan.new)
         fresh = new.tensors
         places = {leader: plan.local[leader].tensor for leader in plan.leaders.values()}
@@ -178,10 +202,14 @@ class StateTarget:
         wanted += new.wanted
         ties_known = manifest.exact and not manifest.ranks
         again = () if ties_known else tuple(self._aside(plan, fqn) for fqn, to in plan.leaders.items() if fqn != to)
-        handover = prepare(plan, values, {**fresh, **plan.tensors}, own=manifest.exact)
-        loaded = tuple(fqn for fqn in politely(entries) if fqn in plan.tensors or fqn in fresh or fqn in values)
+        blank = dict.fromkeys(plan.composites, torch.empty(0))  # until they can be made
+        there = {**fresh, **plan.tensors, **plan.wholes, **blank}
+        handover = prepare(plan, values, there, own=manifest.exact)
+        inside = {part for fqn in (*plan.wholes, *plan.composites) for part in parts_of(fqn, entries)}
+        names = (fqn for fqn in politely(entries) if fqn not in inside)
+        loaded = tuple(fqn for fqn in names if fqn in there or fqn in values)
         pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in plan.local.items()))
-        return _Prepared(plan, reader, places, [*wanted, *again], again, handover, loaded, pointers)
+        return _Prepared(plan, reader, places, [*wanted, *again], again, fresh, values, handover, loaded, pointers)
 
     def _aside(self, plan: LoadPlan, fqn: str) -> Wanted:
         tensor = plan.local[fqn].tensor
@@ -208,7 +236,7 @@ def _copy_all(prepared: _Prepared) -> Steps[None]:
             yield
             target = plan.local[fqn].tensor if fqn in plan.local else plan.straight.tensors[fqn]
             with torch.inference_mode(target.is_inference()), torch.no_grad():
-                target.copy_(source)
+                copyable(target).copy_(copyable(source))
     reader.streams.finish()
 
 

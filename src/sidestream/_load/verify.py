@@ -134,7 +134,8 @@ async def verify(
     independent of how it is pickled; every byte of every item against its checksum, its digest, or the content that
     follows from the manifest. Every flipped bit that affects a reader is found. Of stock DCP's: ``.metadata`` and
     layout, and every tensor and value with the CRC-32 in its zip, which torch itself never verifies. Everything that a
-    load would report as damaged is reported. Nothing is unpickled, and no value is built.
+    load would report as damaged is reported. Nothing is unpickled, and no value is built. If another checkpoint takes
+    the place of the one that is read, this starts over with that one.
 
     Damage is reported and not raised. Raises ``CheckpointNotFound``, ``UnsupportedCheckpoint``, ``UnsafeObject``,
     ``MissingExtra``, ``StorageError``, ``DeadlineExceeded``: then nothing is known. A cancel leaves nothing behind.
@@ -153,13 +154,22 @@ async def verify_at(location: Location, progress: Progress | None = None, run: s
         noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at),
         reading("verify", location.url, run) as lifecycle,
     ):
-        try:
-            source, manifest = await open_manifest(location)
-        except (Corrupt, NotCovered) as damage:
-            lifecycle.failed(damage, 0)
-            return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
-        async with aclosing(source):
-            return await _verify(Verification(source, location.url, manifest, progress), lifecycle)
+        while True:
+            lifecycle.opening()
+            try:
+                source, manifest = await open_manifest(location)
+            except (Corrupt, NotCovered) as damage:
+                lifecycle.failed(damage, 0)
+                return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
+            async with aclosing(source):
+                try:
+                    report = await _verify(Verification(source, location.url, manifest, progress), lifecycle)
+                except (Corrupt, FileNotFoundError):
+                    if not await source.moved():
+                        raise
+                else:
+                    if report.ok or not await source.moved():
+                        return _told(report, lifecycle)
 
 
 async def verify_manifest(
@@ -167,13 +177,18 @@ async def verify_manifest(
 ) -> VerifyReport:
     """``verify``, of a checkpoint whose manifest was read from ``source`` and validated."""
     with reading("verify", url) as lifecycle:
-        return await _verify(Verification(source, url, manifest, progress), lifecycle)
+        report = await _verify(Verification(source, url, manifest, progress), lifecycle)
+        return _told(report, lifecycle)
 
 
 async def _verify(verification: Verification, lifecycle: LoadLifecycle) -> VerifyReport:
     lifecycle.opened(verification.manifest)
     await verification.run(lifecycle.planned)
-    report = await io_threads().run(verification.report)
+    return await io_threads().run(verification.report)
+
+
+def _told(report: VerifyReport, lifecycle: LoadLifecycle) -> VerifyReport:
+    """Return ``report``, of which ``lifecycle`` is told."""
     if report.damaged:
         lifecycle.failed(Corrupt(report.damaged[0].message), 0)
     else:

@@ -18,6 +18,7 @@ __all__ = [
     "TransformedStreams",
     "attributes_of",
     "check_tensor",
+    "copyable",
     "cuda_library",
     "dtype_from_name",
     "dtype_name",
@@ -198,9 +199,22 @@ def on_host_as_is(tensor: torch.Tensor) -> bool:
 def plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of ``tensor``, which is in host memory, row by row as bytes, without lazy conjugation or
     negation. A new tensor only if they are not in memory like that."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous()
     # Not reshape(-1): it keeps the stride of a tensor with one element, and view() wants 1.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+_NOT_COPIED = frozenset(
+    dtype
+    for name, dtype in _DTYPES.items()
+    if name in {f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)}
+)
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or its bytes in the same shape where torch has no kernel that copies elements of its dtype
+    (``torch.int4``)."""
+    return tensor.view(torch.uint8) if tensor.dtype in _NOT_COPIED else tensor
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease
 from .captured import Captured, capture
-from .composite import Composite, Sharding
+from .composite import Composite, Form, Sharding, consists_of_others, dismantle, settled
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
 from .fill import Filler, Piece
@@ -30,6 +30,7 @@ __all__ = [
     "DeviceEngine",
     "Driver",
     "Filler",
+    "Form",
     "HostEngine",
     "ImageLayout",
     "Lease",
@@ -45,8 +46,11 @@ __all__ = [
     "TorchDriver",
     "capture",
     "clean",
+    "consists_of_others",
+    "dismantle",
     "fingerprint",
     "memory_behind",
     "move",
     "raw_start",
+    "settled",
 ]

@@ -15,7 +15,7 @@ import torch
 from .._runtime.torch_probes import has_shards, shard_attributes, shard_runs, shards_held, tensor_class, with_shards_of
 from ..errors import UnsupportedTensor
 
-__all__ = ["Composite", "Sharding", "dismantle", "settled"]
+__all__ = ["Composite", "Form", "Sharding", "consists_of_others", "dismantle", "settled"]
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -40,17 +40,33 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """What a composite tensor is besides its parts. ``type`` is its layout or the qualified name of its class,
+    ``names`` are those of the parts. ``attributes`` are the names of what it counts among its parts and is no
+    tensor."""
+
+    type: str
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    context: Any
+    attributes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Composite:
     """``rebuild(parts)`` makes a tensor of ``kind`` (as errors call it) over copies of ``parts``, in their order.
 
     It refers to the parts alone, not to the tensor that they were taken from. ``sharding`` is there if the parts are
-    this rank's shards of a larger tensor.
+    this rank's shards of a larger tensor, ``form`` if the parts and a few plain values are all that the tensor is.
     """
 
     kind: str
     parts: tuple[torch.Tensor | Composite, ...]
     rebuild: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     sharding: Sharding | None = None
+    form: Form | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for part in self.parts:
@@ -80,6 +96,28 @@ def dismantle(tensor: torch.Tensor, path: str) -> Composite | None:
     return _holder(tensor, path) if has_shards(tensor) else None
 
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def consists_of_others(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is one that ``dismantle`` gives a ``form``."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return False
+    if type(tensor) not in _PLAIN:
+        others = (
+            tensor_class("torch._subclasses.fake_tensor", "FakeTensor"),
+            tensor_class("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
+            tensor_class("torch.distributed.tensor", "DTensor"),
+        )
+        if any(other is not None and isinstance(tensor, other) for other in others):
+            return False
+        if torch.nn.parameter.is_lazy(tensor):
+            return False
+    if tensor.layout is torch.sparse_coo or tensor.layout in _COMPRESSED:
+        return True
+    return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
+
+
 def settled(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, of which no collective is still writing the bytes."""
     pending = tensor_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
@@ -104,7 +142,7 @@ def _dtensor(tensor: Any, path: str) -> Composite:
     sharding = Sharding(
         shape, tensor.dtype, (shape, mesh, placements), partial(_dtensor_places, shape, mesh, placements)
     )
-    return replace(_wrapper(tensor, path, "a DTensor"), sharding=sharding)
+    return replace(_wrapper(tensor, path, "a DTensor"), sharding=sharding, form=None)
 
 
 def _dtensor_places(
@@ -119,11 +157,12 @@ def _dtensor_places(
 
 def _wrapper(tensor: Any, path: str, name: str) -> Composite:
     names, context = tensor.__tensor_flatten__()
+    context = _with_own_containers(context)
     inner = {name: getattr(tensor, name) for name in names}
     # From torch 2.13 on a DTensor names its mesh among them.
     others = {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)}
     tensors = {name: value for name, value in inner.items() if name not in others}
-    kind, size, stride = type(tensor), tensor.size(), tensor.stride()
+    kind, size, stride, dtype = type(tensor), tensor.size(), tensor.stride(), tensor.dtype
     del tensor, inner
 
     def rebuild(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -132,11 +171,23 @@ def _wrapper(tensor: Any, path: str, name: str) -> Composite:
         return made.detach()
 
     order = tuple(tensors)
-    return Composite(name, tuple(_part(value, f"{path}.{one}") for one, value in tensors.items()), rebuild)
+    form = Form(
+        f"{kind.__module__}.{kind.__qualname__}", order, dtype, tuple(size), tuple(stride), context, tuple(others)
+    )
+    parts = tuple(_part(value, f"{path}.{one}") for one, value in tensors.items())
+    return Composite(name, parts, rebuild, form=form)
+
+
+def _with_own_containers(value: Any) -> Any:
+    """Copy the containers in a context, which the tensor may refer to."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_own_containers, value))
+    return {key: _with_own_containers(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _coordinates(tensor: torch.Tensor, path: str) -> Composite:
     size, coalesced = tensor.size(), tensor.is_coalesced()
+    form = Form("sparse_coo", ("indices", "values"), tensor.dtype, tuple(size), None, coalesced)
     parts = (_part(tensor._indices(), path), _part(tensor._values(), path))
     make: Any = torch.sparse_coo_tensor  # its stub lacks is_coalesced
 
@@ -145,12 +196,13 @@ def _coordinates(tensor: torch.Tensor, path: str) -> Composite:
         made: torch.Tensor = make(indices, values, size, is_coalesced=coalesced, check_invariants=False)
         return made
 
-    return Composite(f"a tensor of layout {tensor.layout}", parts, rebuild)
+    return Composite(f"a tensor of layout {tensor.layout}", parts, rebuild, form=form)
 
 
 def _compressed(tensor: torch.Tensor, path: str) -> Composite:
     size, layout = tensor.size(), tensor.layout
     names = (*_COMPRESSED[layout], "values")
+    form = Form(str(layout).removeprefix("torch."), names, tensor.dtype, tuple(size), None, None)
     make: Any = torch.sparse_compressed_tensor
     parts = tuple(_part(getattr(tensor, name)(), path) for name in names)
 
@@ -159,7 +211,7 @@ def _compressed(tensor: torch.Tensor, path: str) -> Composite:
         made: torch.Tensor = make(compressed, plain, values, size, layout=layout, check_invariants=False)
         return made
 
-    return Composite(f"a tensor of layout {layout}", parts, rebuild)
+    return Composite(f"a tensor of layout {layout}", parts, rebuild, form=form)
 
 
 def _holder(tensor: torch.Tensor, path: str) -> Composite:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .._runtime.torch_probes import empty_kernel
+from .._runtime.torch_probes import copyable, empty_kernel
 from ..errors import ArenaExhausted, UnsupportedTensor
 from .registration import Pinner
 from .runtime import CudaRuntime
@@ -116,18 +116,18 @@ class TorchDriver:
 
     def gather(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         with _device_memory(sources[0].device, sum(source.nbytes for source in sources)):
-            return torch.cat([source.view(-1) for source in sources]).view(torch.uint8)
+            return torch.cat([copyable(source).view(-1) for source in sources]).view(torch.uint8)
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
         with _device_memory(source.device, source.nbytes):
-            return source.clone()
+            return copyable(source).clone().view(source.dtype)
 
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         with _device_memory(source.device, source.nbytes):
-            return source.resolve_conj().resolve_neg().contiguous()
+            return copyable(source.resolve_conj().resolve_neg()).contiguous().view(source.dtype)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        copyable(target).copy_(copyable(source), non_blocking=True)
 
     def gap(self, device: Any) -> None:
         """Without knowing the device's copy engine there is nothing to yield."""

@@ -13,7 +13,7 @@ import torch
 
 from .._runtime.rate import Pace
 from .._runtime.threads import Stop, TorchThreads, politely
-from .._runtime.torch_probes import extent_bytes, lazy_bits
+from .._runtime.torch_probes import copyable, extent_bytes, lazy_bits
 from ..errors import UnsupportedTensor
 from .image import Copy
 
@@ -113,6 +113,7 @@ class HostEngine:
     def _gather(source: torch.Tensor, address: int, nbytes: int, stop: Stop) -> None:
         """Row-major elements of a strided tensor, in pieces small enough that torch copies them in this thread."""
         raw = (ctypes.c_char * nbytes).from_address(address)
+        source = copyable(source)
         target = torch.frombuffer(raw, dtype=source.dtype).view(source.shape)
         with torch.no_grad():
             for destination, piece in _pieces(target, source):

@@ -220,8 +220,9 @@ class Transaction(ABC):
             await self.make_visible()
         except DeadlineExceeded:
             raise
-        except NotDurable:
+        except NotDurable as error:
             self.outcome = "committed"
+            self._note_replaced(error)
             raise
         except Exception:
             self.outcome = "absent"
@@ -239,17 +240,20 @@ class Transaction(ABC):
         except Conflict:
             self.outcome = "absent"
             raise
-        except NotDurable:
+        except NotDurable as error:
             self.outcome = "committed"
+            self._note_replaced(error)
             raise
         except (Exception, asyncio.CancelledError) as error:
             outcome = await self._after_failure(name, tail, error)
             if isinstance(error, asyncio.CancelledError) or outcome == "absent":
                 raise
             if outcome == "committed":
-                raise NotDurable(
+                committed = NotDurable(
                     f"{target} is committed and complete, but publishing it did not end well: {error}"
-                ) from error
+                )
+                self._note_replaced(committed)
+                raise committed from error
             raise OutcomeUnknown(
                 f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing "
                 f"was deleted; look for {target}, and remove {self.attempt.name} if it is still there"
@@ -314,6 +318,11 @@ class Transaction(ABC):
         """Delete what this transaction has replaced. Where two directories were exchanged, it has the name of the
         attempt."""
         await self.discard()
+
+    def _note_replaced(self, error: NotDurable) -> None:
+        """Add to ``error`` where the checkpoint is that was replaced by a commit which may not be durable: it is not
+        deleted."""
+        return
 
     async def remove_replaced(self) -> None:
         """Remove what a committed ``"replacement"`` has replaced. A failure is logged, because the new one is there."""

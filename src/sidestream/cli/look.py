@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .. import blocking
-from .._convert.source import SourceOpaque, SourceTensor, SourceValue, open_source
+from .._convert.source import Source, SourceComposite, SourceOpaque, SourceTensor, open_source
 from .._run.steps import list_steps
 from .._runtime.threads import Deadline
 from .._storage import Where, locate_run
@@ -69,12 +70,18 @@ class Row:
 
 def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     """Raises ``MissingKeys`` where nothing is named like ``pattern``."""
-    entries = blocking.run(lambda: _entries(url, Where(options)), Deadline.after(_TIMEOUT_S))
+    source = blocking.run(lambda: _source(url, Where(options)), Deadline.after(_TIMEOUT_S))
+    entries, parts = source.entries, source.parts()
     found = []
     for name, one in entries.items():
-        if not fnmatchcase(name, pattern):
+        if not fnmatchcase(name, pattern) or name in parts:
             continue
-        if isinstance(one, SourceTensor | SourceOpaque):
+        if isinstance(one, SourceComposite):
+            inside = [part for part in map(entries.__getitem__, one.parts) if isinstance(part, SourceTensor)]
+            files = tuple(sorted({chunk.file for part in inside for chunk in part.entry.chunks}))
+            nbytes = sum(part.entry.nbytes for part in inside)
+            found.append(Row(name, one.entry.dtype, one.entry.shape, nbytes, files))
+        elif isinstance(one, SourceTensor | SourceOpaque):
             entry = one.entry
             if isinstance(one, SourceTensor):
                 nbytes = one.entry.nbytes
@@ -89,9 +96,9 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     return found
 
 
-async def _entries(url: str, where: Where) -> Mapping[str, SourceTensor | SourceValue | SourceOpaque]:
+async def _source(url: str, where: Where) -> Source:
     async with aclosing(await open_source(url, where)) as source:
-        return source.entries
+        return source
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +149,23 @@ def _compare(name: str, one: blocking.Checkpoint, other: blocking.Checkpoint) ->
         found = list(islice(value_differences(one.value(name), other.value(name)), _PLACES + 1))
         inside, more = tuple(found[:_PLACES]), len(found) > _PLACES
         return Difference(name, "another value", inside=inside, more=more) if found else None
+    if mine.kind != theirs.kind:
+        return Difference(name, f"{mine.kind or 'a plain tensor'} against {theirs.kind or 'a plain tensor'}")
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         told = f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
         return Difference(name, told.replace("torch.", ""))
+    if mine.kind:
+        return _compare_parts(name, one, other)
     largest = _largest_difference(name, mine.shape, mine.nbytes, one, other)
     return None if largest is None else Difference(name, "changed", largest)
+
+
+def _compare_parts(name: str, one: blocking.Checkpoint, other: blocking.Checkpoint) -> Difference | None:
+    """Return the first difference between two tensors that consist of others."""
+    mine, theirs = one.info(name), other.info(name)
+    if mine.parts != theirs.parts or json.dumps(mine.context) != json.dumps(theirs.context):
+        return Difference(name, f"another {mine.kind.rpartition('.')[2]}")
+    return next(filter(None, (_compare(part, one, other) for part in mine.parts)), None)
 
 
 def _largest_difference(

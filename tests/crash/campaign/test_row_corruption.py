@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from _corrupting import DAMAGES, OWN_READERS, STOCK_READERS, bit_flip, damaged, foreign, judged
 from _rows import Row, Size
-from _seeded import make_state
+from _seeded import files_of, make_state
 
 import sidestream
 
@@ -39,7 +39,7 @@ async def test_damage_is_found(part: str, place: Path, row: Callable[..., Row], 
 async def own(place: Path) -> tuple[Path, Any]:
     async with sidestream.Checkpointer(place / "run") as checkpoints:
         for step, seed in ((1, 11), (2, 12)):
-            await (await checkpoints.save(make_state(seed), step=step))
+            await (await checkpoints.save(make_state(seed), step=step, files=files_of(seed)))
     return place / "run" / "step-1", OWN_READERS
 
 

@@ -94,6 +94,8 @@ def judged(found: Found, told: Told, scenario: Scenario) -> list[str]:
         for name, seed in told.acked.items()
         if found.seeds.get(name) != seed and not (scenario.work == "overwriting" and found.seeds.get(name, 0) > seed)
     ]
+    if scenario.work in ("steps", "overwriting"):
+        wrong += [f"{name} is without its files" for name in told.acked if name not in found.sidecars]
     wrong += [
         f"{name} came from nowhere" for name in found.seeds if name not in older and found.seeds[name] not in allowed
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from _cutting import WORK, Writer, judged, recorded
+from _cutting import WORK, Writer, judged, recorded, runs
 from _disk_model import Keeps, Model
 from _judge import Oracle
 from _rows import Row, Size, spread
@@ -25,8 +25,14 @@ ROWS: dict[Writer, str] = {
 OTHERS: tuple[Keeps, ...] = ("everything", "names", "content", "chance", "chance")
 
 
-@pytest.mark.parametrize("writer", ROWS)
-@pytest.mark.parametrize("name", WORK)
+ALIKE = ("a removal", "an export")
+"""Work of which a saver process does no part, or the same part as of other work."""
+
+
+@pytest.mark.parametrize(
+    ("name", "writer"),
+    [(name, writer) for name in WORK for writer in ROWS if writer == "threads" or name not in ALIKE],
+)
 async def test_the_power_is_cut_after_every_change(
     name: str, writer: Writer, place: Path, judge: Oracle, row: Callable[..., Row], size: Size
 ) -> None:
@@ -37,13 +43,12 @@ async def test_the_power_is_cut_after_every_change(
     of_others = {event.operation for event in recording.events if event.process != os.getpid()}
     assert of_others >= ({"pwrite", "fsync"} if writer == "a saver process" else set()), of_others
     total = spread(size.of(SHORT, LONG), WORK)[name]
-    new = "run/new/below" if name == "a new run" else "run"
+    looked_at = dict.fromkeys(runs(name))
 
     def trial(number: int, model: Model, keeps: Keeps) -> None:
         model.write_to(cut, keeps, random)
-        found = judge.look(cut / new)
-        older = found if new == "run" else judge.look(cut / "run")
-        wrong = judged(found, recording.acknowledged(number), older, name)
+        found = {run: judge.look(cut / run) for run in looked_at}
+        wrong = judged(cut, [found[run] for run in runs(name)], recording.acknowledged(number), name)
         operation = recording.events[number - 1].operation if number else "nothing"
         counts.trial((f"after {operation}, event {number}", keeps), wrong)
 

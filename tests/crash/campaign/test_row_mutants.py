@@ -31,7 +31,7 @@ def test_a_mutant_is_caught(mutant: Mutant, place: Path, catching: Warm, row: Ca
     counts.end(at_least=1)
 
 
-ROWS = ("corruption", "cuts", "saver_cuts", "kills", "faults", "retention", "stock")
+ROWS = ("corruption", "cuts", "saver_cuts", "kills", "faults", "object_store", "retention", "stock")
 """Catchers whose trials are also rows of the campaign, which run without a mutant."""
 
 

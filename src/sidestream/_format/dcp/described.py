@@ -14,7 +14,7 @@ from itertools import chain
 from ..._runtime.steps import Steps, chunked, collected
 from ..manifest import entry_line, head_line, line_around_checksums, metadata_line
 from ..marker import Marker
-from ..records import Entry, Manifest, TensorEntry, ValueEntry
+from ..records import CompositeEntry, Entry, Manifest, TensorEntry, ValueEntry
 from ..shard import BlockSums
 from .write import MetadataHead, dtypes_of, metadata_end, places_of
 
@@ -25,15 +25,17 @@ _MANY = 1024  # of what takes 0.1 us
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """``count`` entries: their lines in the manifest, and ``.metadata`` up to where the places end."""
+    """``count`` entries: their lines in the manifest, and ``.metadata`` up to where the places end. ``composite``:
+    whether there are composite tensors among them."""
 
     count: int
     lines: bytes
     places: bytes
+    composite: bool
 
     def manifest(self, manifest: Manifest, torch_version: str) -> bytes:
         """The whole file. ``manifest`` has the rest; its own entries are not looked at."""
-        head = head_line(manifest, torch_version, self.count)
+        head = head_line(manifest, torch_version, self.count, composite=self.composite)
         return b"".join([head, self.lines, metadata_line(manifest)])
 
     def metadata(self, marker: Marker) -> bytes:
@@ -51,12 +53,13 @@ def describe(entries: Mapping[str, Entry]) -> Steps[Described]:
         head.add(fqn, entry)
         lines.append(entry_line(fqn, entry))
         places.append(places_of(fqn, entry))
-    return Described(len(entries), b"".join(lines), b"".join(chain(head.pieces(), places)))
+    composite = any(isinstance(entry, CompositeEntry) for entry in entries.values())
+    return Described(len(entries), b"".join(lines), b"".join(chain(head.pieces(), places)), composite)
 
 
 class Template:
-    """What ``describe`` gives for ``entries``, with holes: for the values, which are written anew each time, and for
-    the checksums of the tensors, each of which has one chunk without any."""
+    """What ``describe`` gives for ``entries``, with holes: for the values and the composite tensors, which are written
+    anew each time, and for the checksums of the tensors, each of which has one chunk without any."""
 
     def __init__(self, items: Sequence[int]) -> None:
         self._items = items
@@ -65,6 +68,7 @@ class Template:
         self._values: list[int] = []
         self._places: list[bytes] = []  # what stands before the place of each value, and after the last
         self._count = 0
+        self._composite = False
         self._head = b""
 
     @classmethod
@@ -80,7 +84,8 @@ class Template:
             yield
             made._count += 1
             head.add(fqn, entry)
-            if isinstance(entry, ValueEntry):
+            if isinstance(entry, ValueEntry | CompositeEntry):
+                made._composite |= isinstance(entry, CompositeEntry)
                 made._values.append(len(made._lines))
                 made._lines.append(line)
                 made._places.append(b"".join(places))
@@ -98,8 +103,9 @@ class Template:
         made._head = b"".join(head.pieces())
         return made
 
-    def fill(self, values: Mapping[str, ValueEntry], sums: Sequence[BlockSums]) -> Steps[Described]:
-        """``values`` in their order among the entries. Takes some 0.5 us for each tensor."""
+    def fill(self, values: Mapping[str, ValueEntry | CompositeEntry], sums: Sequence[BlockSums]) -> Steps[Described]:
+        """``values``, and composite tensors among them, in their order among the entries. Takes some 0.5 us for each
+        tensor."""
         checksums = yield from collected(_encoded(sums), _MANY // 4)
         holes = [b""] * (len(self._lines) - 1)
         for pairs in chunked(zip(self._tensors, self._items, strict=True), _MANY):
@@ -110,7 +116,8 @@ class Template:
             holes[hole] = entry_line(fqn, value)
             yield
         places = yield from collected(map(places_of, values.keys(), values.values()))
-        return Described(self._count, _woven(self._lines, holes), self._head + _woven(self._places, places))
+        lines, written = _woven(self._lines, holes), self._head + _woven(self._places, places)
+        return Described(self._count, lines, written, self._composite)
 
 
 def _woven(pieces: Sequence[bytes], holes: Sequence[bytes]) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..._runtime.steps import Steps, collected
 from ..marker import Marker, marker_attribute
 from ..pickles import write as p
-from ..records import Chunk
+from ..records import Chunk, written_dtype
 from ..shared import Shared
 from .write import NAMES, chunk_at, index_of, info_of, path_item, prelude, tensor_of
 
@@ -24,7 +24,7 @@ _MEMOIZE = b"\x94"
 
 def described(shared: Shared) -> Steps[bytes]:
     """The beginning of the file, up to the places: the same for every save of one plan."""
-    names = sorted({row.dtype for row in shared.rows if row.kind == "tensor"})
+    names = sorted({written_dtype(row.dtype) for row in shared.rows if row.kind == "tensor"})
     dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
     first = NAMES.first_dtype + len(names)  # of what is memoized from here on
     known: dict[int, int] = {}
@@ -38,7 +38,7 @@ def described(shared: Shared) -> Steps[bytes]:
                 known[row.pattern] = first + len(known)
                 boxes = (chunk_at(one.offsets, one.sizes) for one in shared.patterns[row.pattern])
                 chunks = p.list_of((yield from collected(boxes))) + _MEMOIZE
-            out.append(p.text(row.fqn) + tensor_of(dtypes[row.dtype], row.shape, chunks))
+            out.append(p.text(row.fqn) + tensor_of(dtypes[written_dtype(row.dtype)], row.shape, chunks))
         elif row.kind == "value":
             out.append(p.text(row.fqn) + NAMES.value + b")\x81")
     out += [b"u", p.text("planner_data"), b"}("]

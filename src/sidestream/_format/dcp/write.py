@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from ..marker import Marker, marker_attribute
 from ..pickles import write as p
-from ..records import DictKey, EmptyEntry, Entry, Key, TensorEntry, ValueEntry
+from ..records import CompositeEntry, DictKey, EmptyEntry, Entry, Key, TensorEntry, ValueEntry, written_dtype
 
 __all__ = [
     "NAMES",
@@ -60,7 +60,7 @@ class MetadataHead:
 
     def __init__(self, dtypes: Iterable[str]) -> None:
         # Only those in use: a version of torch that lacks one of the others reads the file too.
-        names = sorted(dtypes)
+        names = sorted(set(map(written_dtype, dtypes)))
         self._dtypes = {name: b"h%c" % (NAMES.first_dtype + index) for index, name in enumerate(names)}
         begin = NAMES.metadata + _NEW + b"}(" + p.text("state_dict_metadata") + b"}("
         self._entries = [b"\x80\x04", prelude(names), begin]
@@ -68,12 +68,12 @@ class MetadataHead:
 
     def add(self, fqn: str, entry: Entry) -> None:
         """The entries come in their order."""
-        if isinstance(entry, EmptyEntry):
+        if isinstance(entry, EmptyEntry | CompositeEntry):
             return
         name = p.text(fqn)
         if isinstance(entry, TensorEntry):
             boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-            self._entries.append(name + _tensor(self._dtypes[entry.dtype], entry.shape, boxes))
+            self._entries.append(name + _tensor(self._dtypes[written_dtype(entry.dtype)], entry.shape, boxes))
         else:
             self._entries.append(name + NAMES.value + _NEW)
         self._paths.append(name + p.tuple_of(*map(path_item, entry.path)))

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._format.records import DTYPES, DictKey, Key
+from ..._format.records import SAVED_DTYPES, DictKey, Key
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
 from ...errors import Corrupt, UnsupportedTensor
-from ..flatten import Leaf, leaves_of
+from ..flatten import CompositeLeaf, Leaf, leaves_of
 
 __all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
 
@@ -79,18 +79,28 @@ def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
         yield
         if isinstance(leaf.value, torch.Tensor):
             sources.append(leaf.value)
+        elif isinstance(leaf.value, CompositeLeaf):
+            raise _refused(leaf.fqn, leaf.value.composite)
         elif isinstance(leaf.value, Composite):
-            if leaf.value.sharding is None or any(isinstance(part, Composite) for part in leaf.value.parts):
-                raise UnsupportedTensor(
-                    f"{leaf.fqn}: cannot save {leaf.value.kind}: save the tensors that it is made of, or a dense one"
-                )
+            sharding = leaf.value.sharding
+            if sharding is None or any(isinstance(part, Composite) for part in leaf.value.parts):
+                raise _refused(leaf.fqn, leaf.value)
             sources.extend(leaf.value.tensors())
-            shardings.append(leaf.value.sharding.key)
+            shardings.append(sharding.key)
     kinds = tuple([type(leaf.value) for leaf in leaves])
     key = (tuple([leaf.path for leaf in leaves]), kinds, tuple(shardings), (yield from fingerprint(sources)))
     held = yield from plans.get(("table", key), lambda: _hold(leaves, sources, captured.held))
     values = {number: leaf for number, leaf in enumerate(leaves) if held.rows[number].kind == "value"}
     return LocalTable(held, sources, values, key)
+
+
+def _refused(fqn: str, composite: Composite) -> UnsupportedTensor:
+    inner = [part.kind for part in composite.parts if isinstance(part, Composite)]
+    over = f" over {inner[0]}" if inner else ""
+    return UnsupportedTensor(
+        f"{fqn}: ranks that save together cannot save {composite.kind}{over}: save the tensors that it is made of, or "
+        "a dense one"
+    )
 
 
 def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[int]) -> Steps[Held]:
@@ -131,7 +141,7 @@ def _tensor_row(
     else:
         shape, dtype = tuple(leaf.value.shape), dtype_name(leaf.value.dtype)
         places = ((0, (0,) * len(shape), shape, (0,) * len(shape)),)
-    if dtype not in DTYPES:
+    if dtype not in SAVED_DTYPES:
         raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
     here = []
     filled = 0 not in shape

@@ -22,6 +22,7 @@ from .instead import what_is_there
 from .steps import about, own_manifest_among, read_marker
 
 __all__ = [
+    "all_there",
     "check_not_replaced",
     "metadata_of",
     "open_manifest",
@@ -30,8 +31,20 @@ __all__ = [
     "read_metadata",
     "read_parts",
     "read_root",
+    "replaced",
     "was_replaced",
 ]
+
+
+@contextmanager
+def all_there(url: str) -> Iterator[None]:
+    """Raise ``Corrupt`` for a file of the source that was there when it was opened, and is not any more."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if isinstance(error, SidestreamError):
+            raise
+        raise Corrupt(f"{url}: {error.filename} was deleted while it was read") from error
 
 
 async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
@@ -121,7 +134,9 @@ async def _listed(store: Store, source: RangeSource) -> Mapping[str, int] | None
         return None
     try:
         return await source.sizes()
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if await source.moved():  # it was deleted between the look for it and the listing
+            raise _Moved from error
         return None
 
 
@@ -151,7 +166,11 @@ async def check_not_replaced(source: RangeSource, location: Location, manifest: 
         return
     marker = await read_marker(source)
     if marker is None or marker.save_id != manifest.save_id:
-        raise Corrupt(f"{location.url}: another checkpoint has replaced this one since it was opened: open it again")
+        raise replaced(location.url)
+
+
+def replaced(url: str) -> Corrupt:
+    return Corrupt(f"{url}: another checkpoint has replaced this one since it was opened: open it again")
 
 
 async def was_replaced(location: Location, manifest: Manifest) -> bool:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from ..._format.records import Chunk, DictKey, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
+from ..._format.records import Chunk, DictKey, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry, written_dtype
 from ..._format.torch_zip.zip import TorchZip, is_zip
 from ..._format.transforms import unpack
 from ..._layout.cast import castable
@@ -102,6 +102,8 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, manifest: Manife
         if not isinstance(entry, TensorEntry) or chunk is None:
             raise _missing(url, item)
         target = planner.resolve_tensor(item).detach()
+        if written_dtype(entry.dtype) == dtype_name(target.dtype):
+            entry = replace(entry, dtype=written_dtype(entry.dtype))  # as stock DCP reads it
         _check_target(item, entry, target)
         name = fqn if fqn not in found.names else f"{fqn} (part {len(found.names)})"
         found.names[name] = fqn
@@ -198,7 +200,9 @@ def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
 
 
 def metadata_of(manifest: Manifest, url: str) -> Metadata:
-    """In a worker thread. Empty dicts are not in it: DCP does not know them. Raises ``UnsupportedCheckpoint``."""
+    """In a worker thread. Empty dicts and composite tensors are not in it: DCP does not know them.
+
+    Raises ``UnsupportedCheckpoint``."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, object] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
@@ -220,7 +224,7 @@ def metadata_of(manifest: Manifest, url: str) -> Metadata:
 
 def _tensor(fqn: str, entry: TensorEntry | OpaqueEntry) -> TensorStorageMetadata:
     try:
-        properties = TensorProperties(dtype=dtype_from_name(entry.dtype))
+        properties = TensorProperties(dtype=dtype_from_name(written_dtype(entry.dtype)))
     except KeyError:
         raise UnsupportedCheckpoint(f"{fqn!r} has dtype {entry.dtype}, which this torch does not know") from None
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]

@@ -270,8 +270,13 @@ def sizes_in(directory: Path, within: OpenDirectory | None) -> dict[str, int]:
 
 
 def _sizes(directory: Path | int) -> dict[str, int]:
+    sizes = {}
     with os.scandir(directory) as entries:
-        return {one.name: one.stat().st_size for one in entries if one.is_file(follow_symlinks=False)}
+        for entry in entries:
+            with suppress(FileNotFoundError):  # deleted since it was listed: the directory itself is still there
+                if entry.is_file(follow_symlinks=False):
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+    return sizes
 
 
 def _translated(error: OSError, doing: str, path: str) -> Exception:

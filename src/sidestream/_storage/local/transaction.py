@@ -7,16 +7,19 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from ..._runtime.threads import Stop, Threads, io_threads
-from ...errors import Conflict, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
+from ...errors import Conflict, NoSpace, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
 from ...options import Durability
 from ..bodies import Body
 from ..transaction import Attempt, StoreAddress, Transaction
 from .directories import (
+    RACES,
     is_directory,
     is_vacant,
     link_new,
@@ -30,6 +33,10 @@ from .read import read_tail
 from .write import write_file
 
 __all__ = ["LocalTransaction"]
+
+_Step: TypeAlias = Callable[[Path, Path, frozenset[str], os.stat_result | None], None]
+"""The step that makes an attempt visible: of the attempt, the target, the files that must be there, and the attempt's
+directory as it was made."""
 
 _REPLACEABLE = frozenset({".metadata", "model.safetensors", "model.safetensors.index.json"})
 """Files of which a directory has one if it is a checkpoint or an export."""
@@ -45,7 +52,8 @@ class LocalTransaction(Transaction):
         self._target = root / attempt.target
         self._hidden = root / attempt.name
         self._directory = self._target if attempt.kind == "part" else self._hidden
-        self._mode: int | None = None  # what the umask gave the attempt that this transaction has made
+        self._made: os.stat_result | None = None  # of the attempt that this transaction has made, as it was made
+        self._replaceable = False  # the target was looked at, and is a checkpoint or an export
         self._names: dict[str, None] = {}  # of the files written, in their order
         self._last: tuple[str, Body] | None = None
 
@@ -69,7 +77,7 @@ class LocalTransaction(Transaction):
         if attempt.kind == "part":
             with self._make_once():
                 _make_shared(self._directory, attempt.durability)
-        elif attempt.kind == "joined" or self._mode is not None:
+        elif attempt.kind == "joined" or self._made is not None:
             _check_joined(self._directory)
         else:
             self._make()
@@ -81,12 +89,11 @@ class LocalTransaction(Transaction):
     def _make(self) -> None:
         vacant = is_vacant(self._target)
         replaces = self.attempt.kind == "replacement"
-        if not vacant and not (replaces and is_directory(self._target)):
+        if not vacant and not (replaces and _may_be_replaced(self._target)):
             raise _occupied(self._target)
-        if not vacant:
-            _check_replaceable(self._target)
+        self._replaceable = not vacant
         with self._make_once():
-            self._mode = _create(self._root, self._hidden, self.attempt)
+            self._made = _create(self._root, self._hidden, self.attempt)
         if replaces and not vacant and not _exchanges(self._hidden):
             self.discard_here()
             raise Conflict(
@@ -125,11 +132,28 @@ class LocalTransaction(Transaction):
             self._names.clear()
             self._last = None
             return
-        mode = 0o700 if self._mode is None else self._mode
         names = frozenset(self._names)
-        replaces = attempt.kind == "replacement"
-        await io_threads().run(_publish, self._hidden, self._target, names, mode, attempt.durability, replaces)
-        self._mode = None  # what is there under the name of the attempt, if anything, is what this one replaced
+        move: _Step = _move
+        if attempt.kind == "replacement":
+            move = partial(_replace, checked=self._replaceable)
+        await io_threads().run(_publish, self._hidden, self._target, names, self._made, attempt.durability, move)
+        self._made = None  # what is there under the name of the attempt, if anything, is what this one replaced
+
+    def _note_replaced(self, error: NotDurable) -> None:
+        if self.attempt.kind == "replacement":
+            error.add_note(f"what it has replaced may still be in {self._hidden}, which nothing deletes")
+
+    async def _discard_replaced(self) -> None:
+        await io_threads().run(self._discard_replaced_here)
+
+    def _discard_replaced_here(self) -> None:
+        if not self._end_making():
+            return
+        path: Path | None = self._hidden
+        with suppress(NoSpace):  # a quota may refuse the rename, and not the removal, which makes room
+            path = take_away(self._root, self.attempt.name)
+        if path is not None:
+            remove_tree(path)
 
     async def discard(self) -> None:
         await io_threads().run(self.discard_here)
@@ -143,7 +167,7 @@ class LocalTransaction(Transaction):
                 _unlink(self._directory / name)
             return
         # Nobody else publishes an attempt of our own; any other is taken out of its writer's reach first.
-        own, self._mode = self._mode is not None, None
+        own, self._made = self._made is not None, None
         path = self._hidden if own else take_away(self._root, self.attempt.name)
         if path is not None:
             remove_tree(path)
@@ -164,44 +188,39 @@ def _put(path: Path, body: Body, attempt: Attempt, stop: Stop) -> None:
     write_file(path, body, attempt.durability, stop, target=attempt.target)
 
 
-def _create(root: Path, hidden: Path, attempt: Attempt) -> int:
-    """Returns the mode that the umask gives a directory; until it is published nobody else looks into the attempt."""
+def _create(root: Path, hidden: Path, attempt: Attempt) -> os.stat_result:
+    """Returns the new directory, with the mode that the umask gives; until it is published nobody else looks into the
+    attempt."""
     made: list[Path] = []
     try:
         make_root(root, attempt.durability, made)
         hidden.mkdir()
         made.append(hidden)
-        mode = stat.S_IMODE(hidden.stat().st_mode)
-        hidden.chmod(mode & ~0o077)
+        found = hidden.stat()
+        hidden.chmod(stat.S_IMODE(found.st_mode) & ~0o077)
     except OSError as error:
         with suppress(OSError):  # not empty: another save has moved in meanwhile
             for path in reversed(made):
                 path.rmdir()
         raise from_os_error(error, f"creating a directory for {attempt.target}", str(hidden)) from error
-    return mode
+    return found
 
 
 def _publish(
-    attempt: Path, target: Path, names: frozenset[str], mode: int, durability: Durability, replacing: bool
+    attempt: Path,
+    target: Path,
+    names: frozenset[str],
+    made: os.stat_result | None,
+    durability: Durability,
+    move: _Step,
 ) -> None:
     """``names`` are files that must be in the directory. A concurrent ``rm -r`` of the run removes files from it,
     before the rename or just after: then the directory is, or becomes, invisible."""
     try:
-        attempt.chmod(mode)
+        attempt.chmod(0o700 if made is None else stat.S_IMODE(made.st_mode))
         if durability == "fsync":
             sync_directory(attempt)
-        if replacing and not is_vacant(target):
-            _exchange(attempt, target, names)
-        else:
-            _check_whole(attempt, names, target)
-            os.rename(attempt, target)
-            try:
-                _check_whole(target, names, target)
-            except FileNotFoundError:
-                pass  # retention or another process has removed the whole directory
-            except StorageError:
-                os.rename(target, attempt)
-                raise
+        move(attempt, target, names, made)
     except SidestreamError:
         raise
     except OSError as error:
@@ -217,6 +236,43 @@ def _publish(
             ) from error
 
 
+def _move(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None) -> None:
+    """Rename the attempt to the target, which is not there or empty."""
+    _check_whole(attempt, names, target)
+    os.rename(attempt, target)
+    try:
+        _check_whole(target, names, target)
+    except FileNotFoundError:
+        pass  # retention or another process has removed the whole directory
+    except StorageError:
+        if made is None or _is(made, target):  # or else another save has replaced it already
+            os.rename(target, attempt)
+            raise
+
+
+def _replace(attempt: Path, target: Path, names: frozenset[str], made: os.stat_result | None, *, checked: bool) -> None:
+    """Exchange the attempt with the target, or rename it if there is none. Another save, or a removal, may come
+    between the look and the step: then there is another look. ``checked``: what is there may be replaced. Raises
+    ``Conflict`` if it must not be."""
+    for left in reversed(range(RACES)):
+        vacant = is_vacant(target)
+        checked = checked and not vacant  # what comes now was not looked at
+        try:
+            if vacant:
+                _move(attempt, target, names, made)
+            else:
+                if not checked:
+                    _check_replaceable(target)
+                _exchange(attempt, target, names)
+            return
+        except SidestreamError:
+            raise
+        except OSError as error:
+            lost = error.errno in (errno.ENOTEMPTY, errno.EEXIST) if vacant else error.errno == errno.ENOENT
+            if not left or not lost or not os.path.isdir(attempt):
+                raise
+
+
 def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
     """Exchange the attempt with the target. The attempt is looked at through a descriptor, because another save may
     replace this one at once, and delete it."""
@@ -227,16 +283,16 @@ def _exchange(attempt: Path, target: Path, names: frozenset[str]) -> None:
         try:
             _check_whole(directory, names, target)
         except StorageError:
-            if _is_at(directory, target):
+            if _is(os.fstat(directory), target):
                 exchange(attempt, target)
                 raise
     finally:
         os.close(directory)
 
 
-def _is_at(directory: int, path: Path) -> bool:
+def _is(directory: os.stat_result, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(directory), os.stat(path, follow_symlinks=False))
+        return os.path.samestat(directory, os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
 
@@ -313,13 +369,25 @@ def _occupied(target: Path) -> Conflict:
     return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
 
 
+def _may_be_replaced(target: Path) -> bool:
+    """Return whether it is a directory, or was removed meanwhile. Raises ``Conflict``."""
+    with suppress(FileNotFoundError):
+        if not is_directory(target):
+            return False
+        _check_replaceable(target)
+    return True
+
+
 def _check_replaceable(target: Path) -> None:
-    """Raise ``Conflict`` if a directory is neither a checkpoint nor an export: what is replaced is deleted whole."""
+    """Raise ``Conflict`` if a directory that is not empty is neither a checkpoint nor an export: what is replaced is
+    deleted whole."""
     try:
-        found = _REPLACEABLE.isdisjoint(os.listdir(target))
+        found = os.listdir(target)
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise from_os_error(error, "listing", str(target)) from error
-    if found:
+    if found and _REPLACEABLE.isdisjoint(found):
         raise Conflict(
             f"{target} is not empty, and no checkpoint (it has no .metadata), so it was not replaced: save to a new "
             "directory, or empty this one first"

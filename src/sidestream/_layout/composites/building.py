@@ -1,0 +1,92 @@
+"""Tensors that consist of others, made of parts that were read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..._format.records import SPARSE_PARTS, CompositeEntry, Entry
+from ..._runtime.steps import Steps
+from ..._runtime.torch_probes import dtype_from_name, dtype_name
+from ...errors import Corrupt, UnsupportedCheckpoint
+from ..values import decode_value
+from .types import KnownTypes, type_of
+
+__all__ = ["build_composites", "check_types", "fill_sparse"]
+
+
+def check_types(entries: Mapping[str, Entry], fqns: Iterable[str], allowed: Mapping[str, type]) -> Steps[None]:
+    """Raise ``UnsafeObject`` for the first of the composite tensors ``fqns`` whose type may not be made anew."""
+    for fqn in fqns:
+        yield
+        entry = entries[fqn]
+        assert isinstance(entry, CompositeEntry)
+        if entry.type not in SPARSE_PARTS:
+            type_of(fqn, entry.type, allowed)
+
+
+def build_composites(
+    entries: Mapping[str, Entry], fqns: Iterable[str], tensors: Mapping[str, torch.Tensor], allowed: Mapping[str, type]
+) -> Steps[dict[str, torch.Tensor]]:
+    """Return the composite tensors ``fqns`` over their parts, which are among ``tensors`` or among ``fqns`` themselves.
+
+    Raises ``Corrupt`` for parts that are no sparse tensor, ``UnsafeObject`` and ``UnsupportedCheckpoint``.
+    """
+    made: dict[str, torch.Tensor] = {}
+    for fqn in sorted(fqns, key=len, reverse=True):  # those that are parts of others first
+        yield
+        entry = entries[fqn]
+        assert isinstance(entry, CompositeEntry)
+        names = {part: f"{fqn}.{part}" for part in entry.parts}
+        parts = {part: made[name] if name in made else tensors[name] for part, name in names.items()}
+        context = yield from decode_value(entry.context, fqn, KnownTypes(fqn, allowed))
+        if entry.type in SPARSE_PARTS:
+            made[fqn] = _sparse(fqn, entry, parts, context)
+        else:
+            made[fqn] = _subclass(fqn, entry, parts, context, type_of(fqn, entry.type, allowed))
+    return made
+
+
+def _sparse(fqn: str, entry: CompositeEntry, parts: Mapping[str, torch.Tensor], context: Any) -> torch.Tensor:
+    make: Any = torch.sparse_coo_tensor if entry.type == "sparse_coo" else torch.sparse_compressed_tensor
+    options: dict[str, Any] = {"layout": getattr(torch, entry.type)}
+    if entry.type == "sparse_coo":
+        if type(context) is not bool:
+            raise Corrupt(f"{fqn}: the manifest does not say whether it is coalesced", fqn=fqn)
+        options = {"is_coalesced": context}
+    try:
+        # Indices outside of the shape would make torch read and write memory that is not the tensor's.
+        made: torch.Tensor = make(*parts.values(), entry.shape, check_invariants=True, **options)
+        if made.dtype == dtype_from_name(entry.dtype):
+            return made
+        problem = f"values of dtype {dtype_name(made.dtype)}"
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = str(error).partition("\n")[0]
+    raise Corrupt(f"{fqn}: its parts are no tensor of layout {entry.type}: {problem}", fqn=fqn)
+
+
+def _subclass(
+    fqn: str, entry: CompositeEntry, parts: Mapping[str, torch.Tensor], context: Any, kind: Any
+) -> torch.Tensor:
+    try:
+        made = kind.__tensor_unflatten__(dict(parts), context, torch.Size(entry.shape), entry.strides)
+    except Exception as error:
+        raise UnsupportedCheckpoint(
+            f"{fqn}: {entry.type} does not take what was saved of it: {type(error).__name__}: {error}"
+        ) from error
+    if type(made) is not kind or tuple(made.shape) != entry.shape or made.dtype != dtype_from_name(entry.dtype):
+        raise UnsupportedCheckpoint(
+            f"{fqn}: {entry.type} makes another tensor of what was saved than {entry.dtype} of shape {entry.shape}"
+        )
+    plain: torch.Tensor = made.detach() if made.requires_grad else made
+    return plain
+
+
+def fill_sparse(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Make ``target`` equal to ``source``, a sparse tensor of its layout and shape, however many elements each has."""
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        if target.layout is not torch.sparse_coo:
+            target.resize_as_sparse_(source)
+        target.copy_(source)

@@ -1,0 +1,96 @@
+"""What the manifest says of a tensor that consists of others, besides its parts."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from ..._format.records import MAX_PARTS, CompositeEntry, Key, Node
+from ..._runtime.torch_probes import dtype_name
+from ..._staging import Form
+from ...errors import UnsafeObject, UnsupportedTensor
+from ..values import encode_value
+
+__all__ = ["composite_entry", "differences"]
+
+_MAX_DEPTH = 16
+_MAX_NAME = 4096
+_TOLD = 160
+
+
+def composite_entry(fqn: str, path: tuple[Key, ...], form: Form) -> CompositeEntry:
+    """Return what the manifest says of a composite tensor. Raises ``UnsupportedTensor`` and ``UnsafeObject``."""
+
+    def unsupported(what: str) -> UnsupportedTensor:
+        return UnsupportedTensor(f"{fqn}: cannot save a {form.type} {what}")
+
+    if form.attributes:
+        raise unsupported(
+            f"that names {', '.join(form.attributes)} among its tensors, which is none: save the tensors that it wraps"
+        )
+    if not 0 < len(set(form.names)) == len(form.names) <= MAX_PARTS or "" in form.names:
+        raise unsupported(f"that wraps {len(form.names)} tensors: save the tensors that it wraps by themselves")
+    if len(form.type) > _MAX_NAME or any(type(size) is not int for size in form.shape + (form.strides or ())):
+        raise unsupported("whose shape is not fixed: save its components, such as values() and offsets()")
+    context = _encode(form.context, f"{fqn}: a {form.type} keeps", 0)
+    return CompositeEntry(path, form.type, dtype_name(form.dtype), form.shape, form.strides, form.names, context)
+
+
+def _encode(value: Any, told: str, depth: int) -> Node:
+    """As ``encode_value``, and members of enums, dataclasses and named tuples by the names of their classes. No
+    tensors: nothing has copied them."""
+    kind: Any = type(value)
+    if isinstance(value, torch.Tensor):
+        raise UnsafeObject(f"{told} a tensor that its __tensor_flatten__ does not name")
+    if isinstance(value, Enum):
+        return {"member": [_name(kind), value.name]}
+    if depth > _MAX_DEPTH:
+        raise UnsafeObject(f"{told} containers deeper than {_MAX_DEPTH} levels, or one that contains itself")
+    if kind in (list, tuple):
+        return {kind.__name__: [_encode(item, told, depth + 1) for item in value]}
+    if kind in (dict, OrderedDict):
+        return {"dict" if kind is dict else "ordered_dict": _pairs(value, told, depth)}
+    if is_dataclass(kind) and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+        state = object.__getstate__(value)
+        if kind.__getstate__ is object.__getstate__ and not hasattr(kind, "__setstate__") and type(state) is dict:
+            return _object(kind, [], {"dict": _pairs(state, told, depth)})
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return _object(kind, [_encode(item, told, depth + 1) for item in value])
+    try:
+        return encode_value(value, "")
+    except UnsafeObject:
+        raise UnsafeObject(
+            f"{told} a {_name(kind)} beside its tensors, which is no plain data: save the tensors that it wraps by "
+            "themselves, and make it of them again after a load"
+        ) from None
+
+
+def _pairs(mapping: Mapping[Any, Any], told: str, depth: int) -> list[Node]:
+    return [[_encode(key, told, depth + 1), _encode(item, told, depth + 1)] for key, item in mapping.items()]
+
+
+def _object(kind: type, args: list[Node], state: Node = None) -> Node:
+    return {"object": {"type": _name(kind), "new": True, "args": args, "state": state}}
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def differences(here: CompositeEntry, saved: CompositeEntry) -> str:
+    """Return in which way a tensor of the target differs from the saved one of the same type, shape and dtype, apart
+    from its parts; an empty text if it does not."""
+    if here.parts != saved.parts:
+        return f"it wraps {', '.join(here.parts)} in the target, {', '.join(saved.parts)} were saved"
+    if here.strides is None:
+        return ""
+    if here.strides != saved.strides:
+        return f"strides {here.strides} in the target, {saved.strides} saved"
+    one, other = json.dumps(here.context), json.dumps(saved.context)  # 1 and True are equal
+    return "" if one == other else f"{one[:_TOLD]} beside its tensors in the target, {other[:_TOLD]} saved"

@@ -1,0 +1,100 @@
+"""Tensors of a target that consist of others, compared with those of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..._format.records import (
+    SPARSE_PARTS,
+    CompositeEntry,
+    EmptyEntry,
+    Entry,
+    Manifest,
+    OpaqueEntry,
+    TensorEntry,
+    ValueEntry,
+    stored,
+)
+from ..._runtime.steps import Steps, chunked
+from ...errors import KindMismatch, Mismatch, ShapeMismatch
+from ..findings import Findings, dtype_fits
+from ..flatten import CompositeLeaf, Leaf
+from .entry import composite_entry, differences
+
+__all__ = ["CompositeTargets", "kind_of", "saved_composites"]
+
+_MANY = 256
+
+
+def saved_composites(manifest: Manifest) -> Steps[tuple[frozenset[str], frozenset[str]]]:
+    """The FQNs of the composite tensors in the checkpoint, and those of their parts."""
+    wholes: list[str] = []
+    parts: list[str] = []
+    for some in chunked(stored(manifest.entries).items(), _MANY):
+        for fqn, entry in some:
+            if type(entry) is CompositeEntry:
+                wholes.append(fqn)
+                parts += [f"{fqn}.{part}" for part in entry.parts]
+        yield
+    return frozenset(wholes), frozenset(parts)
+
+
+@dataclass(slots=True)
+class CompositeTargets:
+    """The composite tensors of the target: ``wholes`` have parts that are read in place, of ``sparse`` ones the number
+    of elements is known when they have been read. The parts of those in ``skipped`` are not looked at. ``saved`` are
+    those in the checkpoint, and ``met`` those of them that the target asks for, whatever it has in their place."""
+
+    manifest: Manifest
+    findings: Findings
+    saved: frozenset[str]
+    wholes: dict[str, torch.Tensor] = field(default_factory=dict)
+    sparse: list[Leaf] = field(default_factory=list)
+    skipped: set[str] = field(default_factory=set)
+    met: list[str] = field(default_factory=list)
+
+    def take(self, leaf: Leaf) -> bool:
+        """Return whether there is nothing more to do for ``leaf``."""
+        fqn, value = leaf.fqn, leaf.value
+        if leaf.whole in self.skipped:
+            self.skipped.add(fqn)
+            return True
+        if fqn in self.saved:
+            self.met.append(fqn)
+        if not isinstance(value, CompositeLeaf):
+            return False
+        assert value.tensor is not None
+        if not self._fits(leaf, value, self.manifest.entries.get(fqn)):
+            self.skipped.add(fqn)
+        elif value.form.type in SPARSE_PARTS:
+            self.sparse.append(leaf)
+            self.skipped.add(fqn)
+        else:
+            self.wholes[fqn] = value.tensor
+        return True
+
+    def _fits(self, leaf: Leaf, value: CompositeLeaf, entry: Entry | None) -> bool:
+        fqn, findings = leaf.fqn, self.findings
+        here = composite_entry(fqn, leaf.path, value.form)
+        if entry is None:
+            findings.add_missing(fqn)
+        elif isinstance(entry, OpaqueEntry):
+            findings.opaque.append(fqn)
+        elif not isinstance(entry, CompositeEntry) or entry.type != here.type:
+            findings.add(KindMismatch, f"{fqn}: a {here.type} in the target, {kind_of(entry)} in the checkpoint")
+        elif entry.shape != here.shape:
+            findings.add(ShapeMismatch, f"{fqn}: shape {here.shape} in the target, {entry.shape} saved")
+        elif problem := differences(here, entry):
+            findings.add(Mismatch, f"{fqn}: {problem}")
+        else:
+            return dtype_fits(fqn, here.dtype, entry.dtype, findings)
+        return False
+
+
+def kind_of(entry: Entry) -> str:
+    if isinstance(entry, CompositeEntry):
+        return f"a {entry.type}"
+    kinds = {TensorEntry: "a plain tensor", ValueEntry: "a plain value", EmptyEntry: "an empty dict"}
+    return kinds[type(entry)]

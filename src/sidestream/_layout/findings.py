@@ -1,0 +1,84 @@
+"""What does not fit when a target is compared with a checkpoint, collected for one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from .._runtime.steps import Steps
+from ..errors import DtypeMismatch, Mismatch, MissingKeys, UnexpectedKeys, printable
+from .cast import castable
+from .prefixes import prefix_hint
+from .renamed import Renamed
+
+__all__ = ["Findings", "dtype_fits"]
+
+_ABSENT = "not in the checkpoint"
+
+
+@dataclass(slots=True)
+class Findings:
+    """Offenders by kind, in the order in which they are told, and what is none because ``strict`` allows it."""
+
+    strict: frozenset[str]
+    names: Renamed
+    offenders: dict[type[Mismatch], list[str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    opaque: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    """Names of leaves that are missing in the checkpoint, if that is an error."""
+    unexpected: list[str] | None = None
+    """Where other ranks may ask for what this one does not expect."""
+
+    def add(self, kind: type[Mismatch], line: str) -> None:
+        self.offenders.setdefault(kind, []).append(line)
+
+    def add_missing(self, fqn: str, what: str = _ABSENT) -> None:
+        if "partial" in self.strict:
+            self.missing.append(fqn)
+        else:
+            if what == _ABSENT:
+                self.absent.append(fqn)
+            name = self.names.saved.get(fqn, fqn)
+            told = "" if name == fqn else f" as {name}" if name else ": names= gives no name for it"
+            self.add(MissingKeys, f"{fqn}: in the target, {what}{told}")
+
+    def add_unexpected(self, fqn: str, where: str) -> None:
+        fqn = self.names.told(fqn)
+        if "ignore_unexpected" in self.strict:
+            self.ignored.append(fqn)
+        elif self.unexpected is not None:
+            self.unexpected.append(fqn)
+        else:
+            self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
+
+    def raise_if_any(self, url: str, targets: Callable[[], Collection[str]], saved: Collection[str]) -> Steps[None]:
+        """Raise an error if there are findings. ``targets`` returns the names of the target, ``saved`` are those in the
+        checkpoint."""
+        if not self.offenders:
+            return
+        lines = [line for found in self.offenders.values() for line in found]
+        kind = next(iter(self.offenders)) if len(self.offenders) == 1 else Mismatch
+        shown = [printable(line) for line in lines[:50]] + (
+            [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
+        )
+        text = "\n  ".join(shown)
+        hint = (yield from prefix_hint(self.absent, targets(), saved)) if self.absent else ""
+        raise kind(
+            f"the target does not fit the checkpoint at {url} (nothing was changed):\n  {text}"
+            + (f"\n{hint}" if hint else ""),
+            lines,
+        )
+
+
+def dtype_fits(fqn: str, here: str, saved: str, findings: Findings) -> bool:
+    if here == saved:
+        return True
+    if "cast" in findings.strict and castable(saved, here):
+        findings.cast.append(fqn)
+        return True
+    remedy = "which torch does not convert into it" if "cast" in findings.strict else 'strict={"cast"} converts'
+    findings.add(DtypeMismatch, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
+    return False
