@@ -127,6 +127,94 @@ async def test_a_restore_that_falls_back(tmp_path: Path) -> None:
     assert seen[-1].reason == seen[3].reason
 
 
+async def test_open_and_what_is_read_then(tmp_path: Path) -> None:
+    info = await sidestream.save(state(), tmp_path / "a", files={"notes": b"12345"})
+    with watched() as seen:
+        checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
+    assert names(seen) == ["LoadStarted", "LoadOpened", "LoadApplied"]
+    assert {(event.load.operation, event.load.url) for event in seen} == {("open_checkpoint", str(tmp_path / "a"))}
+    assert (seen[-1].load.save_id, list(seen[-1].seconds)) == (info.save_id, ["opened", "applied"])
+    calls: dict[str, Any] = {
+        "state_dict": checkpoint.state_dict,
+        "tensor": lambda: checkpoint.tensor("weights", slice(0, 10)),
+        "file": lambda: checkpoint.file("notes"),
+    }
+    for operation, call in calls.items():
+        with watched() as seen:
+            await call()
+        assert names(seen) == WHOLE
+        assert {event.load.operation for event in seen} == {operation}
+        assert [event.load.save_id for event in seen] == ["", *[info.save_id] * 5]
+        assert seen[3].nbytes == seen[-1].nbytes > 0
+    with watched() as seen:
+        assert await checkpoint.value("step") == 7
+    assert names(seen) == [name for name in WHOLE if name != "LoadVerified"]
+    assert (seen[-1].load.operation, seen[-1].nbytes) == ("value", 0)
+
+
+@pytest.mark.parametrize("verify", ["always", "manifest"])
+async def test_mapped(verify: Any, tmp_path: Path) -> None:
+    await sidestream.save(state(), tmp_path / "a")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "a", verify=verify)
+    with watched() as seen:
+        await checkpoint.state_dict(memory="mapped")
+    assert names(seen) == [name for name in WHOLE if name != "LoadVerified" or verify == "always"]
+    assert seen[-1].nbytes == (400_000 if verify == "always" else 0)
+
+
+async def test_what_cannot_be_opened_or_read(tmp_path: Path) -> None:
+    with watched() as seen, pytest.raises(CheckpointNotFound):
+        await sidestream.open_checkpoint(tmp_path / "a")
+    assert names(seen) == ["LoadStarted", "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].error_type) == ("open", "CheckpointNotFound")
+    await sidestream.save(state(), tmp_path / "a")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
+    damage(tmp_path / "a")
+    with watched() as seen, pytest.raises(Corrupt):
+        await checkpoint.state_dict()
+    assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].written) == ("read", "Corrupt", 0)
+    await sidestream.save(state(), tmp_path / "a", overwrite=True)
+    with watched() as seen, pytest.raises(Corrupt, match="replaced"):
+        await checkpoint.tensor("weights")
+    assert names(seen) == ["LoadStarted", "LoadFailed"]
+    assert seen[-1].phase == "open"
+
+
+async def test_verify(tmp_path: Path) -> None:
+    await sidestream.save(state(), tmp_path / "a")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "a")
+    for verify in (lambda: sidestream.verify(tmp_path / "a"), checkpoint.verify):
+        with watched() as seen:
+            report = await verify()
+        assert names(seen) == WHOLE
+        assert {event.load.operation for event in seen} == {"verify"}
+        assert seen[-1].nbytes == report.nbytes
+    damage(tmp_path / "a")
+    with watched() as seen:
+        report = await sidestream.verify(tmp_path / "a")
+    assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].reason) == ("read", "Corrupt", report.damaged[0].message)
+    metadata = tmp_path / "a" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-20])
+    with watched() as seen:
+        report = await sidestream.verify(tmp_path / "a")
+    assert not report.ok
+    assert names(seen) == ["LoadStarted", "LoadFailed"]
+    assert seen[-1].phase == "open"
+
+
+async def test_a_run_is_named(tmp_path: Path) -> None:
+    async with sidestream.Checkpointer(tmp_path) as checkpoints:
+        await (await checkpoints.save(state(), step=5))
+        with watched() as seen:
+            async with checkpoints.open():
+                pass
+            await checkpoints.verify()
+    assert {event.load.run for event in seen} == {str(tmp_path)}
+    assert {event.load.step for event in seen if type(event).__name__ == "LoadApplied"} == {5}
+
+
 def test_inside_dcp(tmp_path: Path) -> None:
     sidestream.blocking.save(state(), tmp_path / "a")
     target = {"weights": torch.zeros(100_000), "step": 0}

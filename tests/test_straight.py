@@ -15,6 +15,7 @@ import sidestream
 from sidestream._layout import match as matching
 from sidestream._layout.straight import Straight, StraightBatch, straight_batches
 from sidestream._load.buffers import Scratch
+from sidestream._load.new_tensors import new_tensors
 from sidestream._load.reader import straight_reads
 from sidestream._runtime import threads
 from sidestream._runtime.steps import at_once
@@ -102,6 +103,63 @@ async def test_what_is_not_as_in_the_file_takes_the_other_road(tmp_path: Path, m
     assert target["parameter"]._version > 0
     (plan,) = plans
     assert set(plan.straight.tensors) == {"plain", "parameter"}
+
+
+@pytest.mark.parametrize("verify", ["always", "manifest"])
+@pytest.mark.parametrize("digest", [None, "blake3"])
+async def test_what_is_read_as_a_whole(tmp_path: Path, verify: Any, digest: Any) -> None:
+    """Into new memory, and into memory from which the target is changed at the end."""
+    saved = {**state(), "empty": torch.zeros(0, 3), "scalar": torch.tensor(5.0), "n": 7, "none": {}}
+    saved["tied"] = saved["t200"]
+    await sidestream.save(saved, tmp_path / "step", digest=digest)
+    read = await (await sidestream.open_checkpoint(tmp_path / "step", verify=verify)).state_dict()
+    target: dict[str, Any] = {fqn: torch.zeros_like(one) for fqn, one in saved.items() if isinstance(one, torch.Tensor)}
+    target |= {"tied": target["t200"], "n": 0, "none": {}}
+    report = await sidestream.load(target, tmp_path / "step", verify=verify, atomic=True)
+    for found in (read, target):
+        assert found.keys() == saved.keys()
+        tensors = {fqn: one for fqn, one in saved.items() if isinstance(one, torch.Tensor)}
+        assert all(torch.equal(found[fqn], tensor) for fqn, tensor in tensors.items())
+        assert found["tied"].data_ptr() == found["t200"].data_ptr()
+        assert (found["n"], found["none"]) == (7, {})
+    assert report.nbytes == sum(one.nbytes for fqn, one in tensors.items() if fqn != "tied")
+    assert not report.unverified
+
+
+async def test_an_altered_tensor_of_what_is_read_as_a_whole(tmp_path: Path) -> None:
+    await sidestream.save(state(), tmp_path / "step")
+    (file,) = (tmp_path / "step").glob("*.distcp")
+    raw = bytearray(file.read_bytes())
+    at = raw.index(state()["t200"].numpy().tobytes())
+    raw[at + 5] ^= 1
+    file.write_bytes(raw)
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "step")
+    target = zeros()
+    for read in (checkpoint.state_dict(), sidestream.load(target, tmp_path / "step", atomic=True)):
+        with pytest.raises(Corrupt, match="t200: its bytes") as caught:
+            await read
+        assert (caught.value.fqn, caught.value.offset, caught.value.written) == ("t200", at, ())
+    assert not any(tensor.any() for tensor in target.values())
+    (damage,) = (await checkpoint.verify()).damaged
+    assert (damage.fqn, damage.offset) == ("t200", at)
+
+
+async def test_of_a_selection_what_can_be_read_straight_is(tmp_path: Path) -> None:
+    saved = {"a": torch.arange(3.0), "b": [torch.arange(4.0), 1], 'q"x': torch.arange(5.0)}
+    saved["c"] = saved["a"]
+    saved['q"y'] = saved["a"]  # its line is parsed by the general code
+    await sidestream.save(saved, tmp_path / "step")
+    checkpoint = await sidestream.open_checkpoint(tmp_path / "step")
+    entries = checkpoint._manifest.entries
+    new = new_tensors(entries, ["a", "b.0", "c", 'q"x', 'q"y'], straight=True)
+    assert set(new.straight.tensors) == {"a", "b.0"}
+    assert [one.fqn for one in new.wanted] == ['q"x']
+    assert new.tensors["a"] is new.tensors["c"] is new.tensors['q"y']
+    assert not new_tensors(entries, ["a"], torch.device("meta")).tensors["a"].is_cpu
+    read = await checkpoint.state_dict(select=["b.*", "c"])
+    assert set(read) == {"b", "c"}
+    assert read["b"][1] == 1
+    assert torch.equal(read["c"], saved["a"])
 
 
 def test_batches_and_spans() -> None:

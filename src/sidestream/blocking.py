@@ -39,7 +39,6 @@ from ._runtime.caller import Caller, is_serving
 from ._runtime.tasks import drain, refuse_on_a_loop, supervise
 from ._runtime.threads import Deadline, time_limit
 from ._save import api as _saving
-from ._save import pending as _pending
 from ._storage import Outcome
 from .errors import DeadlineExceeded, WrongLoop
 
@@ -194,7 +193,7 @@ class _Call(Generic[T]):
 run = _run  # for the command line, which has more to ask than there are verbs here
 
 
-def save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> _pending.SaveInfo:
+def save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> _saving.SaveInfo:
     """``sidestream.save``, blocking."""
     return _run(lambda: _saving.save(state, url, **options))
 
@@ -202,7 +201,7 @@ def save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) 
 def async_save(state: Mapping[str, Any], url: str | os.PathLike[str], **options: Any) -> PendingSave:
     """``sidestream.async_save``: returns when the copies of ``state`` have been launched."""
 
-    async def start() -> _pending.PendingSave:
+    async def start() -> _saving.PendingSave:
         return _saving.async_save(state, url, **options)
 
     return PendingSave(_run(start))
@@ -261,11 +260,11 @@ class _Waiting(Generic[T]):
         return _run(bounded)
 
 
-class PendingSave(_Waiting[_pending.SaveInfo]):
+class PendingSave(_Waiting[_saving.SaveInfo]):
     """A save in progress: ``result()`` gives its ``SaveInfo``; the tensors may change after ``staged.result()``."""
 
-    def __init__(self, pending: _pending.PendingSave) -> None:
-        async def saved() -> _pending.SaveInfo:
+    def __init__(self, pending: _saving.PendingSave) -> None:
+        async def saved() -> _saving.SaveInfo:
             return await pending
 
         async def staged() -> None:
@@ -282,7 +281,7 @@ class PendingSave(_Waiting[_pending.SaveInfo]):
         return self._pending.outcome
 
     @property
-    def progress(self) -> _pending.SaveProgress:
+    def progress(self) -> _saving.SaveProgress:
         """As ``sidestream.PendingSave.progress``."""
         return self._pending.progress
 

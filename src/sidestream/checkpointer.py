@@ -3,63 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from ._format.records import Node
-from ._group import GroupChoice, Member, Operation, call_together, group_of
-from ._layout.metadata import encode_metadata
-from ._layout.objects import allowed_types
-from ._layout.values import copy_value
+from ._group import GroupChoice
 from ._load.api import LoadOptions, LoadReport
 from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
-from ._load.open.steps import Step
 from ._load.verify import VerifyReport, verify_at
 from ._run.exports import Exports
 from ._run.health import Health
-from ._run.leases import Leases
 from ._run.maintenance import Upkeep
+from ._run.opened import Opened
 from ._run.preemption import Preemption, Then
 from ._run.pruning import Pruned, Pruner
-from ._run.restore import Restoring, RestoringTogether, Wish, choose
+from ._run.reading import Latest, Reading
 from ._run.retention import KeepAll, Retention
-from ._run.slots import LeasedSave, OwnTurn, QueuedSave, SkippedSave, Slots
-from ._run.starting import EARLIER, JointTurn, Starts, tells_of_earlier
-from ._run.steps import check_run, list_steps, next_generation
+from ._run.run import Run
+from ._run.saves import SaveOptions, Saves
 from ._run.watch import Watch
-from ._runtime.abandoned import Watched, watch
 from ._runtime.public import public
 from ._runtime.tasks import finish, running_loop
-from ._runtime.threads import Deadline, io_threads, time_limit
-from ._save.api import SavedAs, Stager, plan_alone, start_save, start_together
-from ._save.pending import PendingSave, SaveWork
-from ._save.sinks import Export, PendingExport
-from ._staging import AsyncStager, Backing, capture
-from ._storage import FileSource, Location, check_sources, locate_run, step_name
-from ._worker.client import Saver, choose_saver
-from .errors import (
-    AsyncOnly,
-    Busy,
-    CheckpointNotFound,
-    Closed,
-    ForkedProcess,
-    InvalidOption,
-    KeyCollision,
-    SidestreamError,
-    UnsafeObject,
-    UnsupportedTensor,
-    WrongLoop,
-)
+from ._save.api import Export, PendingSave, SavedAs, Stager
+from ._staging import AsyncStager, Backing
+from ._storage import FileSource, locate_run
+from ._worker.client import choose_saver
+from .errors import AsyncOnly, InvalidOption
 from .options import (
     RANK_WAIT_S,
     Allowance,
@@ -78,60 +53,12 @@ from .options import (
     check_count,
     check_seconds,
     check_step,
-    check_steps,
-    check_strict,
     check_timeout,
     check_verify,
     storage_of,
 )
 
 __all__ = ["Checkpointer"]
-
-_REMEMBERED = 256
-"""For how many steps the last generation that was started is remembered."""
-
-Latest = Literal["latest"]
-
-
-@dataclass(slots=True)
-class _Holding:
-    """The resources of an open ``Checkpointer``, registered in case its loop ends. Nothing here refers to that loop."""
-
-    url: str
-    stager: AsyncStager | None
-    saver: Saver | None
-    expires_at: float = math.inf
-
-    def let_go(self) -> None:
-        """Release the saver process."""
-        saver, self.saver = self.saver, None
-        if saver is not None:
-            saver.let_go()
-
-    @property
-    def what(self) -> str:
-        return f"the Checkpointer of {self.url} was not closed"
-
-    def abandon(self) -> None:
-        """Do nothing: saves are registered separately."""
-
-    def leave(self, *, stuck: bool) -> str:
-        self.let_go()
-        if self.stager is not None:
-            with suppress(SidestreamError):  # reported elsewhere
-                self.stager.close()
-        return "its staging memory and its saver process were released"
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a save of a run was asked to do."""
-
-    state: Mapping[str, Any]
-    step: int
-    metadata: Node = None
-    planner: Any = None
-    files: Mapping[str, FileSource] = field(default_factory=dict)
 
 
 @public
@@ -197,46 +124,28 @@ class Checkpointer:
         keep = KeepAll() if keep is None else keep
         if isinstance(keep, type) or not isinstance(keep, Retention):
             raise InvalidOption(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
-        self._saved_as = SavedAs(names, dtype)
-        self._group: GroupChoice = process_group
-        self._store, self.url = locate_run(url, storage_of(storage_options, storage))
-        self._saver, self._fall_back = choose_saver(saver, self._store)
+        saved_as = SavedAs(names, dtype)
+        store, self.url = locate_run(url, storage_of(storage_options, storage))
+        own_saver = choose_saver(saver, store)
         self._exports = Exports(
             export, self.url, every=exports_every, keep=exports_keep, durability=durability, timeout_s=timeout_s
         )
-        backing: Backing = "private" if self._saver is None else "shared"
-        self._own_stager = AsyncStager(timeout_s=timeout_s, backing=backing) if stager is None else None
-        self._stager = stager if self._own_stager is None else self._own_stager
-        self._slots = Slots(in_flight)
-        self._queued: OwnTurn | None = None
-        self._starts = Starts(self._slots, timeout_s, self._claim_generation)
-        self._starting = asyncio.Lock()  # a generation is chosen by one save at a time
-        self._overlap: Overlap = overlap
-        self._durability: Durability = durability
+        backing: Backing = "private" if own_saver[0] is None else "shared"
+        own_stager = None
+        if stager is None:
+            stager = own_stager = AsyncStager(timeout_s=timeout_s, backing=backing)
+        self._opened = Opened(self.url, own_stager, own_saver[0])
+        self._run = Run(store, self.url, process_group, timeout_s=timeout_s, rank_wait_s=rank_wait_s, lease_s=lease_s)
         self._verify: Verify = verify
-        self._timeout_s = timeout_s
-        self._rank_wait_s = rank_wait_s
-        self._digest = digest
-        self._leases = Leases(self._store, lease_s)
+        self._reading = Reading(self._run)
         self._pruner = Pruner(
-            self._store, self.url, keep, self._leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
+            store, self.url, keep, self._run.leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
         )
         self._pruning = asyncio.Lock()
         self._upkeep = Upkeep(self._after_saves, f"sidestream retention {self.url}")
-        self._pending: list[PendingSave] = []
-        self._taken: dict[int, int] = {}  # the highest generation that a recent save of this object was started for
-        self._orders = itertools.count()
-        self._under_way: dict[int, int] = {}  # the steps of saves that have not ended, by the order of their calls
-        self._last_order = -1
-        self._last_saved: tuple[int, float] | None = None
+        options = SaveOptions(stager, own_saver, durability, digest, overlap, saved_as)
+        self._saves = Saves(self._run, options, self._exports, self._upkeep, self._opened.check, in_flight=in_flight)
         self._preemption: Preemption | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._holding: _Holding | None = None
-        self._watch: Watched | None = None
-        self._pid = os.getpid()
-        self._closed = False
-        self._restored: LoadReport | None = None
-        self._passed_over: dict[str, str] = {}
 
     # --- saving ---
 
@@ -247,32 +156,8 @@ class Checkpointer:
 
         Cancelling it leaves what has been done by then.
         """
-        self._check_usable()
-        with self._time_limit():
-            if self._saver is not None and self._fall_back:
-                await io_threads().run(self._saver.start)
-            elif self._saver is not None:
-                await self._saver.up()
-            if state is not None and isinstance(self._stager, AsyncStager):
-                if isinstance(state, int):
-                    await self._stager.prewarm(state)
-                else:
-                    await self._prewarm(self._stager, state)
-                if self._saver is not None:
-                    await self._saver.hand(self._stager.shared_memory())
-
-    async def _prewarm(self, stager: AsyncStager, state: Mapping[str, Any]) -> None:
-        try:
-            captured = capture(state, copy_value)
-        except UnsafeObject:  # for the save to say: its planner may leave that out
-            await stager.prewarm(state)
-            return
-        await stager.prewarm_for(captured)
-        if captured.sharded or self._together() is not None:
-            return  # it takes a group to plan
-        with suppress(InvalidOption, KeyCollision, UnsafeObject, UnsupportedTensor):  # as above
-            plan = self._saved_as.applied(plan_alone, self.url, others=False)
-            await io_threads().run(plan, stager.plans, stager.budget_bytes, captured)
+        self._opened.check()
+        await self._saves.prewarm(state)
 
     async def save(
         self,
@@ -294,187 +179,8 @@ class Checkpointer:
         ``Busy`` (``overlap="fail"``), and what an earlier save, or the deleting after it, failed with if nobody has
         heard of it; then it starts nothing. Cancelling before this returns starts nothing either.
         """
-        self._check_usable()
-        member = self._together()
-        if member is not None:
-            return await self._save_together(member, state, step, metadata, planner, files)
-        check_step(step)
-        asked = _Asked(state, step, encode_metadata(metadata), planner, check_sources(files))
-        self._raise_unheard()
-        if self._slots.full and self._overlap == "latest":
-            return self._queue(asked)
-        if self._slots.full and self._overlap != "wait":
-            return self._give_way(step)
-        return await self._in_turn(asked)
-
-    async def _in_turn(self, asked: _Asked, *, promised: bool = False) -> PendingSave:
-        exports = self._exports_of(asked.step)
-        await self._slots.acquire()
-        try:
-            work = await self._start(asked, exports, promised=promised)
-            pending = PendingSave(work, exports)
-        except BaseException:
-            self._slots.release()
-            raise
-        pending.when_done(self._slots.release)
-        return self._watch_over(pending, asked.step)
-
-    def _together(self) -> Member | None:
-        """The group that saves and restores with this process; None where it is by itself."""
-        member = group_of(self._group)
-        return None if member is None or member.group.world == 1 else member
-
-    async def _save_together(
-        self,
-        member: Member,
-        state: Mapping[str, Any],
-        step: int,
-        metadata: Mapping[str, Any] | None,
-        planner: Any = None,
-        files: Mapping[str, FileSource] | None = None,
-        *,
-        promised: bool = False,
-    ) -> PendingSave:
-        operation = member.begin("save", self._deadline(), self._rank_wait_s)
-        overlap: Overlap = "wait" if promised else self._overlap
-        turn = JointTurn(self._starts, operation, step, self._overlap, promised=promised)
-
-        async def begin() -> _Asked:
-            check_step(step)
-            asked = _Asked(state, step, encode_metadata(metadata), planner, check_sources(files))
-            if not promised:
-                self._raise_unheard_to_all(operation)
-            if overlap != "latest":
-                await turn.agree()
-            return asked
-
-        try:
-            asked = await call_together(operation, begin)
-            if overlap != "latest" and turn.generation is None:
-                operation.close()
-                turn.leave()
-                return self._give_way(step)
-            exports = self._exports_of(step)
-            start = partial(self._start_together, turn, operation, asked, exports)
-            if overlap == "latest":
-                queued = QueuedSave(self.url, step, turn, start)
-                return self._watch_over(PendingSave(queued, exports), step)
-            pending = PendingSave(await start(), exports)
-        except BaseException:
-            turn.leave()
-            raise
-        pending.when_done(turn.leave)
-        return self._watch_over(pending, step)
-
-    async def _start_together(
-        self,
-        turn: JointTurn,
-        operation: Operation,
-        asked: _Asked,
-        exports: tuple[PendingExport, ...],
-    ) -> SaveWork:
-        generation = turn.generation
-        assert generation is not None
-        name = step_name(asked.step, generation)
-        launch = partial(self._launch, asked, generation, exports)
-        work = start_together(launch, operation, f"{self.url}/{name}")
-        turn.begun()
-        return work if operation.rank else LeasedSave(work, self._leases.announce(name, "save"))
-
-    @property
-    def _keeps_up(self) -> bool:
-        """Of several ranks one deletes."""
-        member = self._together()
-        return member is None or member.group.rank == 0
-
-    async def _next_generation(self, step: int) -> int:
-        with self._time_limit():
-            generation = await next_generation(self._store, step)
-        return max(generation, self._taken.get(step, 0) + 1)
-
-    async def _claim_generation(self, step: int) -> int:
-        """On rank 0 of several: no other save gets this one."""
-        async with self._starting:
-            generation = await self._next_generation(step)
-            self._take(step, generation)
-            return generation
-
-    def _take(self, step: int, generation: int) -> None:
-        """Record a generation, and forget old steps: their saves are found in the listing."""
-        self._taken.pop(step, None)
-        self._taken[step] = generation
-        while len(self._taken) > max(_REMEMBERED, 2 * self._slots.size):
-            del self._taken[next(iter(self._taken))]
-
-    def _give_way(self, step: int) -> PendingSave:
-        url = f"{self.url}/{step_name(step, 1)}"
-        if self._overlap == "fail":
-            raise Busy(f"{url} was not saved: {self._slots.taken} saves are in flight, as many as in_flight= allows")
-        return PendingSave(SkippedSave(self.url, step, f"{self._slots.taken} saves are in flight"))
-
-    def _queue(self, asked: _Asked) -> PendingSave:
-        if self._queued is not None:
-            self._queued.give_way()
-        self._queued = OwnTurn(self._slots)
-        exports = self._exports_of(asked.step)
-        start = partial(self._start, asked, exports, promised=True)
-        queued = QueuedSave(self.url, asked.step, self._queued, start)
-        return self._watch_over(PendingSave(queued, exports), asked.step)
-
-    def _exports_of(self, step: int) -> tuple[PendingExport, ...]:
-        return self._exports.of(step, f"{self.url}/{step_name(step, 1)}")
-
-    async def _start(self, asked: _Asked, exports: tuple[PendingExport, ...], *, promised: bool = False) -> SaveWork:
-        async with self._starting:
-            generation = await self._next_generation(asked.step)
-            if not promised:  # for those closing waits, and they are made whatever became of others
-                self._check_usable()  # it may have been closed while this waited
-                self._raise_unheard()
-            work = self._launch(asked, generation, exports)
-            self._take(asked.step, generation)
-            return LeasedSave(work, self._leases.announce(step_name(asked.step, generation), "save"))
-
-    def _launch(
-        self,
-        asked: _Asked,
-        generation: int,
-        exports: tuple[PendingExport, ...],
-        operation: Operation | None = None,
-    ) -> SaveWork:
-        name = step_name(asked.step, generation)
-        return start_save(
-            asked.state,
-            Location(self._store, name, f"{self.url}/{name}"),
-            stager=self._stager,
-            durability=self._durability,
-            timeout_s=self._timeout_s,
-            step=asked.step,
-            generation=generation,
-            metadata=asked.metadata,
-            digest=self._digest,
-            saver=(self._saver, self._fall_back),
-            operation=operation,
-            planner=asked.planner,
-            exports=exports,
-            files=asked.files,
-            saved_as=self._saved_as,
-        )
-
-    def _watch_over(self, pending: PendingSave, step: int) -> PendingSave:
-        order = next(self._orders)
-        self._under_way[order] = step
-        pending.when_done(lambda: self._on_done(pending, order, step))
-        self._pending = [one for one in self._pending if not one.done() or one.unheard is not None] + [pending]
-        self._exports.watch_over(pending.exports)
-        return pending
-
-    def _on_done(self, pending: PendingSave, order: int, step: int) -> None:
-        del self._under_way[order]
-        if pending.outcome == "committed":
-            if order > self._last_order:  # of two that overlap, the one that was begun later is the last one
-                self._last_order, self._last_saved = order, (step, time.monotonic())
-            if self._keeps_up:
-                self._upkeep.request()
+        self._opened.check()
+        return await self._saves.save(state, step, metadata, planner, files)
 
     # --- reading ---
 
@@ -505,38 +211,24 @@ class Checkpointer:
         an older generation first); ``restored.passed_over`` lists what was damaged, ``health()`` too, and a warning is
         logged. ``Corrupt`` then means that none is good.
         """
-        self._check_usable()
-        wish = self._wish(step, fallback)
-        options = LoadOptions(
-            self._verify if verify is None else verify,
-            check_strict(strict),
-            atomic,
-            progress,
-            self._timeout_s if timeout_s is None else timeout_s,
-            allowed_types(allow),
-            trust,
-            planner,
-            self._saved_as.names if names is None and planner is None else names,
+        self._opened.check()
+        options = LoadOptions.checked(
+            strict=strict,
+            allow=allow,
+            verify=self._verify if verify is None else verify,
+            atomic=atomic,
+            progress=progress,
+            timeout_s=self._run.timeout_s if timeout_s is None else timeout_s,
+            trust=trust,
+            planner=planner,
+            names=self._saves.options.saved_as.names if names is None and planner is None else names,
         )
-        member = self._together()
-        restoring: Restoring | RestoringTogether
-        if member is None:
-            restoring = Restoring(self._store, self.url, self._leases, wish, options)
-        else:
-            restoring = RestoringTogether(member, self._store, self.url, self._leases, wish, options, self._rank_wait_s)
-        with time_limit(Deadline.after(options.timeout_s)):
-            self._restored = await restoring.run(state)
-        self._passed_over = restoring.passed_over
-        if self._restored is None:
-            if wish.step is not None:
-                raise await self._not_found(wish.step)
-            return None
-        return restoring.step
+        return await self._reading.restore(state, step, fallback, options)
 
     @property
     def restored(self) -> LoadReport | None:
         """What the last ``restore`` did, and what its ``strict`` let pass; None before the first."""
-        return self._restored
+        return self._reading.restored
 
     @asynccontextmanager
     async def open(
@@ -546,37 +238,46 @@ class Checkpointer:
 
         Raises ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``.
         """
-        async with self._reading(step) as (found, location):
+        self._opened.check()
+        async with self._reading.step(step) as (found, location):
             if found.damage is not None:
                 raise found.damage
-            yield await open_from(location, verify=self._verify, timeout_s=self._timeout_s, allow=allow, trust=trust)
+            yield await open_from(
+                location,
+                verify=self._verify,
+                timeout_s=self._run.timeout_s,
+                allow=allow,
+                trust=trust,
+                run=self.url,
+            )
 
     async def verify(self, step: int | Latest = "latest", *, progress: Progress | None = None) -> VerifyReport:
         """Read a step whole and compare it with all that is known about it, under a lease; see ``sidestream.verify``.
 
         Damage is reported and not raised: look at ``ok``. Raises ``CheckpointNotFound``, and what ``verify`` raises.
         """
-        async with self._reading(step) as (_, location):
-            with self._time_limit():
-                return await verify_at(location, progress)
+        self._opened.check()
+        async with self._reading.step(step) as (_, location):
+            with self._run.time_limit():
+                return await verify_at(location, progress, self.url)
 
     async def metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
         """What was noted about a step when it was saved, and nothing else of it is read; empty if nothing was.
 
         Raises ``CheckpointNotFound``, ``Corrupt``.
         """
-        async with self._reading(step) as (found, _):
+        self._opened.check()
+        async with self._reading.step(step) as (found, _):
             if found.damage is not None:
                 raise found.damage
-            with self._time_limit():
-                return await read_metadata(self._store, found.name)
+            with self._run.time_limit():
+                return await read_metadata(self._run.store, found.name)
 
     async def steps(self) -> list[int]:
         """The committed steps, in order. What is being written, or was left by a crash, is not among them, nor is a
         step whose marker is damaged."""
-        self._check_usable()
-        with self._time_limit():
-            return [found.step for found in await list_steps(self._store) if found.damage is None]
+        self._opened.check()
+        return [found.step for found in await self._reading.steps() if found.damage is None]
 
     async def latest(self) -> int | None:
         """The newest committed step, or None."""
@@ -589,39 +290,11 @@ class Checkpointer:
         "Now" is when the first look at the run ends. A step may be gone again when it is loaded, if retention deletes
         it: then ``restore`` raises ``CheckpointNotFound``, and a newer one comes next.
         """
-        self._check_usable()
+        self._opened.check()
         check_timeout(poll_s)
         if after is not None:
             check_step(after)
-        return Watch(self._store, after=after, poll_s=poll_s, timeout_s=self._timeout_s)
-
-    @asynccontextmanager
-    async def _reading(self, step: int | Latest | None) -> AsyncIterator[tuple[Step, Location]]:
-        self._check_usable()
-        wish = self._wish(step, "never")
-        with self._time_limit():
-            chosen = await choose(self._store, self._leases, wish, ())
-        if chosen is None:
-            raise await self._not_found(wish.step)
-        found, lease = chosen
-        try:
-            yield found, Location(self._store, found.name, f"{self.url}/{found.name}")
-        finally:
-            if lease is not None:
-                await lease.release()
-
-    def _wish(self, step: int | Latest | None, fallback: Fallback) -> Wish:
-        check_choice("fallback", fallback, Fallback)
-        if step is None or step == "latest":
-            return Wish(None, fallback == "older")
-        check_steps(step)
-        return Wish(step, fallback == "older")
-
-    async def _not_found(self, step: int | None) -> CheckpointNotFound:
-        with self._time_limit():
-            there = [found.step for found in await list_steps(self._store)]
-        wanted = "step" if step is None else f"step {step}"
-        return CheckpointNotFound(f"{self.url} has no committed {wanted}; it has {there or 'none'}")
+        return Watch(self._run.store, after=after, poll_s=poll_s, timeout_s=self._run.timeout_s)
 
     # --- looking after the run ---
 
@@ -632,29 +305,28 @@ class Checkpointer:
         that stays proves to be good. Raises what the storage raises; what was deleted until then is deleted. A cancel
         leaves no step half visible.
         """
-        self._check_usable()
-        if not self._keeps_up:
+        self._opened.check()
+        if not self._run.leads:
             return Pruned()
         if dry_run:
             async with self._pruning:
-                with self._time_limit():
-                    return await self._pruner.preview(self._protected)
+                with self._run.time_limit():
+                    return await self._pruner.preview(self._saves.protected)
         return await self._prune()
 
     def health(self) -> Health:
         """How the run is doing, as far as this ``Checkpointer`` knows."""
-        saved = self._last_saved
-        errors = [save.unheard for save in self._pending]
+        saved = self._saves.last
         return Health(
-            in_flight=sum(not save.done() for save in self._pending),
+            in_flight=self._saves.in_flight,
             last_saved=None if saved is None else saved[0],
             since_saved_s=None if saved is None else time.monotonic() - saved[1],
-            failures=tuple(f"{type(error).__name__}: {error}" for error in errors if error is not None),
+            failures=tuple(f"{type(error).__name__}: {error}" for error in self._saves.failures),
             retention=None if self._upkeep.error is None else str(self._upkeep.error),
             sweeping=None if self._pruner.not_swept is None else str(self._pruner.not_swept),
             damaged={name: str(error) for name, error in self._pruner.damaged.items()},
-            passed_over=dict(self._passed_over),
-            leases=dict(self._leases.trouble),
+            passed_over=dict(self._reading.passed_over),
+            leases=dict(self._run.leases.trouble),
             pruned=self._pruner.last,
         )
 
@@ -676,7 +348,7 @@ class Checkpointer:
 
         Raises ``InvalidOption`` outside of the main thread. Closing the ``Checkpointer`` gives the signals back.
         """
-        self._check_usable()
+        self._opened.check()
         if self._preemption is not None:
             self._preemption.uninstall()
         self._preemption = Preemption(
@@ -698,16 +370,11 @@ class Checkpointer:
             last = None if save is None else save()
             if last is not None:
                 state, step = last
-                check_step(step)
-                member = self._together()
-                if member is not None:
-                    await (await self._save_together(member, state, step, None, promised=True))
-                else:
-                    await (await self._in_turn(_Asked(state, step), promised=True))
+                await (await self._saves.save(state, step, promised=True))
         except Exception:
-            await self._all_ended()
+            await self._saves.ended()
             raise
-        await self._all_ended()
+        await self._saves.ended()
 
     async def _after_saves(self) -> Exception | None:
         await self._prune()
@@ -715,12 +382,8 @@ class Checkpointer:
 
     async def _prune(self) -> Pruned:
         async with self._pruning:
-            with self._time_limit():
-                return await self._pruner.run(self._protected)
-
-    def _protected(self) -> list[int]:
-        """The step that was saved last, and those under way: a commit is listed before its save has ended."""
-        return [*self._under_way.values(), *([] if self._last_saved is None else [self._last_saved[0]])]
+            with self._run.time_limit():
+                return await self._pruner.run(self._saves.protected)
 
     # --- its life ---
 
@@ -730,42 +393,34 @@ class Checkpointer:
 
         Cancelling it cancels those saves, and waits until they have cleaned up.
         """
-        if self._closed:
-            await self._all_ended()
+        if self._opened.closed:
+            await self._saves.ended()
             return
-        self._closed = True
+        self._opened.closed = True
         try:
             await self._all_ended()
-            await self._exports.ended()
-            await self._upkeep.ended()
             if self._preemption is not None:
                 await self._preemption.ended()  # its last save may have come meanwhile
                 await self._all_ended()
-                await self._exports.ended()
-                await self._upkeep.ended()
         except asyncio.CancelledError:
-            for save in self._pending:
-                save.cancel()
+            self._saves.cancel()
             await finish(self._stop)
             raise
         finally:
             if self._preemption is not None:
                 self._preemption.uninstall()
-            if self._holding is not None and self._watch is not None:
-                self._holding.let_go()
-                self._watch.end()
-            if self._own_stager is not None:
-                await finish(self._own_stager.aclose)
-        self._raise_unheard()
-
-    async def _stop(self) -> None:
-        await self._all_ended()
-        await self._exports.stop()
-        await self._upkeep.stop()
+            await self._opened.release()
+        self._saves.raise_unheard()
 
     async def _all_ended(self) -> None:
-        for save in self._pending:
-            await save.ended()
+        await self._saves.ended()
+        await self._exports.ended()
+        await self._upkeep.ended()
+
+    async def _stop(self) -> None:
+        await self._saves.ended()
+        await self._exports.stop()
+        await self._upkeep.stop()
 
     def __enter__(self) -> NoReturn:
         raise AsyncOnly(
@@ -778,64 +433,18 @@ class Checkpointer:
 
     async def __aenter__(self) -> Checkpointer:
         loop = running_loop("Checkpointer")
-        if self._store.capabilities.rename:  # on object storage the first listing of the run shows the same
-            with self._time_limit():
-                await check_run(self._store)
-        self._loop = loop
-        if self._saver is not None:
-            self._saver.hold()
-        self._holding = _Holding(self.url, self._own_stager, self._saver)
-        self._watch = watch(self._holding, holds_loop=False)
+        await self._reading.check()
+        self._opened.enter(loop)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, KeyboardInterrupt):  # asyncio makes a cancel of the first Ctrl-C: this is the second
-            for save in self._pending:
-                save.cancel()
+            self._saves.cancel()
         try:
             await self.aclose()
         except Exception as failure:
             if error is None:
                 raise
             error.add_note(f"besides, a save or the deleting after it failed, and nobody had heard of it: {failure}")
-
-    def _raise_unheard(self) -> None:
-        """One error, with the others as its notes."""
-        errors: list[BaseException] = []
-        for save in self._pending:
-            if save.unheard is not None:
-                errors.append(save.unheard)
-                save.hear()
-        if self._upkeep.unheard is not None:
-            errors.append(self._upkeep.unheard)
-            self._upkeep.unheard = None
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"besides: {type(other).__name__}: {other}")
-            raise errors[0]
-
-    def _raise_unheard_to_all(self, operation: Operation) -> None:
-        """It ends this save on all ranks. One that learns of that after its call does not raise it in its next one: a
-        single failure would end save after save, by turns. Closing raises it."""
-        self._pending = [save for save in self._pending if not tells_of_earlier(save.unheard)]
-        operation.step = EARLIER
-        self._raise_unheard()
-        operation.step = "start"
-
-    def _deadline(self) -> Deadline:
-        return Deadline.after(self._timeout_s)
-
-    def _time_limit(self) -> AbstractContextManager[None]:
-        return time_limit(self._deadline())
-
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcess("this Checkpointer was made before os.fork(); make a new one in the child")
-        if self._closed:
-            raise Closed(f"the Checkpointer of {self.url} is closed")
-        if self._loop is None:
-            raise Closed("enter the Checkpointer first: async with sidestream.Checkpointer(...) as checkpoints")
-        if running_loop("Checkpointer") is not self._loop:
-            raise WrongLoop(f"the Checkpointer of {self.url} belongs to another event loop")

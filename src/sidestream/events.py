@@ -25,6 +25,7 @@ __all__ = [
     "Observer",
     "PromiseLost",
     "RanksMissing",
+    "ReadCall",
     "Retried",
     "SaveCommitted",
     "SaveContext",
@@ -189,17 +190,22 @@ class SaveSkipped(SaveEvent):
     reason: str
 
 
+ReadCall: TypeAlias = Literal["open_checkpoint", "state_dict", "tensor", "value", "file", "verify"]
+"""The calls that read a checkpoint and change no state: ``open_checkpoint``, those on its result, and ``verify``."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadContext:
     """The load that an event belongs to.
 
-    ``operation`` is the call: ``"load"``, ``"restore"``, or ``"dcp.load"`` for a load through ``dcp.StorageReader``.
+    ``operation`` is the call: ``"load"``, ``"restore"``, ``"dcp.load"`` for a load through ``dcp.StorageReader``, or
+    one of ``ReadCall``.
     ``url`` is the checkpoint. ``save_id``, ``step`` and ``generation`` are those of the checkpoint, and unknown
     (``""``, None, 1) until it is open; ``save_id`` is empty if another writer made it. ``run`` is the URL of the run
     that is restored. ``rank`` is the rank of this process among the ``world`` ranks that load together.
     """
 
-    operation: Literal["load", "restore", "dcp.load"]
+    operation: Literal["load", "restore", "dcp.load"] | ReadCall
     url: str
     save_id: str = ""
     run: str | None = None
@@ -213,7 +219,8 @@ class LoadContext:
 class LoadEvent:
     """The base of the events in the life of a load: which one it is, and when, as in ``SaveEvent``. Every load that has
     started ends with one of ``LoadApplied`` and ``LoadFailed``, on each rank. A ``restore`` that passes over a damaged
-    step is one load for each step that it tries."""
+    step is one load for each step that it tries. ``open_checkpoint``, each call on its result, and ``verify`` emit the
+    events of a load too, without those of phases that the call does not have."""
 
     load: LoadContext
     monotonic_ns: int = field(default_factory=time.monotonic_ns, kw_only=True)
@@ -253,8 +260,8 @@ class LoadVerified(LoadEvent):
 
 @dataclass(frozen=True, slots=True)
 class LoadApplied(LoadEvent):
-    """The target has its new state. ``nbytes`` is as in ``LoadRead``; ``seconds`` has the phases ``opened``,
-    ``planned``, ``read`` and ``applied``, counted from the start of the load."""
+    """The target has its new state, or the call returns what it has read. ``nbytes`` is as in ``LoadRead``; ``seconds``
+    has the phases ``opened``, ``planned``, ``read`` and ``applied``, counted from the start of the load."""
 
     nbytes: int
     seconds: Mapping[str, float]
@@ -263,7 +270,8 @@ class LoadApplied(LoadEvent):
 @dataclass(frozen=True, slots=True)
 class LoadFailed(LoadEvent):
     """The load raised an error of the class ``error_type``, or was cancelled (``"CancelledError"``), in ``phase``.
-    ``written`` is the number of tensors of the target that may have been changed."""
+    ``written`` is the number of tensors of the target that may have been changed. A ``verify`` that finds damage ends
+    with this event too: ``"Corrupt"``, with the first damage of its report as the ``reason``."""
 
     phase: Literal["open", "plan", "read", "apply"]
     error_type: str

@@ -134,6 +134,7 @@ def test_layout_and_sealing(sizes: list[int], window_blocks: int, random) -> Non
                 content = bytes([number + 1]) * placed.frame.payload_bytes
                 blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
                 assert sealer.crcs[number] == checksum.pack_crcs([zlib.crc32(block) for block in blocks])
+            assert sealer.sums.whole(shard) == zlib.crc32(image)
             images.append(image)
         assert images[0] == images[1]
         for placed in shard.items:
@@ -156,6 +157,7 @@ def test_a_window_is_shown_as_it_is_sealed(sizes: list[int], window_blocks: int)
                     pass
         assert shown == images[0] == images[1]
         assert sealers[0].crcs == sealers[1].crcs
+        assert [sealer.sums.whole(shard) for sealer in sealers] == [zlib.crc32(image) for image in images]
 
 
 def waiting(stop: Stop | None = None, timeout_s: float = 60.0) -> Callable[[threading.Condition], None]:

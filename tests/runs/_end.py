@@ -64,7 +64,7 @@ def prepare(checkpoints: sidestream.Checkpointer, way: str) -> None:
         last()
         return {"t": print}, 3
 
-    held: Any = checkpoints._stager
+    held: Any = checkpoints._saves.options.stager
     match way:
         case "preempt exit":
             checkpoints.on_preemption()

@@ -215,7 +215,7 @@ async def test_after_a_fork(tmp_path: Path) -> None:
         if child == 0:
             code = 1
             try:
-                for use in (checkpoints._check_usable, lambda: stager.stage({})):
+                for use in (checkpoints._opened.check, lambda: stager.stage({})):
                     try:
                         use()
                     except ForkedProcess:
@@ -239,10 +239,11 @@ async def test_prewarm_plans(tmp_path: Path) -> None:
     state = {"w": torch.ones(300, 7), "rows": [torch.ones(5), torch.zeros(3)], "lr": 0.1}
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await checkpoints.prewarm(state)
-        assert isinstance(checkpoints._stager, sidestream.AsyncStager)
-        assert checkpoints._stager.plans.made == 1
+        stager = checkpoints._saves.options.stager
+        assert isinstance(stager, sidestream.AsyncStager)
+        assert stager.plans.made == 1
         await (await checkpoints.save(state, step=1))
-        assert checkpoints._stager.plans.made == 1
+        assert stager.plans.made == 1
         await checkpoints.prewarm({"w": object()})
         pending = await checkpoints.save({"w": object()}, step=2)
         with pytest.raises(UnsafeObject):

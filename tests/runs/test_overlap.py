@@ -11,8 +11,9 @@ import pytest
 from _run import Held, leases_in, state_of, until
 
 import sidestream
-from sidestream._run.slots import OwnTurn, Slots
+from sidestream._run.queue import Place, SaveQueue, Turn, decide
 from sidestream.errors import Busy, Conflict, InvalidOption, Skipped
+from sidestream.options import Overlap
 
 
 async def test_wait(tmp_path: Path) -> None:
@@ -79,38 +80,81 @@ async def test_latest(tmp_path: Path) -> None:
         assert await checkpoints.metadata() == {"n": 4}
 
 
+def place(text: str) -> Place:
+    """``W``, ``S``, ``F`` or ``L``: the policy; ``.``: it does not ask yet; ``+``: it has a slot; ``!``: has begun."""
+    overlap: Overlap = {"W": "wait", "S": "skip", "F": "fail", "L": "latest"}[text[0]]  # type: ignore[assignment]
+    return Place(overlap, asks="." not in text, holds="+" in text or "!" in text, begun="!" in text)
+
+
+@pytest.mark.parametrize(
+    ("slots", "places", "verdicts"),
+    [
+        (1, "", ""),
+        (1, "W", "begin"),
+        (2, "W W W", "begin slot wait"),
+        (2, "W! W W", "begin begin wait"),
+        (2, "W! W+ W", "begin begin wait"),
+        (2, "W+ W+ W", "begin slot wait"),
+        (1, "W! S", "begin full"),
+        (1, "W! F", "begin full"),
+        (2, "W! S F", "begin begin full"),
+        (1, "W! S W", "begin full wait"),
+        (1, "W! L", "begin wait"),
+        (1, "W! L L", "begin overtaken wait"),
+        (1, "L L", "begin wait"),
+        (2, "L! L+ L L", "begin begin overtaken wait"),
+        (1, "W! L W L", "begin overtaken wait wait"),
+        (1, "W! W L", "begin wait wait"),
+        (1, "W! L L.", "begin wait wait"),
+        (1, "W! L L. L", "begin wait wait wait"),
+        (1, "W. W", "wait wait"),
+        (1, "W. S", "wait wait"),
+        (2, "W+ W. W", "begin wait wait"),
+        (3, "W! W+ W", "begin begin slot"),
+    ],
+)
+def test_what_the_queue_decides(slots: int, places: str, verdicts: str) -> None:
+    assert decide(slots, [place(each) for each in places.split()]) == verdicts.split()
+
+
 @pytest.mark.parametrize("newer_first", [True, False], ids=["newer-first", "slot-first"])
 async def test_a_newer_save_and_a_slot_come_before_the_queued_one_can_look(newer_first: bool) -> None:
     """What came first decides, so that only one of the two saves has the slot."""
-    slots = Slots(1)
-    await slots.acquire()
-    turn = OwnTurn(slots)
+    queue = SaveQueue(1)
+    first, turn, newer = (Turn(queue, "latest") for _ in range(3))
+    assert first.ask()
+    assert not turn.ask()
+    first.begun()
     coming = asyncio.create_task(turn.come())
     await asyncio.sleep(0)
-    for happens in (turn.give_way, slots.release) if newer_first else (slots.release, turn.give_way):
+    for happens in (newer.ask, first.leave) if newer_first else (first.leave, newer.ask):
         happens()
-    assert slots.full is not newer_first
+    assert newer.ask() is newer_first
     assert await coming is not newer_first
     turn.leave()
-    assert slots.taken == 0
+    assert queue.taken == 1
+    newer.leave()
+    assert queue.taken == 0
 
 
 async def test_a_queued_save_has_its_place_from_its_call_on() -> None:
-    slots = Slots(1)
-    await slots.acquire()
-    unseen, seen, late = OwnTurn(slots), OwnTurn(slots), OwnTurn(slots)
-    late.give_way()
-    slots.release()
-    assert slots.full, "whoever looks now has called later"
+    queue = SaveQueue(1)
+    first, unseen, seen, late = (Turn(queue, "wait") for _ in range(4))
+    assert first.ask()
+    assert not any(turn.ask() for turn in (unseen, seen, late))
+    first.begun()
+    late.leave()
+    first.leave()
+    assert queue.taken == 1, "the slot goes to the one that called first, which does not look yet"
     coming = asyncio.create_task(seen.come())
     await asyncio.sleep(0)
     unseen.abandon()
-    assert slots.full
+    assert queue.taken == 1
     coming.cancel()
     with pytest.raises(asyncio.CancelledError):
         await coming
-    late.abandon()
-    assert slots.taken == 0
+    seen.leave()
+    assert queue.taken == 0
 
 
 async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: Path) -> None:

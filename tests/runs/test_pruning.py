@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from sidestream._run.pruning import Pruner
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
 from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
-from sidestream._storage.local.read import LocalSource
+from sidestream._storage.local.read import LocalFiles, LocalSource
 from sidestream._storage.names import attempt_name
 from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 
@@ -443,20 +444,28 @@ class DeletedMeanwhile(LocalStore):
     def __init__(self, root: Path, how: str) -> None:
         super().__init__(root)
         self._how = how
+        self._lock = threading.Lock()
 
     def source(self, directory: str) -> LocalSource:
         source = super().source(directory)
-        read = source.read
+        files_of = source.files
 
-        async def delete_and_read(file: str, ranges: Sequence[ReadRange]) -> None:
-            if directory == "step-3" and file.startswith("__") and (self.root / directory).exists():
-                if self._how == "deleted":
-                    await self.retire(directory, durability="flush")
-                else:
-                    (self.root / directory).rename(self.root / ".retired-step-3")
-            await read(file, ranges)
+        def files(waiting: Callable[[], None]) -> LocalFiles:
+            found = files_of(waiting)
+            read = found.read
 
-        source.read = delete_and_read  # type: ignore[method-assign]
+            def delete_and_read(name: str, ranges: Sequence[ReadRange], stop: Stop) -> None:
+                with self._lock:
+                    if directory == "step-3" and (self.root / directory).exists():
+                        (self.root / directory).rename(self.root / ".retired-step-3")
+                        if self._how == "deleted":
+                            shutil.rmtree(self.root / ".retired-step-3")
+                read(name, ranges, stop)
+
+            found.read = delete_and_read  # type: ignore[method-assign]
+            return found
+
+        source.files = files  # type: ignore[method-assign]
         return source
 
 

@@ -42,7 +42,7 @@ from sidestream._format.shared import parse_part
 from sidestream._layout.assemble import assemble
 from sidestream._layout.hashed import check_hashes, fill, set_of
 from sidestream._layout.values import decode_value
-from sidestream._run.steps import list_generations, list_steps, named_steps, next_generation
+from sidestream._run.steps import Generations, list_generations, list_steps, named_steps
 from sidestream._runtime.steps import Steps
 from sidestream._runtime.threads import (
     Deadline,
@@ -306,7 +306,7 @@ async def test_20_000_steps(tmp_path: Path) -> None:
         await named_steps(locate_run(other)[0])
     with short_turns(), time_limit(Deadline.after(600)):
         assert len(await named_steps(store)) == MANY
-        assert await next_generation(store, 7) == 2
+        assert await Generations(store, 1).next(7) == 2
 
 
 async def test_steps_that_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

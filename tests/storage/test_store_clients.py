@@ -166,6 +166,6 @@ async def test_uploads_that_could_not_be_listed(s3: S3Server, engine: str) -> No
         await sidestream.save(STATE, place.url(), **place.keywords)
     assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.PromiseLost]
     async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
-        store = checkpoints._store
+        store = checkpoints._run.store
         with pytest.raises(errors.StorageError, match="listing the uploads"), time_limit(Deadline.after(60)):
             await store.leftovers()

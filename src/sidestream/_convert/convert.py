@@ -29,8 +29,7 @@ from .._runtime.threads import (
     time_limit,
 )
 from .._save.layouts import commit_files, sidecar_files, with_sidecars
-from .._save.operation import RankReceipt
-from .._save.order import SaveOrder
+from .._save.operation import RankReceipt, SaveOrder
 from .._storage import Kind, Location, locate_directory
 from ..errors import InvalidOption, KeyCollision, UnsupportedTensor
 from ..options import (
@@ -411,14 +410,16 @@ class _ConvertedLayout:
 
     async def receipt(self, plan: None, written: None) -> RankReceipt:
         names = {file.name: self._order.transaction.committed_name(file.name) for file in self.data_files}
-        return RankReceipt({names[file.name]: file.nbytes for file in self.data_files}, names)
+        crcs = {} if self._dcp is None else await io_threads().run(self._dcp.crcs, names)
+        return RankReceipt({names[file.name]: file.nbytes for file in self.data_files}, names, crcs)
 
     def files(self, receipts: Sequence[RankReceipt]) -> dict[str, list[bytes]]:
         if self._dcp is None:
             return {}
         (receipt,) = receipts
         entries = self._dcp.entries(self._fqns, receipt.content)
-        manifest = with_sidecars(Manifest(self._order.save_id, entries, dict(receipt.files)), self._order)
+        about = Manifest(self._order.save_id, entries, dict(receipt.files), file_crcs=receipt.crcs)
+        manifest = with_sidecars(about, self._order)
         return {**sidecar_files(self._order), **commit_files(manifest)}
 
 

@@ -35,8 +35,7 @@ from .._runtime.threads import (
     sliced,
     time_limit,
 )
-from .._save.operation import RankReceipt
-from .._save.order import SaveOrder
+from .._save.operation import RankReceipt, SaveOrder
 from .._storage import ABANDONED_AFTER_S, Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
 from ..errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
 from ..options import Durability, Progress, Storage, check_choice, check_count, check_timeout, storage_of

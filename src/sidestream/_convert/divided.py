@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from .._group import Operation, call_together, stoppable
 from .._runtime.threads import io_threads
 from .._save.group import Group, maker_of_attempt
-from .._save.operation import RankReceipt
-from .._save.order import SaveOrder
+from .._save.operation import RankReceipt, SaveOrder
 from .._storage import Outcome, Transaction
 from ..errors import InvalidOption, RankFailures
 from .source import Pipeline

@@ -9,8 +9,7 @@ from typing import Any
 
 from .._runtime.abandoned import watch
 from .._runtime.threads import io_threads
-from .._save.operation import Coordinator, Layout, SaveOperation, Solo
-from .._save.order import SaveOrder
+from .._save.operation import Coordinator, Layout, SaveOperation, SaveOrder, Solo
 from .._save.pending import SaveProgress
 from .._storage import Transaction
 from ..errors import SidestreamError

@@ -29,7 +29,6 @@ from .._format.records import (
 from .._layout.checks import Piece, foreign_pieces, has_no_checksum
 from .._layout.ranges import Box
 from .._layout.values import encode_value
-from .._load.buffers import Scratch
 from .._load.foreign.values import (
     Located,
     locate_tensor,
@@ -40,7 +39,7 @@ from .._load.foreign.values import (
     why_opaque,
 )
 from .._load.open.manifest import all_there, open_manifest
-from .._load.reader import Reader, Wanted, whole
+from .._load.reader import Reader, Scratch, Wanted, whole
 from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Steps, burst, gathered, io_threads, politely, sliced

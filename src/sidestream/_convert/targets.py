@@ -333,6 +333,11 @@ class DcpTarget:
             files.append(Written("__0_0.distcp", [(0, len(self.values), self.values)], max(len(self.values), 1)))
         return [*files, *self.shards]
 
+    def crcs(self, names: Mapping[str, str]) -> dict[str, int]:
+        """Return the CRC of each file, when everything has been sealed. ``names``: what the files are called."""
+        found = {names[shard.name]: shard.sealer.sums.whole(shard.layout) for shard in self.shards}
+        return {**found, **({names["__0_0.distcp"]: crc32(self.values)} if self.values else {})}
+
     def entries(self, order: Sequence[str], names: Mapping[str, str]) -> dict[str, Entry]:
         """By FQN, in this order; complete when everything has been sealed. ``names``: what the files are called."""
         found: dict[str, Entry] = {

@@ -109,6 +109,7 @@ def _head(manifest: Manifest, version: int, torch_version: str, entries: int) ->
         "torch": torch_version,
         "block_bytes": BLOCK_BYTES,
         "files": manifest.files,
+        **({} if not manifest.file_crcs else {"file_crcs": manifest.file_crcs}),
         "entries": entries,
         "metadata": manifest.metadata is not None,
         **({} if manifest.digest is None else {"digest": manifest.digest}),
@@ -220,6 +221,7 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
             planner,
             noted,
             sidecars=_sidecars(head),
+            file_crcs=_file_crcs(head),
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         if isinstance(error, (Corrupt, UnsupportedCheckpoint)):
@@ -229,6 +231,14 @@ def parse_manifest(raw: bytes | bytearray) -> Steps[Manifest | Root]:
 
 def _files(head: dict[str, Any]) -> dict[str, int]:
     return {_is(str, name): _is(int, nbytes) for name, nbytes in head["files"].items()}
+
+
+def _file_crcs(head: dict[str, Any]) -> dict[str, int]:
+    found = {_is(str, name): _is(int, crc) for name, crc in head.get("file_crcs", {}).items()}
+    for name, crc in found.items():
+        if name not in head["files"] or not 0 <= crc < 1 << 32:
+            raise Corrupt("the manifest has a checksum of a file that is not there, or one that is none", file=name)
+    return found
 
 
 def _sidecars(head: dict[str, Any]) -> dict[str, TensorEntry]:
@@ -259,7 +269,16 @@ def _parse_root(head: dict[str, Any], lines: list[bytes], digest: str | None, me
             raise Corrupt(f"{row.fqn}: the manifest has boxes of another rank for it", fqn=row.fqn)
     save_id, generation = _is(str, head["save_id"]), _is(int, head["generation"])
     made = Manifest(
-        save_id, {}, _files(head), _step(head), generation, digest, metadata, ranks=len(parts), sidecars=_sidecars(head)
+        save_id,
+        {},
+        _files(head),
+        _step(head),
+        generation,
+        digest,
+        metadata,
+        ranks=len(parts),
+        sidecars=_sidecars(head),
+        file_crcs=_file_crcs(head),
     )
     return Root(made, shared, parts)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._runtime.steps import Steps
-from .checksum import Burst, block_count, block_crcs, crc32, join_blocks, pack_crcs
+from .checksum import Burst, block_count, block_crcs, combine, crc32, join_blocks, pack_crcs
 from .digest import DigestOf, installed_digest
 from .frame import Frame
 from .records import BLOCK_BYTES
@@ -21,6 +21,7 @@ PAGE_BYTES = 4096
 _PAGED_PAYLOAD_BYTES = 64 << 10
 _PACKED_ALIGN_BYTES = 64
 _RUN_BYTES = 256 << 10  # fits into the cache of a core
+_COMBINED_BYTES = 128 << 10  # of a payload: from here on it takes less to combine CRCs than to go through the bytes
 
 
 class Placed(NamedTuple):
@@ -53,10 +54,19 @@ class Window(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """For each item of a shard the CRCs of its blocks, packed, and their digests (none at all where none are made)."""
+    """For each item of a shard the CRCs of its blocks, packed, and their digests (none at all where none are made); for
+    each window its CRC."""
 
     crcs: list[bytes]
     digests: list[bytes]
+    windows: list[int]
+
+    def whole(self, layout: ShardLayout) -> int:
+        """Return the CRC of the whole shard, when every window has been sealed."""
+        total = 0
+        for crc, window in zip(self.windows, layout.windows, strict=True):
+            total = combine(total, crc, window.end - window.start)
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +153,16 @@ class Sealer:
         self._leaves: dict[int, dict[int, bytes]] = {}  # digests of the blocks of those items
         self._changed = threading.Condition()
         self._cut: dict[int, list[int | None]] = {}  # block CRCs of items that lie in several windows
+        self._parts: dict[int, dict[int, tuple[int, int]]] = {}  # CRC and bytes of what each window has of them
+        self._numbers = {window.start: number for number, window in enumerate(layout.windows)}
+        self._windows = [0] * len(layout.windows)
         self.crcs: list[bytes] = [b""] * len(layout.items)
         """For each item the CRCs of its blocks, packed; complete when every window has been sealed."""
         self.digests: list[bytes] = [] if digest is None else [b""] * len(layout.items)
 
     @property
     def sums(self) -> BlockSums:
-        return BlockSums(self.crcs, self.digests)
+        return BlockSums(self.crcs, self.digests, self._windows)
 
     def seal(
         self,
@@ -167,6 +180,7 @@ class Sealer:
         """
         written = window.start
         passing = None if seen is None else _Passing(view, seen)
+        total = _WindowCrc(view)
         index = window.first
         while index < window.last:
             written, crcs = self._seal_small(view, window, written, index)
@@ -183,16 +197,19 @@ class Sealer:
                 _write(view, window, item.item_offset, item.frame.header)
             blocks = _checksums(view, window, item, passing, self._burst)
             self._note_digests(index, view, window, item)
+            start, end = _payload(window, item)
+            crc = join_blocks(blocks, end - start)
+            total.payload(start, end, crc)
             if item.item_offset < window.start or item.trailer_offset >= window.end:
-                blocks = self._collect(index, item, window, blocks, wait)
+                blocks, crc = self._collect(index, item, window, blocks, (crc, end - start), wait)
             if item.end <= window.end:
-                trailer = item.frame.trailer(join_blocks(blocks, item.frame.payload_bytes))
-                _write(view, window, item.trailer_offset, trailer)
+                _write(view, window, item.trailer_offset, item.frame.trailer(crc))
                 self.crcs[index] = pack_crcs(blocks)
             written = min(item.end, window.end)
             index += 1
             yield
         _write(view, window, written, bytes(window.end - written))
+        self._windows[self._numbers[window.start]] = total.up_to(window.end - window.start)
         if passing is not None:
             passing.up_to(len(view), least=1)
 
@@ -224,19 +241,48 @@ class Sealer:
         item: Placed,
         window: Window,
         blocks: list[int],
+        part: tuple[int, int],
         wait: Callable[[threading.Condition], object],
-    ) -> list[int]:
-        """Note the blocks of one window; all of the item's, if its trailer stands in this window."""
+    ) -> tuple[list[int], int]:
+        """Note the blocks of one window, and the CRC and bytes of them together; return those of the whole item, if its
+        trailer stands in this window."""
         begin = _first_block(window, item)
         with self._changed:
             known = self._cut.setdefault(index, [None] * block_count(item.frame.payload_bytes))
+            parts = self._parts.setdefault(index, {})
             known[begin : begin + len(blocks)] = blocks
+            if blocks:
+                parts[begin] = part
             self._changed.notify_all()
             if item.end > window.end:
-                return blocks
+                return blocks, part[0]
             while None in known:
                 wait(self._changed)
-            return [block for block in known if block is not None]
+            crc = 0
+            for _, (following, nbytes) in sorted(parts.items()):
+                crc = combine(crc, following, nbytes)
+            return [block for block in known if block is not None], crc
+
+
+class _WindowCrc:
+    """The CRC of a window, from those of its payloads; of what is small, from the bytes."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._crc = 0
+        self._at = 0
+
+    def payload(self, start: int, end: int, crc: int) -> None:
+        """Include a payload with this ``crc``, and what lies before it, which is in its final state."""
+        if end - start >= _COMBINED_BYTES:
+            self._crc = combine(self.up_to(start), crc, end - start)
+            self._at = end
+
+    def up_to(self, end: int) -> int:
+        """Return the CRC of all bytes up to ``end``."""
+        self._crc = crc32(self._view[self._at : end], self._crc)
+        self._at = end
+        return self._crc
 
 
 class _Passing:

@@ -226,7 +226,7 @@ def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None =
     made = root.manifest
     return Manifest(
         made.save_id, entries, made.files, made.step, made.generation, made.digest, made.metadata,
-        ranks=len(root.parts), sidecars=made.sidecars,
+        ranks=len(root.parts), sidecars=made.sidecars, file_crcs=made.file_crcs,
     )  # fmt: skip
 
 

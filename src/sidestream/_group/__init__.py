@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from .calls import call_together, stoppable, together
 from .failure import Stopped
-from .operation import Operation
+from .operation import Deadline, Operation
 from .process import has_ended, this_process
 from .rendezvous import GroupChoice, Member, deadline_of, group_of
 
 __all__ = [
+    "Deadline",
     "GroupChoice",
     "Member",
     "Operation",

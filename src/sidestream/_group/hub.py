@@ -59,15 +59,15 @@ class Group(ABC):
             raise ForkedProcess("ranks do not save from a forked child; save in the process that joined the group")
         with self._lock:
             self._number += 1
-            return self._begun_with(self._number, kind, deadline, rank_wait_s)
+            return self._posted(Operation(self, self._number, kind, deadline, rank_wait_s))
 
     def follow(self, operation: Operation, index: int, kind: str, deadline: Deadline) -> Operation:
         """Begin an operation whose number follows from that of ``operation``, so that ranks may come to it in any
         order."""
-        return self._begun_with(operation.number + (index + 1) * FOLLOWING, kind, deadline, operation.rank_wait_s)
+        number = operation.number + (index + 1) * FOLLOWING
+        return self._posted(Operation(self, number, kind, deadline, operation.rank_wait_s))
 
-    def _begun_with(self, number: int, kind: str, deadline: Deadline, rank_wait_s: float) -> Operation:
-        operation = Operation(self, number, kind, deadline, rank_wait_s)
+    def _posted(self, operation: Operation) -> Operation:
         self._owner.post(lambda: self._begin(operation))
         self._look_later(weakref.ref(operation))
         return operation

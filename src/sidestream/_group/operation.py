@@ -21,7 +21,7 @@ from .._runtime.threads import Deadline
 from ..errors import RankFailures
 from .failure import Stopped, pack
 
-__all__ = ["FOLLOWING", "Decide", "Exchange", "Operation"]
+__all__ = ["FOLLOWING", "Deadline", "Decide", "Exchange", "Operation"]
 
 Decide: TypeAlias = Callable[[Sequence[bytes]], "bytes | Sequence[bytes]"]
 """On rank 0: from the parts of all ranks, by rank, to one answer for all or one for each."""

@@ -113,14 +113,12 @@ def match(
     manifest: Manifest,
     url: str,
     strict: frozenset[str],
-    in_place: bool,
     *,
     others: bool = False,
     names: Names | None = None,
 ) -> Steps[LoadPlan]:
-    """Flatten the template and find its leaves in the checkpoint. ``in_place``: bytes may be read into the template.
-    ``others``: other ranks load with this one, so what is unexpected here is noted and not an error. ``names``: the
-    names in the checkpoint of those in ``state``.
+    """Flatten the template and find its leaves in the checkpoint. ``others``: other ranks load with this one, so what
+    is unexpected here is noted and not an error. ``names``: the names in the checkpoint of those in ``state``.
 
     Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
     as far as ``strict`` does not let them pass; ``KeyCollision`` where ``names`` gives one name to several.
@@ -138,7 +136,7 @@ def match(
     straight = Straight()
     saved, parts = yield from saved_composites(manifest)
     composites = CompositeTargets(manifest, findings, saved)
-    found = stored(manifest.entries) if in_place else {}
+    found = stored(manifest.entries)
     filled = (yield from _filled_by_others(leaves_of(state, answers), manifest)) if others else frozenset()
     for number, leaf in enumerate(leaves_of(state, answers)):
         if number % 16 == 0:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from .._group import GroupChoice, Operation, deadline_of, group_of, together
-from .._layout.objects import allowed_types
 from .._runtime.abandoned import noted
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
@@ -24,7 +23,6 @@ from ..options import (
     Trust,
     Verify,
     check_seconds,
-    check_strict,
     storage_of,
 )
 from .operation import LoadLifecycle, LoadOperation, Target
@@ -94,8 +92,17 @@ async def load(
 
     async def run(operation: Operation | None) -> LoadReport:
         check_seconds("rank_wait_s", rank_wait_s)
-        allowed = allowed_types(allow)
-        options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed, trust, planner, names)
+        options = LoadOptions.checked(
+            strict=strict,
+            allow=allow,
+            verify=verify,
+            atomic=atomic,
+            progress=progress,
+            timeout_s=timeout_s,
+            trust=trust,
+            planner=planner,
+            names=names,
+        )
         location = locate_directory(url, storage_of(storage_options, storage))
         return await load_from(location, state, options, LoadContext("load", location.url), operation)
 

@@ -6,7 +6,7 @@ import os
 from collections import ChainMap
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -15,13 +15,16 @@ from .._format.records import (
     SPARSE_PARTS,
     CompositeEntry,
     EmptyEntry,
+    Entries,
     Entry,
     Manifest,
     OpaqueEntry,
+    Row,
     TensorEntry,
     ValueEntry,
     all_parts,
     parts_of,
+    path_of,
     stored,
 )
 from .._layout.assemble import assemble
@@ -37,7 +40,6 @@ from .._runtime.threads import (
     Deadline,
     Steps,
     io_threads,
-    politely,
     run_sliced,
     sliced,
     time_limit,
@@ -58,10 +60,11 @@ from ..options import (
     storage_of,
 )
 from .device_streams import Streams, streams_of
-from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
+from .foreign.values import read_values, why_opaque
 from .new_tensors import NewTensors, new_tensors
 from .open.manifest import check_not_replaced, open_manifest, replaced, was_replaced
 from .open.mmap import map_tensors
+from .operation import LoadLifecycle, ReadCall, reading
 from .reader import Reader, Wanted, whole
 from .verify import VerifyReport, verify_manifest
 
@@ -112,18 +115,33 @@ async def open_checkpoint(
 
 
 async def open_from(
-    location: Location, *, verify: Verify, timeout_s: float, allow: Iterable[type], trust: Trust
+    location: Location,
+    *,
+    verify: Verify,
+    timeout_s: float,
+    allow: Iterable[type],
+    trust: Trust,
+    run: str | None = None,
 ) -> Checkpoint:
-    """``open_checkpoint`` of a resolved location."""
+    """``open_checkpoint`` of a resolved location; ``run`` is the URL of the run that it belongs to."""
     running_loop("open_checkpoint")
     check_verify(verify)
     check_choice("trust", trust, Trust)
     check_timeout(timeout_s)
     allowed = allowed_types(allow)
-    with time_limit(Deadline.after(timeout_s)):
+    with reading("open_checkpoint", location.url, run) as lifecycle, time_limit(Deadline.after(timeout_s)):
         source, manifest = await open_manifest(location)
+        lifecycle.opened(manifest)
         await source.aclose()
     return Checkpoint(replace(location, name=source.name), manifest, verify, timeout_s, allowed, trust)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What one call on a ``Checkpoint`` reads from."""
+
+    source: RangeSource
+    lifecycle: LoadLifecycle
 
 
 @public
@@ -184,10 +202,11 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             there = ", ".join(self.files) or "none"
             raise MissingKeys(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
         content = bytearray(entry.nbytes)
-        async with self._files() as source:
-            if content:
-                target = torch.frombuffer(content, dtype=torch.uint8)
-                await self._read(source, [Wanted(name, entry, whole(entry), target)], None, await streams_of([]))
+        wanted = []
+        if content:
+            wanted.append(Wanted(name, entry, whole(entry), torch.frombuffer(content, dtype=torch.uint8)))
+        async with self._files("file") as files:
+            await self._read(files, NewTensors({}, wanted), None, await streams_of([]))
         return await io_threads().run(bytes, content)
 
     def __getitem__(self, fqn: str) -> TensorInfo | None:
@@ -232,8 +251,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         nothing behind.
         """
         if isinstance(one := self._entry(fqn), OpaqueEntry):
-            async with self._files() as source:
-                await self._refuse(source, {fqn: one})
+            async with self._files("tensor") as files:
+                await self._refuse(files.source, {fqn: one})
         if isinstance(one, CompositeEntry):
             return await self._composite(fqn, rows, _device(device))
         info = self.info(fqn)
@@ -242,7 +261,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         assert isinstance(entry, TensorEntry)
         box = whole(entry) if rows is None else _rows(fqn, entry.shape, rows)
 
-        async with self._files() as source:
+        async with self._files("tensor") as files:
             streams = await streams_of([where])
 
             def new() -> torch.Tensor:
@@ -250,7 +269,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
                     return torch.empty(box.sizes, dtype=info.dtype, device=where)
 
             target = await io_threads().run(new)
-            await self._read(source, [Wanted(fqn, entry, box, target)], None, streams)
+            await self._read(files, NewTensors({}, [Wanted(fqn, entry, box, target)]), None, streams)
             return target
 
     async def _composite(self, fqn: str, rows: slice | None, device: torch.device) -> torch.Tensor:
@@ -258,8 +277,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             raise InvalidOption(f"{fqn}: rows={rows} of a tensor that consists of others; read it as a whole")
         entries = self._manifest.entries
         wanted = {name: entries[name] for name in (fqn, *parts_of(fqn, entries))}
-        async with self._files() as source:
-            leaves = await self._leaves(source, wanted, "host", device, None)
+        async with self._files("tensor") as files:
+            leaves = await self._leaves(files, wanted, "host", device, None)
         found: torch.Tensor = leaves[fqn]
         return found
 
@@ -270,8 +289,11 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             return await self.tensor(fqn)
         if not isinstance(entry, ValueEntry):
             return {}
-        async with self._files() as source:
-            return (await self._values(source, {fqn: entry}))[fqn]
+        async with self._files("value") as files:
+            files.lifecycle.planned()
+            values = await self._values(files.source, {fqn: entry})
+            files.lifecycle.read(0)
+            return values[fqn]
 
     async def state_dict(
         self,
@@ -304,14 +326,14 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         """
         check_dtype(dtype)
         device = None if memory == "host" else _memory(memory)
-        async with self._files() as source:
+        async with self._files("state_dict") as files:
             entries = await io_threads().run(self._selected, select)
-            leaves = await self._leaves(source, entries, memory, device, progress, dtype)
+            leaves = await self._leaves(files, entries, memory, device, progress, dtype)
             return await io_threads().run(_nested, entries, leaves)
 
     async def _leaves(
         self,
-        source: RangeSource,
+        files: _Files,
         entries: Mapping[str, Entry],
         memory: Memory,
         device: torch.device | None,
@@ -319,31 +341,33 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         dtype: Dtypes | None = None,
     ) -> Mapping[str, Any]:
         """Return the content of ``entries``, which have the parts of composite tensors too."""
-        composites = await io_threads().run(_composites_in, entries)
+        source = files.source
+        kinds = await io_threads().run(_by_kind, entries)
+        fqns, composites = kinds.tensors, kinds.composites
         await io_threads().run_sliced(check_types, entries, composites, self._allow)
-        await self._refuse(source, await io_threads().run(opaque_entries, entries))
-        found, value_entries = await io_threads().run(sorted_out, entries)
-        fqns = found.keys()
-        dtypes = {} if dtype is None else await io_threads().run(_converted, entries, dtype)
-        values = await self._values(source, value_entries)
+        await self._refuse(source, kinds.opaque)
+        dtypes = {} if dtype is None else await io_threads().run(_converted, kinds, dtype)
+        values = await self._values(source, kinds.values)
         mapped = {}
         if memory == "mapped":
             if not self._location.store.capabilities.mapping:
                 raise InvalidOption(f'{self.url} is not on this machine; use memory="host"')
             with self._all_there():
-                mapped = await map_tensors(source, self._manifest, fqns - _indices(composites) - dtypes.keys())
+                taken = fqns.keys() - _indices(composites) - dtypes.keys()
+                mapped = await map_tensors(source, self._manifest, taken)
         streams = await streams_of([] if device is None else [device])
 
         def prepare() -> NewTensors:
             with streams.current():
-                new = new_tensors(entries, (fqn for fqn in fqns if fqn not in mapped), device, dtypes)
+                missing = (fqn for fqn in fqns if fqn not in mapped)
+                new = new_tensors(entries, missing, device, dtypes, straight=True)
             if self._verify == "always":
                 new.wanted.extend(_verified(entries, mapped))
             return new
 
         new = await io_threads().run(prepare)
         tensors = new.tensors
-        await self._read(source, new.wanted, progress, streams)
+        await self._read(files, new, progress, streams)
         leaves = ChainMap(mapped, tensors, values)
         if not composites:
             return leaves
@@ -369,23 +393,24 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         return time_limit(Deadline.after(self._timeout_s))
 
     @asynccontextmanager
-    async def _files(self) -> AsyncIterator[RangeSource]:
+    async def _files(self, call: ReadCall) -> AsyncIterator[_Files]:
         """The files of the checkpoint, for one call and under its time limit. Raises ``Corrupt``."""
-        with self._time_limit():
+        with reading(call, self.url) as lifecycle, self._time_limit():
             async with aclosing(self._location.source()) as source:
                 with self._all_there():
                     await check_not_replaced(source, self._location, self._manifest)
-                yield source
+                lifecycle.opened(self._manifest)
+                yield _Files(source, lifecycle)
 
     def _selected(self, select: str | Collection[str] | None) -> Mapping[str, Entry]:
         entries = self._manifest.entries
         if select is None:
             return entries
-        chosen: dict[str, Entry] = {}
-        parts = all_parts(entries)
+        found, parts = stored(entries), all_parts(entries)
+        chosen: dict[str, Entry | Row] = {}
         for fqn in selected((fqn for fqn in entries if fqn not in parts), select, self.url):
-            chosen.update((name, entries[name]) for name in (fqn, *parts_of(fqn, entries)))
-        return chosen
+            chosen.update((name, found[name]) for name in (fqn, *parts_of(fqn, entries)))
+        return Entries(chosen)
 
     async def _refuse(self, source: RangeSource, opaque: Mapping[str, OpaqueEntry]) -> None:
         """Raise an error for the first of these tensors, if there are any, with their number."""
@@ -403,12 +428,14 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         except KeyError:
             raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
 
-    async def _read(
-        self, source: RangeSource, wanted: list[Wanted], progress: Progress | None, streams: Streams
-    ) -> None:
-        reader = Reader(source, self._verify, progress, streams)
+    async def _read(self, files: _Files, new: NewTensors, progress: Progress | None, streams: Streams) -> None:
+        reader = Reader(files.source, self._verify, progress, streams, new.straight)
+        files.lifecycle.planned()
         with self._all_there():
-            await reader.read(wanted, own=self._manifest.own)
+            await reader.read(new.wanted, own=self._manifest.own)
+        files.lifecycle.read(reader.nbytes)
+        if self._verify == "always":
+            files.lifecycle.verified(len(reader.unverified))
 
     @contextmanager
     def _all_there(self) -> Iterator[None]:
@@ -462,28 +489,48 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
     return list(wanted.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """Entries by kind: tensors, plain values, tensors that consist of others, and those that cannot be read."""
+
+    tensors: dict[str, TensorEntry | Row] = field(default_factory=dict)
+    values: dict[str, ValueEntry] = field(default_factory=dict)
+    composites: dict[str, CompositeEntry] = field(default_factory=dict)
+    opaque: dict[str, OpaqueEntry] = field(default_factory=dict)
+
+
 @sliced
-def _converted(entries: Mapping[str, Entry], dtype: Dtypes) -> Steps[dict[str, str]]:
+def _by_kind(entries: Mapping[str, Entry]) -> Steps[_Kinds]:
+    kinds = _Kinds()
+    for fqn, one in stored(entries).items():
+        yield
+        if isinstance(one, (tuple, TensorEntry)):
+            kinds.tensors[fqn] = one
+        elif isinstance(one, ValueEntry):
+            kinds.values[fqn] = one
+        elif isinstance(one, CompositeEntry):
+            kinds.composites[fqn] = one
+        elif isinstance(one, OpaqueEntry):
+            kinds.opaque[fqn] = one
+    return kinds
+
+
+@sliced
+def _converted(kinds: _Kinds, dtype: Dtypes) -> Steps[dict[str, str]]:
     """Return what tensors are converted to, for those that do not keep their dtype. Parts of others keep it."""
     found: dict[str, str] = {}
-    parts = all_parts(entries)
-    for fqn, entry in entries.items():
+    parts = all_parts(kinds.composites)
+    for fqn, one in kinds.tensors.items():
         yield
-        if not isinstance(entry, TensorEntry) or fqn in parts:
-            continue
-        if (wanted := target_dtype(fqn, entry.dtype, dtype)) != entry.dtype:
+        saved = one[0] if isinstance(one, tuple) else one.dtype
+        if fqn not in parts and (wanted := target_dtype(fqn, saved, dtype)) != saved:
             found[fqn] = wanted
     return found
 
 
 def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    parts = all_parts(entries)
-    return run_sliced(assemble((entry.path, leaves.get(fqn, {})) for fqn, entry in entries.items() if fqn not in parts))
-
-
-def _composites_in(entries: Mapping[str, Entry]) -> dict[str, CompositeEntry]:
-    found = politely(stored(entries).items())
-    return {fqn: one for fqn, one in found if isinstance(one, CompositeEntry)}
+    found, parts = stored(entries).items(), all_parts(entries)
+    return run_sliced(assemble((path_of(one), leaves.get(fqn, {})) for fqn, one in found if fqn not in parts))
 
 
 def _indices(composites: Mapping[str, CompositeEntry]) -> set[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
@@ -28,11 +29,12 @@ from ..events import (
     LoadRead,
     LoadStarted,
     LoadVerified,
+    ReadCall,
     emit,
 )
 from .report import Loaded, LoadOptions, LoadReport, report_of
 
-__all__ = ["LoadLifecycle", "LoadOperation", "Target"]
+__all__ = ["LoadLifecycle", "LoadOperation", "ReadCall", "Target", "reading"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -86,13 +88,15 @@ class Target(Protocol):
 
 
 class LoadLifecycle:
-    """The phases of one load: their times in seconds since it began, and an event for each."""
+    """The phases of one load, or of another call that reads a checkpoint: their times in seconds since it began, and an
+    event for each."""
 
     def __init__(self, load: LoadContext) -> None:
         self.seconds: dict[str, float] = {}
         self._load = load
         self._phase: Literal["open", "plan", "read", "apply"] = "open"
         self._began = time.monotonic()
+        self._nbytes = 0
         self._open = False  # started, and not ended
 
     def started(self) -> None:
@@ -113,15 +117,18 @@ class LoadLifecycle:
         self._end("planned", "read", LoadPlanned(self._load))
 
     def read(self, nbytes: int) -> None:
+        self._nbytes = nbytes
         self._end("read", "apply", LoadRead(self._load, nbytes))
 
     def verified(self, unverified: int) -> None:
         emit(LoadVerified(self._load, unverified))
 
-    def applied(self, nbytes: int) -> None:
-        self.seconds["applied"] = time.monotonic() - self._began
-        self._open = False
-        emit(LoadApplied(self._load, nbytes, MappingProxyType(dict(self.seconds))))
+    def applied(self) -> None:
+        """Emit the end of a load, unless it has ended before."""
+        if self._open:
+            self._open = False
+            self.seconds["applied"] = time.monotonic() - self._began
+            emit(LoadApplied(self._load, self._nbytes, MappingProxyType(dict(self.seconds))))
 
     def failed(self, error: BaseException, written: int) -> None:
         """Emit the end of a load, unless it has ended before or never started."""
@@ -133,6 +140,20 @@ class LoadLifecycle:
         self.seconds[phase] = time.monotonic() - self._began
         self._phase = following
         emit(event)
+
+
+@contextmanager
+def reading(operation: ReadCall, url: str, run: str | None = None) -> Iterator[LoadLifecycle]:
+    """Emit the events of a call that reads the checkpoint at ``url`` and changes no state: its beginning and its end
+    here, the phases between them in the block."""
+    lifecycle = LoadLifecycle(LoadContext(operation, url, run=run))
+    lifecycle.started()
+    try:
+        yield lifecycle
+    except BaseException as error:
+        lifecycle.failed(error, 0)
+        raise
+    lifecycle.applied()
 
 
 @dataclass(slots=True)
@@ -175,7 +196,7 @@ class LoadOperation:
             await finish(target.apply)
         if together is not None:
             await together.agree("hand over")
-        lifecycle.applied(target.nbytes)
+        lifecycle.applied()
         return await self._report(manifest)
 
     async def _read(self) -> Manifest:

@@ -32,9 +32,9 @@ from .foreign.values import (
     read_item,
     unpack_chunk,
 )
-from .jobs import Jobs
+from .jobs import Batches, Reads
 
-__all__ = ["Reader", "Wanted", "straight_reads", "whole"]
+__all__ = ["Reader", "Scratch", "Wanted", "straight_reads", "whole"]
 
 _Batch: TypeAlias = Batch | StraightBatch
 
@@ -112,42 +112,22 @@ class Reader:
         await io_threads().run(let_go, planned, targets, wanted, *self.straight.payloads.values())
 
     async def _read_batches(self, planned: Sequence[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
-        def work(batch: _Batch, stop: Stop) -> int:
-            assert files is not None
-            reads, scratch = self._reads(batch, targets, stop)
-            files.read(batch.file, reads, stop)
-            self.scratch.give_back(scratch)
-            return batch.nbytes
-
-        done, progress = self.nbytes, self.progress
-        jobs = Jobs(planned, work, None if progress is None else lambda read: call(progress, done + read, total))
-        files = self.source.files(jobs.waiting)
-        if files is None:
-            queue = iter(planned)
-            await in_parallel(lambda: self._request(queue, targets, total))
-            return
+        progress, done = self.progress, self.nbytes
+        told = None if progress is None else lambda read: call(progress, done + read, total)
+        batches = Batches(self.source, partial(self._reads, targets), told, self.scratch)
         try:
-            await jobs.run()
+            await batches.run(planned)
         finally:
-            self.nbytes += jobs.nbytes
+            self.nbytes += batches.nbytes
 
-    async def _request(self, queue: Iterator[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
-        for batch in queue:
-            reads, scratch = await io_threads().run(self._reads, batch, targets)
-            await self.source.read(batch.file, reads)
-            self.scratch.give_back(scratch)
-            self.nbytes += batch.nbytes
-            self._tell(total)
-
-    def _reads(
-        self, batch: _Batch, targets: Mapping[str, Wanted], stop: Stop | None = None
-    ) -> tuple[list[ReadRange], Memory | None]:
+    def _reads(self, targets: Mapping[str, Wanted], batch: _Batch, scratch: Scratch, stop: Stop | None) -> Reads:
         """In a thread: what to read for a batch, and the scratch memory that this takes."""
         if isinstance(batch, StraightBatch):
-            return straight_reads(batch, self.straight.tensors, self.verify, self.touched, self.scratch, stop)
-        buffers = _buffers(batch, targets, self.scratch)
+            ranges, memory = straight_reads(batch, self.straight.tensors, self.verify, self.touched, scratch, stop)
+            return Reads(batch.file, ranges, batch.nbytes, memory)
+        buffers = _buffers(batch, targets, scratch)
         self.touched.update([one.fqn for one in batch.ranges if isinstance(one.into, Direct)])
-        reads = [
+        ranges = [
             ReadRange(
                 one.offset,
                 buffer,
@@ -156,7 +136,7 @@ class Reader:
             )
             for one, buffer in zip(batch.ranges, buffers.views, strict=True)
         ]
-        return reads, buffers.scratch
+        return Reads(batch.file, ranges, batch.nbytes, buffers.scratch)
 
     def _tell(self, total: int) -> None:
         if self.progress is not None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .._format.digest import DigestCheck, digest_check
 from .._format.records import Manifest
-from .._layout.objects import Allowed
+from .._layout.objects import Allowed, allowed_types
 from .._runtime.public import public
 from ..errors import InvalidOption, SidestreamError
-from ..options import Names, Progress, Trust, Verify, check_choice, check_names, check_timeout, check_verify
+from ..options import (
+    Allowance,
+    Names,
+    Progress,
+    Trust,
+    Verify,
+    check_choice,
+    check_names,
+    check_strict,
+    check_timeout,
+    check_verify,
+)
 
 __all__ = ["LoadOptions", "LoadReport", "Loaded", "PassedOver", "report_of"]
 
@@ -102,6 +113,11 @@ class LoadOptions:
     trust: Trust = "data"
     planner: Any = None
     names: Names | None = None
+
+    @classmethod
+    def checked(cls, *, strict: Collection[Allowance], allow: Iterable[type], **others: Any) -> LoadOptions:
+        """Return the options for what a caller gave. Raises ``InvalidOption``."""
+        return cls(allow=allowed_types(allow), strict=check_strict(strict), **others)
 
     def __post_init__(self) -> None:
         check_verify(self.verify)

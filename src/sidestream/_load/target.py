@@ -98,7 +98,10 @@ class StateTarget:
                 plan = await threads.run(self._match)
         streams = await streams_of(await threads.run(_devices, plan))
         verify, progress = self.options.verify, self.options.progress
-        reader = Reader(source, verify, progress, streams, plan.straight)
+        straight = plan.straight
+        if self.options.atomic:
+            straight = replace(straight, tensors=await threads.run(_empty, straight.tensors))
+        reader = Reader(source, verify, progress, streams, straight)
         entries = await threads.run(_value_entries, plan)
         allow, trust = self.options.allow, self.options.trust
         values = await read_values(source, self._manifest, entries, allow, trust)
@@ -166,10 +169,8 @@ class StateTarget:
 
     def _match(self) -> LoadPlan:
         options, others = self.options, self.together is not None
-        found, url, in_place = self._manifest, self.location.url, not options.atomic
-        steps = match(
-            self.state, self._answers, found, url, options.strict, in_place, others=others, names=options.names
-        )
+        found, url = self._manifest, self.location.url
+        steps = match(self.state, self._answers, found, url, options.strict, others=others, names=options.names)
         return run_sliced(steps)
 
     def _build(self) -> None:
@@ -195,9 +196,7 @@ class StateTarget:
         fresh = new.tensors
         places = {leader: plan.local[leader].tensor for leader in plan.leaders.values()}
         if self.options.atomic:
-            with allocating("memory to load into before the target is changed"):
-                empty = gathered((fqn, torch.empty(one.shape, dtype=one.dtype)) for fqn, one in places.items())
-                places = dict(empty)
+            places = _empty(places)
         distinct = {id(tensor): (fqn, tensor) for fqn, tensor in reversed(places.items())}
         wanted = gathered(self._want(plan, fqn, tensor) for fqn, tensor in reversed(distinct.values()))
         wanted += new.wanted
@@ -223,16 +222,22 @@ class StateTarget:
         return Wanted(name, entry, whole(entry) if local is None or local.box is None else local.box, tensor)
 
 
+def _empty(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return new memory for what is read before the target is changed."""
+    with allocating("memory to load into before the target is changed"):
+        return dict(gathered((fqn, torch.empty(one.shape, dtype=one.dtype)) for fqn, one in tensors.items()))
+
+
 @sliced
 def _copy_all(prepared: _Prepared) -> Steps[None]:
-    streams = prepared.reader.streams
-    with streams.current():
-        for fqn, source in prepared.places.items():
+    plan, reader = prepared.plan, prepared.reader
+    with reader.streams.current():
+        for fqn, source in chain(prepared.places.items(), reader.straight.tensors.items()):
             yield
-            target = prepared.plan.local[fqn].tensor
+            target = plan.local[fqn].tensor if fqn in plan.local else plan.straight.tensors[fqn]
             with torch.inference_mode(target.is_inference()), torch.no_grad():
                 copyable(target).copy_(copyable(source))
-    streams.finish()
+    reader.streams.finish()
 
 
 def _check_ties(prepared: _Prepared) -> None:

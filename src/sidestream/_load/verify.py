@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import (
     Deadline,
     Steps,
+    Stop,
     burst,
     current_deadline,
     gathered,
@@ -66,7 +67,9 @@ from .foreign.values import (
     sorted_out,
     why_opaque,
 )
+from .jobs import Batches, Reads, Scratch
 from .open.manifest import open_manifest
+from .operation import LoadLifecycle, reading
 
 __all__ = ["Damage", "Verification", "VerifyReport", "verify", "verify_at", "verify_manifest"]
 
@@ -144,32 +147,53 @@ async def verify(
         return await verify_at(location, progress)
 
 
-async def verify_at(location: Location, progress: Progress | None = None) -> VerifyReport:
-    """``verify``, of a resolved location."""
-    with noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at):
+async def verify_at(location: Location, progress: Progress | None = None, run: str | None = None) -> VerifyReport:
+    """``verify``, of a resolved location; ``run`` is the URL of the run that it belongs to."""
+    with (
+        noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at),
+        reading("verify", location.url, run) as lifecycle,
+    ):
         while True:
+            lifecycle.opening()
             try:
                 source, manifest = await open_manifest(location)
             except (Corrupt, NotCovered) as damage:
+                lifecycle.failed(damage, 0)
                 return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
             async with aclosing(source):
                 try:
-                    report = await verify_manifest(source, location.url, manifest, progress)
+                    report = await _verify(Verification(source, location.url, manifest, progress), lifecycle)
                 except (Corrupt, FileNotFoundError):
                     if not await source.moved():
                         raise
                 else:
                     if report.ok or not await source.moved():
-                        return report
+                        return _told(report, lifecycle)
 
 
 async def verify_manifest(
     source: RangeSource, url: str, manifest: Manifest, progress: Progress | None = None
 ) -> VerifyReport:
     """``verify``, of a checkpoint whose manifest was read from ``source`` and validated."""
-    verification = Verification(source, url, manifest, progress)
-    await verification.run()
+    with reading("verify", url) as lifecycle:
+        report = await _verify(Verification(source, url, manifest, progress), lifecycle)
+        return _told(report, lifecycle)
+
+
+async def _verify(verification: Verification, lifecycle: LoadLifecycle) -> VerifyReport:
+    lifecycle.opened(verification.manifest)
+    await verification.run(lifecycle.planned)
     return await io_threads().run(verification.report)
+
+
+def _told(report: VerifyReport, lifecycle: LoadLifecycle) -> VerifyReport:
+    """Return ``report``, of which ``lifecycle`` is told."""
+    if report.damaged:
+        lifecycle.failed(Corrupt(report.damaged[0].message), 0)
+    else:
+        lifecycle.read(report.nbytes)
+        lifecycle.verified(len(report.unverified))
+    return report
 
 
 @dataclass(slots=True)
@@ -209,7 +233,8 @@ class Verification:
             unreadable=tuple(sorted(unreadable)),
         )
 
-    async def run(self) -> None:
+    async def run(self, planned: Callable[[], object]) -> None:
+        """Read and compare everything. ``planned`` is called before the first payload is read."""
         threads = io_threads()
         whole = await threads.run(self._whole_items)
         pieces = await self.plan()
@@ -217,8 +242,9 @@ class Verification:
         opaque_bytes = sum(chunk.item_bytes for _, chunk in self._opaque)
         counted = await threads.run(_bytes_of, pieces, whole)
         self.total_bytes = self.done_bytes + counted + opaque_bytes
+        planned()
         self._tell(0)
-        await self._in_parallel(runs, self._check_run)
+        await self._check_runs(runs)
         await self._check_items(whole)
 
     async def plan(self) -> list[Piece]:
@@ -377,18 +403,35 @@ class Verification:
                 self.unreadable.add(fqn)
         self._tell(item.item_bytes)
 
-    async def _check_run(self, run: Sequence[Piece]) -> None:
+    async def _check_runs(self, runs: Sequence[Sequence[Piece]]) -> None:
+        done = self.done_bytes
+
+        def told(read: int) -> None:
+            if self.progress is not None:
+                call(self.progress, done + read, self.total_bytes)
+
+        def noting(run: Sequence[Piece]) -> AbstractContextManager[None]:
+            return self._noting(run[0].file)
+
+        batches = Batches(self.source, self._reads, told, noting=noting)
+        try:
+            await batches.run(runs)
+        finally:
+            self.done_bytes += batches.nbytes
+
+    def _reads(self, run: Sequence[Piece], scratch: Scratch, stop: Stop | None) -> Reads:
+        """In a thread: what to read for a run of pieces of one file."""
+        nbytes = sum(piece.nbytes for piece in run)
         with allocating(f"verifying {run[0].file}"):
-            memory = memoryview(bytearray(sum(piece.nbytes for piece in run)))
-        reads = []
+            memory = scratch.take(nbytes)
+        view = memoryview(memory)
+        ranges = []
         position = 0
         for piece in run:
-            view = memory[position : position + piece.nbytes]
-            reads.append(ReadRange(piece.offset, view, partial(self._check, piece, view)))
+            into = view[position : position + piece.nbytes]
+            ranges.append(ReadRange(piece.offset, into, partial(self._check, piece, into)))
             position += piece.nbytes
-        with self._noting(run[0].file):
-            await self.source.read(run[0].file, reads)
-        self._tell(len(memory))
+        return Reads(run[0].file, ranges, nbytes, memory)
 
     def _check(self, piece: Piece, view: memoryview) -> None:
         """In a thread of the store, as the bytes arrive."""

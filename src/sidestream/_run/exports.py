@@ -52,10 +52,11 @@ class Exports:
         sinks = sinks_of(self._wanted, target, step=step, durability=self._durability)
         return tuple(PendingExport(sink) for sink in sinks)
 
-    def watch_over(self, exports: Sequence[PendingExport]) -> None:
-        """Wait for these in ``ended``, and apply ``keep`` after each of them. They belong to a save that will end."""
+    def watch_over(self, exports: Sequence[PendingExport], *, deletes: bool) -> None:
+        """Wait for these in ``ended``, and, if this process ``deletes``, apply ``keep`` after each of them. They belong
+        to a save that will end."""
         self._pending = [*(one for one in self._pending if not one.done()), *exports]
-        for one in exports if self._keep is not None else ():
+        for one in exports if deletes and self._keep is not None else ():
             one.when_done(self._pruning.request)
 
     async def ended(self) -> None:

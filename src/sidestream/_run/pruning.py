@@ -192,7 +192,7 @@ class Pruner:
         if step.name in self._verified:
             return True
         try:
-            report = await verify_at(Location(self.store, step.name, f"{self.url}/{step.name}"))
+            report = await verify_at(Location(self.store, step.name, f"{self.url}/{step.name}"), run=self.url)
         except CheckpointNotFound:  # another process has deleted it meanwhile
             return False
         now = await look_at(self.store, step)

@@ -11,15 +11,40 @@ from .._runtime.threads import current_deadline, io_threads, politely
 from .._storage import Store
 from ..errors import InvalidOption
 
-__all__ = ["check_run", "list_generations", "list_steps", "named_steps", "next_generation", "still_listed"]
+__all__ = ["Generations", "check_run", "list_generations", "list_steps", "named_steps", "still_listed"]
+
+_REMEMBERED = 256
+"""For how many steps, at least, the last generation that was started is remembered."""
 
 _MANIFEST = re.compile("manifest-[0-9a-f]{32}")
 
 
-async def next_generation(store: Store, step: int) -> int:
-    """The first generation of ``step`` for which nothing stands in the way, be it committed, damaged or foreign."""
-    found = await named_steps(store, step)
-    return max((found.generation for found in found), default=0) + 1
+class Generations:
+    """The generations of the steps of one run that this process saves. ``most`` saves may go on at once."""
+
+    def __init__(self, store: Store, most: int) -> None:
+        self._store = store
+        self._remembered = max(_REMEMBERED, 2 * most)
+        self._started: dict[int, int] = {}  # the highest generation that a recent save was started for
+
+    async def next(self, step: int) -> int:
+        """Return the first generation of ``step`` for which nothing stands in the way, be it committed, damaged,
+        foreign, or started here."""
+        found = await named_steps(self._store, step)
+        return max(self._started.get(step, 0), *(found.generation for found in found), 0) + 1
+
+    def started(self, step: int, generation: int) -> None:
+        """A save of this generation was started. Old steps are forgotten: their saves are found in the listing."""
+        self._started.pop(step, None)
+        self._started[step] = generation
+        while len(self._started) > self._remembered:
+            del self._started[next(iter(self._started))]
+
+    async def claim(self, step: int) -> int:
+        """As ``next``, and no other save of this process gets it."""
+        generation = await self.next(step)
+        self.started(step, generation)
+        return generation
 
 
 async def list_steps(store: Store) -> list[Step]:

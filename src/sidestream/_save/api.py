@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +18,11 @@ from .._layout.values import copy_value
 from .._runtime.caller import by_caller
 from .._runtime.public import public
 from .._runtime.tasks import finish, running_loop
-from .._runtime.threads import Deadline, run_sliced
+from .._runtime.threads import Deadline, io_threads, run_sliced
 from .._staging import AsyncStager, Captured, PlanCache, capture
 from .._storage import FileSource, Location, check_sources, locate_directory
 from .._worker.client import Saver, choose_saver
-from ..errors import InvalidOption
+from ..errors import InvalidOption, KeyCollision, UnsafeObject, UnsupportedTensor
 from ..options import (
     RANK_WAIT_S,
     Digest,
@@ -37,14 +38,29 @@ from ..options import (
 )
 from .group import FailedSave, Group, planning_of
 from .layouts import AgreedLayout, NativeLayout
-from .operation import SaveOperation, Solo
-from .order import SaveOrder
-from .pending import PendingSave, SaveInfo, SaveWork
+from .operation import SaveOperation, SaveOrder, Solo
+from .pending import PendingSave, SaveInfo, SaveProgress, SaveWork
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
-from .stage import AS_IT_IS, LaidOutStage, SavedAs
+from .stage import AS_IT_IS, LaidOutStage, LayOut, SavedAs
 from .writer import LiveWriter, Stager
 
-__all__ = ["SavedAs", "Stager", "async_save", "plan_alone", "save", "start_save", "start_together"]
+__all__ = [
+    "Export",
+    "PendingExport",
+    "PendingSave",
+    "SaveInfo",
+    "SaveProgress",
+    "SaveWork",
+    "SavedAs",
+    "Saver",
+    "Stager",
+    "async_save",
+    "plan_alone",
+    "prewarm",
+    "save",
+    "start_save",
+    "start_together",
+]
 
 _STREAM_BYTES = 256 << 20
 
@@ -315,6 +331,42 @@ def start_save(
     group = Group(order, operation, planning)
     layout = AgreedLayout(order, planning)
     return SaveOperation(order=order, writer=writer, layout=layout, coordinator=group, exports=exports)
+
+
+async def prewarm(
+    state: Mapping[str, Any] | int | None,
+    stager: AsyncStager | Stager,
+    saver: tuple[Saver | None, bool],
+    *,
+    plan: LayOut | None,
+) -> None:
+    """Do now what the first save of ``state`` (or of so many bytes) would have to: start the saver process, map staging
+    memory and, if it needs no other ranks, ``plan``."""
+    process, falls_back = saver
+    if process is not None and falls_back:
+        await io_threads().run(process.start)
+    elif process is not None:
+        await process.up()
+    if state is None or not isinstance(stager, AsyncStager):
+        return
+    if isinstance(state, int):
+        await stager.prewarm(state)
+    else:
+        await _prewarm_for(stager, state, plan)
+    if process is not None:
+        await process.hand(stager.shared_memory())
+
+
+async def _prewarm_for(stager: AsyncStager, state: Mapping[str, Any], plan: LayOut | None) -> None:
+    try:
+        captured = capture(state, copy_value)
+    except UnsafeObject:  # for the save to say: its planner may leave that out
+        await stager.prewarm(state)
+        return
+    await stager.prewarm_for(captured)
+    if plan is not None and not captured.sharded:
+        with suppress(InvalidOption, KeyCollision, UnsafeObject, UnsupportedTensor):  # as above
+            await io_threads().run(plan, stager.plans, stager.budget_bytes, captured)
 
 
 def plan_alone(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:

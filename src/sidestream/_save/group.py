@@ -273,7 +273,7 @@ class Group:
 
 def _pack(receipt: RankReceipt, layout: SharedLayout, seconds: Mapping[str, float]) -> bytes:
     """Called in a worker thread."""
-    head = json.dumps({"files": receipt.files, "seconds": seconds}).encode()
+    head = json.dumps({"files": receipt.files, "crcs": receipt.crcs, "seconds": seconds}).encode()
     return struct.pack("<Q", len(head)) + head + layout.pack(receipt)
 
 
@@ -287,5 +287,5 @@ def _unpack(packed: Sequence[bytes], layout: SharedLayout) -> Steps[list[tuple[R
         (end,) = struct.unpack_from("<Q", raw)
         told = json.loads(raw[start : start + end])
         content = layout.unpack(rank, raw[start + end :])
-        received.append((RankReceipt(told["files"], content), told["seconds"]))
+        received.append((RankReceipt(told["files"], content, told["crcs"]), told["seconds"]))
     return received

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "RankReceipt",
     "SaveOperation",
+    "SaveOrder",
     "SharedLayout",
     "Solo",
     "Writer",
@@ -36,11 +37,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RankReceipt:
-    """What one rank has written: the sizes of its data files by their names in the checkpoint, and what the layout has
-    to know to describe their content."""
+    """What one rank has written: the sizes of its data files by their names in the checkpoint, what the layout has to
+    know to describe their content, and the CRC-32 of those files that it is known of."""
 
     files: Mapping[str, int]
     content: Any
+    crcs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

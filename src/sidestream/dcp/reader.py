@@ -174,7 +174,7 @@ class StorageReader(DcpStorageReader):
         load.lifecycle.read(load.nbytes)
         if self._verify == "always":
             load.lifecycle.verified(len(load.unverified))
-        load.lifecycle.applied(load.nbytes)
+        load.lifecycle.applied()
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..._format.records import Manifest
 from ..layouts import sidecar_files, with_sidecars
-from ..operation import RankReceipt
-from ..order import SaveOrder
+from ..operation import RankReceipt, SaveOrder
 from .independent import part_id_of
 from .metadata import as_stock, complete, files_of_commit, files_of_part
 from .plan import Decided

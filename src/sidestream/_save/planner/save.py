@@ -22,8 +22,7 @@ from ..._storage import Body, locate_directory
 from ...errors import InvalidOption
 from ...options import Apart, Durability, Storage, check_choice, check_timeout, storage_of
 from ..group import Group, maker_of_attempt, terms_of
-from ..operation import SaveOperation, Solo
-from ..order import SaveOrder
+from ..operation import SaveOperation, SaveOrder, Solo
 from ..pending import PendingSave, SaveProgress
 from ..writer import FirstCopy, LiveWriter, Stage, Stager
 from .independent import Independent, tag_of
