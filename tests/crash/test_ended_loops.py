@@ -79,6 +79,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
+    cached.close_all()  # of earlier tests
     yield
     cached.close_all()
     until(lambda: not ours())
