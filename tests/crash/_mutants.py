@@ -85,10 +85,7 @@ _OBJECTS = "_storage/object_store/transaction.py"
 _OVER = "a save over another"
 _SIDECARS = '    """Every byte of a sidecar file."""\n'
 _FOUND = "_Replaced(version, marked_id, frozenset(ids - {save_id})"
-_READ_FILE = (
-    "                await self._read(source, [Wanted(name, entry, whole(entry), target)], None, "
-    "await streams_of([]))\n"
-)
+_READ_FILE = "            await self._read(files, NewTensors({}, wanted), None, await streams_of([]))\n"
 
 MUTANTS = (
     # syncs left out, or in the wrong place
@@ -134,8 +131,8 @@ MUTANTS = (
     Mutant("an occupied target is replaced", _LOCAL, _RENAME,
            "    shutil.rmtree(target, ignore_errors=True)\n" + _RENAME, "conflicts"),
     Mutant("a generation that is there is taken again", "_run/steps.py",
-           "    return max((found.generation for found in found), default=0) + 1",
-           "    return 1", "conflicts"),
+           "        return max(self._started.get(step, 0), *(found.generation for found in found), 0) + 1",
+           "        return 1", "conflicts"),
     Mutant("what is replaced is deleted before the exchange", _LOCAL, _EXCHANGE,
            "                remove_tree(target)\n                os.rename(attempt, target)\n", "kills", _OVER),
     Mutant("what is replaced is written over", _LOCAL, _EXCHANGE,
@@ -213,8 +210,8 @@ MUTANTS = (
            "    if (marker.step, marker.generation) != found.order:\n",
            "    if False:\n", "renamed"),
     Mutant("sidecar files are not verified", "_load/checkpoint.py", _READ_FILE,
-           "                await Reader(source, 'manifest', None, await streams_of([])).read(\n"
-           "                    [Wanted(name, entry, whole(entry), target)], own=True)\n", "corruption"),
+           "            await Reader(files.source, 'manifest', None, await streams_of([])).read(wanted, own=True)\n",
+           "corruption"),
     Mutant("verify passes sidecar files over", "_layout/checks.py", _SIDECARS,
            _SIDECARS + "    return\n", "corruption"),
     # retention
