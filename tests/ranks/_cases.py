@@ -246,7 +246,7 @@ def arm(phase: str, how: str) -> Fault:
     elif phase == "written":
         fault.after(local_write._Parts, "write")
     elif phase == "receipt":
-        fault.before(local, "_put")
+        fault.before(local.LocalTransaction, "put")
     elif phase == "publish":
         fault.before(local, "_publish")
     elif phase == "published":
