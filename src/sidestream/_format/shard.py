@@ -195,11 +195,12 @@ class Sealer:
             if item.item_offset >= window.start:
                 _write(view, window, written, bytes(item.item_offset - written))
                 _write(view, window, item.item_offset, item.frame.header)
-            blocks = _checksums(view, window, item, passing, self._burst)
-            self._note_digests(index, view, window, item)
             start, end = _payload(window, item)
+            blocks = _checksums(view, start, end, passing, self._burst)
+            self._note_digests(index, view, window, item)
             crc = join_blocks(blocks, end - start)
-            total.payload(start, end, crc)
+            if end - start >= _COMBINED_BYTES:
+                total.payload(start, end, crc)
             if item.item_offset < window.start or item.trailer_offset >= window.end:
                 blocks, crc = self._collect(index, item, window, blocks, (crc, end - start), wait)
             if item.end <= window.end:
@@ -274,9 +275,8 @@ class _WindowCrc:
 
     def payload(self, start: int, end: int, crc: int) -> None:
         """Include a payload with this ``crc``, and what lies before it, which is in its final state."""
-        if end - start >= _COMBINED_BYTES:
-            self._crc = combine(self.up_to(start), crc, end - start)
-            self._at = end
+        self._crc = combine(self.up_to(start), crc, end - start)
+        self._at = end
 
     def up_to(self, end: int) -> int:
         """Return the CRC of all bytes up to ``end``."""
@@ -299,12 +299,12 @@ class _Passing:
             self._shown = end
 
 
-def _checksums(view: memoryview, window: Window, item: Placed, passing: _Passing | None, burst: Burst) -> list[int]:
-    """The CRCs of the item's blocks in this window."""
+def _checksums(view: memoryview, begin: int, end: int, passing: _Passing | None, burst: Burst) -> list[int]:
+    """The CRCs of the blocks of a payload, which is there from ``begin`` to ``end``."""
     if passing is None:
-        start, end = _payload(window, item)
-        return block_crcs(view[start:end], burst)
-    return [_checksum(view, start, end, passing) for start, end in _blocks(window, item)]
+        return block_crcs(view[begin:end], burst)
+    starts = range(begin, end, BLOCK_BYTES)
+    return [_checksum(view, start, min(start + BLOCK_BYTES, end), passing) for start in starts]
 
 
 def _checksum(view: memoryview, start: int, end: int, passing: _Passing) -> int:
