@@ -134,9 +134,7 @@ async def _listed(store: Store, source: RangeSource) -> Mapping[str, int] | None
         return None
     try:
         return await source.sizes()
-    except FileNotFoundError as error:
-        if await source.moved():  # it was deleted between the look for it and the listing
-            raise _Moved from error
+    except FileNotFoundError:
         return None
 
 
