@@ -308,6 +308,7 @@ def test_overwriting_is_killed_at_every_request(
     expected = {(at, after): 12 if at > marker or after else 11 for at, after in found}
     assert found == expected
     assert left, "some were killed between the commit and the deletion"
+    print(f"overwriting: {len(found)} kills, {left} of them between the commit and the deletion")
 
 
 def test_of_two_that_overwrite_one_wins(

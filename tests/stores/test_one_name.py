@@ -78,6 +78,7 @@ def killed_at_each(
             left.append((run, at, list(lane.log), told))
         assert told.exit in (0, -signal.SIGKILL), told
     assert sum(told.exit == -signal.SIGKILL for *_, told in left) >= count - 2
+    print(f"{work}: {count} kills")
     return left
 
 
