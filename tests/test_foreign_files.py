@@ -161,9 +161,9 @@ async def test_a_read_that_fails_is_not_damage() -> None:
     buffer = io.BytesIO()
     torch.save({"w": torch.zeros(1 << 18)}, buffer)
     filesystem.pipe_file("/models/m.pt", buffer.getvalue())
-    policy = sidestream.StorePolicy(retries=0)
+    storage = sidestream.Storage(filesystem=filesystem, policy=sidestream.StorePolicy(retries=0))
     with pytest.raises(errors.StorageError, match="broken"):
-        await sidestream.open_checkpoint("memory://models/m.pt", filesystem=filesystem, store_policy=policy)
+        await sidestream.open_checkpoint("memory://models/m.pt", storage=storage)
 
 
 async def test_more_files_at_a_time_than_the_shared_pool_has_threads(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from sidestream._runtime.tasks import supervise
 from sidestream._runtime.threads import Deadline, Stop, Threads, current_deadline, in_background, politely, time_limit
-from sidestream._storage import Where, locate_run
+from sidestream._storage import locate_run
 from sidestream.errors import DeadlineExceeded
 
 
@@ -110,6 +110,6 @@ def test_a_coroutine_that_is_closed_elsewhere() -> None:
 
 
 async def test_a_store_is_not_asked_without_one(tmp_path: Path) -> None:
-    store, _ = locate_run(tmp_path, Where())
+    store, _ = locate_run(tmp_path)
     with pytest.raises(RuntimeError, match="every wait on storage needs one"):
         await store.directories()

@@ -58,8 +58,9 @@ async def test_what_is_sent_in_one_request_passes_through_it_too() -> None:
     """A part is larger than the budget: the file is put together beside it."""
     state, url = large_state(), f"memory://{uuid.uuid4().hex}/c"
     policy = sidestream.StorePolicy(part_bytes=512 * MIB)
+    storage = sidestream.Storage(policy=policy)
     async with AsyncStager(budget_bytes=5 * MIB) as stager:
-        await sidestream.save(state, url, stager=stager, store_policy=policy, saver="thread", timeout_s=60)
+        await sidestream.save(state, url, stager=stager, storage=storage, saver="thread", timeout_s=60)
     assert_same(state, await (await sidestream.open_checkpoint(url)).state_dict())
 
 

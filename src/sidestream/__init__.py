@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._staging.stager import AsyncStager
     from ._staging.tree import StagedState
     from .checkpointer import Checkpointer
-    from .options import SaverProcess, StorePolicy, add_prefix, strip_prefix
+    from .options import SaverProcess, Storage, StorePolicy, add_prefix, strip_prefix
 
 __all__ = [
     "HF",
@@ -55,6 +55,7 @@ __all__ = [
     "SaverProcess",
     "StagedState",
     "StagingFuture",
+    "Storage",
     "StorePolicy",
     "TensorInfo",
     "VerifyReport",
@@ -101,6 +102,7 @@ _HOMES = {
     "StagedState": "_staging.tree",
     "StagingFuture": "_staging.future",
     "SaverProcess": "options",
+    "Storage": "options",
     "StorePolicy": "options",
     "TensorInfo": "_load.checkpoint",
     "VerifyReport": "_load.verify",

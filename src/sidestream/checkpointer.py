@@ -46,7 +46,7 @@ from ._save.api import Stager, start_save, start_together
 from ._save.pending import PendingSave, SaveWork
 from ._save.sinks import Export, PendingExport
 from ._staging import AsyncStager, Backing, capture
-from ._storage import FileSource, Location, Where, check_sources, locate_run, step_name
+from ._storage import FileSource, Location, check_sources, locate_run, step_name
 from ._worker.client import Saver, choose_saver
 from .errors import (
     AsyncOnly,
@@ -71,7 +71,7 @@ from .options import (
     Overlap,
     Progress,
     SaverChoice,
-    StorePolicy,
+    Storage,
     Trust,
     Verify,
     check_choice,
@@ -82,6 +82,7 @@ from .options import (
     check_strict,
     check_timeout,
     check_verify,
+    storage_of,
 )
 
 __all__ = ["Checkpointer"]
@@ -145,7 +146,7 @@ class Checkpointer:
     with staged memory of its own, which is used again and again; ``overlap`` says what becomes of one more. ``stager``
     replaces the stager that it would own. ``saver="process"`` keeps one process that writes, from the first save or
     ``prewarm()`` until it is closed. ``durability``, ``digest``, ``verify``, ``timeout_s``, ``rank_wait_s``,
-    ``storage_options``, ``filesystem``, ``store_policy`` and ``process_group`` are as for ``save`` and ``load``. With
+    ``storage_options``, ``storage`` and ``process_group`` are as for ``save`` and ``load``. With
     several ranks all ranks call ``save`` and ``restore`` in the same order, and rank 0 chooses, leases and deletes. A
     lease ends ``lease_s`` after its holder has died; a save acquires one when it takes longer than a quarter of that.
     The files of a writer that was killed are deleted when its lease has ended or, if it had none, ``abandoned_after_s``
@@ -173,8 +174,7 @@ class Checkpointer:
         digest: Digest | None = None,
         saver: SaverChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
-        store_policy: StorePolicy | None = None,
+        storage: Storage | None = None,
         process_group: GroupChoice = None,
         export: Export | Sequence[Export] | None = None,
         exports_every: int = 1,
@@ -193,7 +193,7 @@ class Checkpointer:
         if isinstance(keep, type) or not isinstance(keep, Retention):
             raise InvalidOption(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
         self._group: GroupChoice = process_group
-        self._store, self.url = locate_run(url, Where(storage_options, filesystem, store_policy))
+        self._store, self.url = locate_run(url, storage_of(storage_options, storage))
         self._saver, self._fall_back = choose_saver(saver, self._store)
         self._exports = Exports(
             export, self.url, every=exports_every, keep=exports_keep, durability=durability, timeout_s=timeout_s

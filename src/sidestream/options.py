@@ -20,6 +20,7 @@ __all__ = [
     "BlobStore",
     "BlobUpload",
     "Capabilities",
+    "Commit",
     "Digest",
     "Dtypes",
     "Durability",
@@ -33,6 +34,7 @@ __all__ = [
     "PutMode",
     "SaverChoice",
     "SaverProcess",
+    "Storage",
     "StorePolicy",
     "Trust",
     "Verify",
@@ -49,6 +51,8 @@ __all__ = [
     "check_strict",
     "check_timeout",
     "check_verify",
+    "is_fsspec",
+    "storage_of",
     "strip_prefix",
 ]
 
@@ -220,7 +224,7 @@ class BlobUpload(Protocol):
 
 
 class BlobStore(Protocol):
-    """What a store of your own implements, to be handed to ``filesystem=``.
+    """What a store of your own implements, to be passed as ``Storage(filesystem=)``.
 
     A name is a path without a leading slash: that of the URL, followed by names that sidestream chooses. A blob becomes
     visible as a whole or not at all. When a write returns, the blob is durable.
@@ -257,6 +261,101 @@ class BlobStore(Protocol):
 
     async def delete(self, name: str) -> None:
         """Delete a blob. Raise ``FileNotFoundError``, or return, if there is none."""
+
+
+Commit = Literal["rename", "marker"]
+"""How a save to a local directory makes its files visible. ``"rename"``: it writes a hidden directory, and renames it.
+``"marker"``: it writes into the target, and creates the marker last."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Storage:
+    """How the storage at a URL is reached: ``storage=`` of every call that takes a URL.
+
+    It holds credentials, so it cannot be pickled, and ``repr`` shows neither options nor file system.
+
+    Args:
+        options: What the fsspec file system of the URL takes. The short form is ``storage_options=`` of the call.
+        filesystem: In place of ``options``: an fsspec file system, or a store of your own (``options.BlobStore``).
+        policy: How object storage is talked to.
+        commit: How a save to a local directory makes its files visible (``options.Commit``). On object storage the
+            marker always does.
+
+    Raises:
+        InvalidOption: An argument is wrong, or both ``options`` and ``filesystem`` are given.
+    """
+
+    options: Mapping[str, Any] | None = None
+    filesystem: Any = None
+    policy: StorePolicy | None = None
+    commit: Commit = "rename"
+
+    def __post_init__(self) -> None:
+        if self.options is not None and self.filesystem is not None:
+            raise InvalidOption("filesystem= has its options already: leave out options=")
+        _check_options("options", self.options)
+        if self.policy is not None and not isinstance(self.policy, StorePolicy):
+            raise InvalidOption(f"policy={self.policy!r} has to be a sidestream.StorePolicy")
+        if self.filesystem is not None and not is_fsspec(self.filesystem):
+            _check_store(self.filesystem)
+        check_choice("commit", self.commit, Commit)
+
+    def __repr__(self) -> str:
+        shown = [] if self.options is None else ["options=..."]
+        shown += [] if self.filesystem is None else [f"filesystem=<{type(self.filesystem).__name__}>"]
+        shown += [] if self.policy is None else [f"policy={self.policy!r}"]
+        return f"Storage({', '.join([*shown, f'commit={self.commit!r}'])})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("storage options hold credentials: they are not pickled")
+
+
+def storage_of(options: Mapping[str, Any] | None, storage: Storage | None, prefix: str = "") -> Storage:
+    """Return what a call was given as ``storage_options=`` or as ``storage=``; ``prefix`` precedes these names.
+
+    Raises ``InvalidOption`` for both, and for what is neither a mapping nor a ``Storage``."""
+    if storage is None:
+        _check_options(f"{prefix}storage_options", options)
+        return Storage(options)
+    if not isinstance(storage, Storage):
+        raise InvalidOption(
+            f"{prefix}storage={type(storage).__name__} has to be a sidestream.Storage(options=, filesystem=, policy=)"
+        )
+    if options is not None:
+        raise InvalidOption(
+            f"{prefix}storage_options= and {prefix}storage= are both given: pass {prefix}storage=Storage(options=...)"
+        )
+    return storage
+
+
+def is_fsspec(filesystem: object) -> bool:
+    return hasattr(filesystem, "cat_file") and not isinstance(filesystem, type)
+
+
+def _check_options(name: str, options: object) -> None:
+    if options is not None and not isinstance(options, Mapping):
+        raise InvalidOption(f"{name}= has to be a dict of what the fsspec file system takes")
+
+
+def _check_store(given: Any) -> None:
+    """Raise ``InvalidOption`` for what is not a ``BlobStore``."""
+    if isinstance(given, type):
+        raise InvalidOption(f"filesystem={given.__name__} is a class: pass an instance of it")
+    name = type(given).__name__
+    can = getattr(given, "capabilities", None)
+    if not isinstance(can, Capabilities):
+        raise InvalidOption(
+            f"filesystem={name} is neither an fsspec file system nor a sidestream.options.BlobStore: it has no "
+            "capabilities of the type sidestream.options.Capabilities"
+        )
+    offered = *("version", "replace") * can.versions, *("map",) * can.mapping
+    wanted = ("read", "size", *("put", "upload", "listing", "delete") * can.listing, *offered)
+    if missing := [f"{one}()" for one in wanted if not callable(getattr(given, one, None))]:
+        raise InvalidOption(f"filesystem={name} lacks methods of a sidestream.options.BlobStore: {', '.join(missing)}")
+    if can.rename:
+        raise InvalidOption(
+            f"filesystem={name} has capabilities.rename, which only local directories have: leave it off"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,5 +540,5 @@ def check_step(step: object) -> None:
 
 
 Apart.__module__ = "sidestream.dcp"
-for _public in (SaverProcess, StorePolicy, add_prefix, strip_prefix):
+for _public in (SaverProcess, Storage, StorePolicy, add_prefix, strip_prefix):
     _public.__module__ = "sidestream"  # users import them from there; the decorator `public` belongs to a higher floor

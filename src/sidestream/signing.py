@@ -23,9 +23,9 @@ from ._load.open.manifest import read_manifest
 from ._load.verify import VerifyReport, verify_manifest
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
-from ._storage import BytesBody, Location, RangeSource, Where, locate_directory
+from ._storage import BytesBody, Location, RangeSource, locate_directory
 from .errors import BadSignature, CheckpointNotFound, Conflict, InvalidOption, MissingExtra
-from .options import Progress, StorePolicy, check_timeout
+from .options import Progress, Storage, check_timeout, storage_of
 
 __all__ = ["sign", "verify"]
 
@@ -39,8 +39,7 @@ async def sign(
     password: str | None = None,
     timeout_s: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> str:
     """Sign the checkpoint at ``url`` with the private key in the file ``key`` and return the name of the new file.
 
@@ -52,7 +51,7 @@ async def sign(
     running_loop("signing.sign")
     check_timeout(timeout_s)
     signing = _package("signing")
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
         return await _sign(location, signing, key, password)
 
@@ -87,8 +86,7 @@ async def verify(
     progress: Progress | None = None,
     timeout_s: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> VerifyReport:
     """Return if the owner of the public key in the file ``key`` has signed the checkpoint, and every byte of it that a
     reader looks at is what was signed; the report is that of ``sidestream.verify``, without damage.
@@ -99,7 +97,7 @@ async def verify(
     running_loop("signing.verify")
     check_timeout(timeout_s)
     verifying = _package("verifying")
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
         return await _verify(location, verifying, key, progress)
 

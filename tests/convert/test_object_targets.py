@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from _places import Place, policy, s3_place
+from _places import Place, s3_place
 from _s3_server import serving
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,8 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def to(place: Place) -> dict[str, Any]:
     """The keywords of a call whose target is there."""
-    words = dict(place.keywords)
-    return {"target_options": words.pop("storage_options", None), **words}
+    return {f"target_{name}": value for name, value in place.keywords.items()}
 
 
 def from_(place: Place) -> dict[str, Any]:
@@ -240,10 +239,10 @@ def test_no_piece_lies_across_windows(gaps: list[tuple[int, int]], tail: int, wi
 async def test_options_are_of_one_side_each(saved: Path, tmp_path: Path) -> None:
     with serving() as first, serving() as second:
         one, other = s3_place(first, "obstore"), s3_place(second, "fsspec")
-        words = {"storage_options": first.options, "target_options": second.options, "store_policy": policy("auto")}
-        await sidestream.copy(saved, one.url("x"), target_options=first.options, store_policy=policy("auto"))
-        await sidestream.copy(one.url("x"), other.url("y"), **words)  # type: ignore[arg-type]
-        await sidestream.convert(one.url("x"), other.url("z.pt"), **words)  # type: ignore[arg-type]
+        words = {**from_(one), **to(other)}
+        await sidestream.copy(saved, one.url("x"), **to(one))
+        await sidestream.copy(one.url("x"), other.url("y"), **words)
+        await sidestream.convert(one.url("x"), other.url("z.pt"), **words)
         assert not any("/y/" in key or key.endswith("z.pt") for key in first.objects)
         assert any("/y/" in key for key in second.objects)
         assert any(key.endswith("z.pt") for key in second.objects)

@@ -657,10 +657,10 @@ def test_credentials_stay_when_the_checkpoint_id_changes(tmp_path: Path) -> None
     for face in ours:
         face.reset("s3://box/b")
         assert face.checkpoint_id.endswith("box/b")
-        assert face._address._options[0] == options
+        assert face._address._storage["options"] == options
         assert "hidden" not in repr(face) + str(vars(face._address.located("s3://box/b").store))
         again = pickle.loads(pickle.dumps(face))  # to the process that DCP starts
-        assert again._address._options[0] == options
+        assert again._address._storage["options"] == options
     stock = FSSPEC.writer("memory://box/a", auto_mkdir=False)
     assert stock.fs.fs.storage_options == {"auto_mkdir": False}
     stock.reset("memory://box/b")

@@ -155,7 +155,7 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
     async def work(rank: Rank) -> None:
         url = rank.options["url"]
         policy = sidestream.StorePolicy(engine="obstore", retries=1)
-        keywords: dict[str, Any] = {"storage_options": rank.options["storage_options"], "store_policy": policy}
+        keywords: dict[str, Any] = {"storage": sidestream.Storage(rank.options["storage_options"], policy=policy)}
         bad = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
         raising = one_of(rank, 1, failing(DefaultSavePlanner, "resolve_data"), DefaultSavePlanner())
         if kind == "save":

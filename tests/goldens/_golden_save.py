@@ -115,7 +115,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "metadata that is a list": {"metadata": [1]},
     "planner": {"planner": 3},
     "process_group": {"process_group": "all"},
-    "store_policy": {"store_policy": {"retries": 1}},
+    "storage": {"storage": {"retries": 1}},
+    "storage and storage_options": {"storage": sidestream.Storage(), "storage_options": {"key": "a"}},
     "storage_options": {"storage_options": {"key": "a"}},
     "a planner that raises": {"planner": FailingPlanner()},
 }

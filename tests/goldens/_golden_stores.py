@@ -102,7 +102,7 @@ async def _good(stores: Stores) -> None:
     await stores.tries("load, a mismatch", lambda: sidestream.load({"w": torch.zeros(1)}, url, **options))
     await stores.tries("open_checkpoint", lambda: _names(url, options))
     await stores.tries("verify", lambda: sidestream.verify(url, **options))
-    copied = {"target_options": options["storage_options"], **options}
+    copied = {"target_storage": options["storage"], **options}
     await stores.tries("copy", lambda: sidestream.copy(url, place.url("copy"), **copied))
     await stores.tries("convert", lambda: sidestream.convert(url, place.url("m.pt"), **copied))
     place = stores.fresh()

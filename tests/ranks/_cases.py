@@ -680,7 +680,7 @@ def overwritten_on_storage(rank: int, world: int, directory: Path, url: str, opt
     """All ranks replace one checkpoint several times; the last time another save is faster."""
     mesh = init_device_mesh("cpu", (world,))
     policy = sidestream.StorePolicy(engine="obstore", part_bytes=5 << 20)
-    keywords: dict[str, Any] = {"storage_options": options, "store_policy": policy, "timeout_s": TIMEOUT_S}
+    keywords: dict[str, Any] = {"storage": sidestream.Storage(options, policy=policy), "timeout_s": TIMEOUT_S}
 
     def overtake(event: sidestream.events.Event) -> None:
         """On rank 0, when it has written and not committed."""
@@ -713,7 +713,7 @@ def object_storage(rank: int, world: int, directory: Path, url: str, options: di
     """To a bucket: twice in one run, then a save that fails, and what is left of it."""
     mesh = init_device_mesh("cpu", (world,))
     policy = sidestream.StorePolicy(engine="fsspec", part_bytes=5 << 20)
-    keywords: dict[str, Any] = {"storage_options": options, "store_policy": policy, "timeout_s": TIMEOUT_S}
+    keywords: dict[str, Any] = {"storage": sidestream.Storage(options, policy=policy), "timeout_s": TIMEOUT_S}
 
     async def both() -> list[Any]:
         ids = []

@@ -29,7 +29,7 @@ async def test_ranks_save_to_a_bucket(groups: Groups, tmp_path: Path) -> None:
 async def test_ranks_replace_a_checkpoint_in_a_bucket(groups: Groups, tmp_path: Path) -> None:
     with serving() as server:
         url = f"s3://{server.bucket}/ranks/last"
-        where = {"storage_options": server.options, "store_policy": sidestream.StorePolicy(engine="obstore")}
+        where = {"storage": sidestream.Storage(server.options, policy=sidestream.StorePolicy(engine="obstore"))}
         results = groups.run("overwritten_on_storage", 2, tmp_path, url=url, options=server.options).results
         assert all(told == results[0] for told in results)
         ids, failures = results[0]

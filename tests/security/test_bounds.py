@@ -51,7 +51,7 @@ from sidestream._runtime.threads import (
     run_sliced,
     time_limit,
 )
-from sidestream._storage import Where, locate_run
+from sidestream._storage import locate_run
 from sidestream.errors import Corrupt, DeadlineExceeded, Incomplete, OutOfMemory, UnsupportedCheckpoint
 
 MANY = 20_000
@@ -301,9 +301,9 @@ async def test_20_000_steps(tmp_path: Path) -> None:
     for number in range(MANY):
         (run / f"step-{number}").mkdir(parents=True)
     (other / "step-1").mkdir(parents=True)
-    store = locate_run(run, Where())[0]
+    store = locate_run(run)[0]
     with time_limit(Deadline.after(600)):
-        await named_steps(locate_run(other, Where())[0])
+        await named_steps(locate_run(other)[0])
     with short_turns(), time_limit(Deadline.after(600)):
         assert len(await named_steps(store)) == MANY
         assert await next_generation(store, 7) == 2
@@ -322,7 +322,7 @@ async def test_steps_that_hold_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", listing)
-    store = locate_run(tmp_path, Where())[0]
+    store = locate_run(tmp_path)[0]
     with short_turns(5 * names), time_limit(Deadline.after(600)):
         assert await list_steps(store) == await list_generations(store, {}) == []
     assert 3 <= listed.count(str(tmp_path)) < 10

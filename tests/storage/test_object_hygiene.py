@@ -20,7 +20,7 @@ from _s3_server import S3Server
 import sidestream
 from sidestream import errors
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import Where, locate_run
+from sidestream._storage import locate_run
 from sidestream._storage.object_store.store import ObjectStore
 
 STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
@@ -28,8 +28,7 @@ STATE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
 
 def store_of(server: S3Server, engine: str = "obstore", **changes: Any) -> ObjectStore:
     place = s3_place(server, engine, **changes)
-    where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
-    store = locate_run(place.base, where)[0]
+    store = locate_run(place.base, place.keywords["storage"])[0]
     assert isinstance(store, ObjectStore)
     return store
 
@@ -48,8 +47,8 @@ def killed_while_uploading(server: S3Server, engine: str) -> None:
         import asyncio, torch, sidestream
         state = {{"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}}
         policy = sidestream.StorePolicy(engine={engine!r}, part_bytes=5 << 20)
-        asyncio.run(sidestream.save(state, "s3://{server.bucket}/run/step-1", storage_options={server.options!r},
-                                    store_policy=policy))
+        storage = sidestream.Storage({server.options!r}, policy=policy)
+        asyncio.run(sidestream.save(state, "s3://{server.bucket}/run/step-1", storage=storage))
     """)
     child = warm.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     try:

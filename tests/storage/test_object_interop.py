@@ -53,7 +53,7 @@ def place(request: pytest.FixtureRequest, s3: S3Server) -> Place:
 
 
 def stock_options(place: Place) -> dict[str, Any]:
-    return dict(place.keywords.get("storage_options", {}))
+    return dict(place.keywords["storage"].options) if place.keywords else {}
 
 
 async def test_stock_dcp_reads_what_we_wrote(place: Place) -> None:
@@ -149,7 +149,10 @@ async def test_web_servers_name_no_files_of_others(web: str, tmp_path: Path) -> 
 async def test_readers_may_keep_files(s3: S3Server, tmp_path: Path) -> None:
     place = s3_place(s3, "auto")
     await sidestream.save(state(), place.url(), **place.keywords)
-    cached = {**place.keywords, "store_policy": policy(cache_dir=str(tmp_path / "cache"))}
+    cached = {
+        **place.keywords,
+        "storage": sidestream.Storage(stock_options(place), policy=policy(cache_dir=str(tmp_path / "cache"))),
+    }
     for expected in (True, False):
         s3.log.clear()
         target = blank()
@@ -170,7 +173,7 @@ async def test_a_file_system_that_only_looks_first(tmp_path: Path) -> None:
     filesystem = fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file"))
     with events.observe(seen.append):
         for name in ("one", "two"):
-            await sidestream.save(state(), f"run/{name}", filesystem=filesystem)
+            await sidestream.save(state(), f"run/{name}", storage=sidestream.Storage(filesystem=filesystem))
     lost = [one for one in seen if isinstance(one, events.PromiseLost)]
     assert len(lost) == 1
     assert "conditional" in lost[0].promise

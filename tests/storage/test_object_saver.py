@@ -81,6 +81,6 @@ async def test_cancelled_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Se
 async def test_a_file_system_that_can_be_made_again(s3: S3Server) -> None:
     filesystem = fsspec.filesystem("s3", **s3.options)
     url = f"{s3.bucket}/handed/c"
-    await sidestream.save(state(2.0), url, saver="process", filesystem=filesystem)
-    checkpoint = await sidestream.open_checkpoint(url, filesystem=filesystem)
+    await sidestream.save(state(2.0), url, saver="process", storage=sidestream.Storage(filesystem=filesystem))
+    checkpoint = await sidestream.open_checkpoint(url, storage=sidestream.Storage(filesystem=filesystem))
     assert_same(state(2.0), await checkpoint.state_dict())

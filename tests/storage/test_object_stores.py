@@ -139,7 +139,7 @@ async def test_listings_are_never_stale(s3: S3Server) -> None:
 
     filesystem = s3fs.S3FileSystem(**s3.options)
     writer = s3_place(s3, "obstore")
-    async with sidestream.Checkpointer(f"{s3.bucket}/run", filesystem=filesystem) as reader:
+    async with sidestream.Checkpointer(f"{s3.bucket}/run", storage=sidestream.Storage(filesystem=filesystem)) as reader:
         assert await reader.steps() == []
         for step in (1, 2):
             async with sidestream.Checkpointer(writer.base, **writer.keywords) as checkpoints:

@@ -33,7 +33,7 @@ def blank() -> dict[str, Any]:
 
 
 def keywords(store: BlobStore, **changes: Any) -> dict[str, Any]:
-    return {"filesystem": store, "store_policy": policy(**changes)}
+    return {"storage": sidestream.Storage(filesystem=store, policy=policy(**changes))}
 
 
 def files(root: Path) -> list[str]:
@@ -216,12 +216,12 @@ class _Mapping(_Reader):
 )
 async def test_what_is_no_store_is_refused(given: Any, message: str) -> None:
     with pytest.raises(errors.InvalidOption, match=message):
-        await sidestream.load(blank(), URL, filesystem=given)
+        await sidestream.load(blank(), URL, storage=sidestream.Storage(filesystem=given))
 
 
 async def test_a_store_that_only_reads_needs_two_methods() -> None:
     with pytest.raises(errors.CheckpointNotFound):
-        await sidestream.load(blank(), URL, filesystem=_Reader())
+        await sidestream.load(blank(), URL, storage=sidestream.Storage(filesystem=_Reader()))
 
 
 async def test_a_cache_is_refused(store: DirectoryStore, tmp_path: Path) -> None:

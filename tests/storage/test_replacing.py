@@ -128,7 +128,7 @@ def target(request: pytest.FixtureRequest, s3: S3Server) -> Target:
     if request.param == "s3":
         return on_s3(s3)
     store = DictStore()
-    return Target("run/last", {"filesystem": store}, lambda: list(store.blobs))
+    return Target("run/last", {"storage": sidestream.Storage(filesystem=store)}, lambda: list(store.blobs))
 
 
 async def test_a_checkpoint_is_replaced(target: Target) -> None:
@@ -285,7 +285,7 @@ async def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server) -> None:
 async def test_one_of_stock_dcp_is_not_replaced(s3: S3Server, tmp_path: Any) -> None:
     dcp.save(state_of(1), checkpoint_id=tmp_path / "last", no_dist=True)
     target = on_s3(s3)
-    await sidestream.copy(tmp_path / "last", target.url, target_options=target.how["storage_options"])
+    await sidestream.copy(tmp_path / "last", target.url, target_storage=target.how["storage"])
     before = target.names()
     with pytest.raises(Conflict, match="remove"):
         await target.save(2)
@@ -297,7 +297,7 @@ async def test_a_copied_one_is_replaced_whole(s3: S3Server, tmp_path: Any) -> No
     """Its shard files have no ids in their names."""
     await save(state_of(1), tmp_path / "last")
     target = on_s3(s3)
-    await sidestream.copy(tmp_path / "last", target.url, target_options=target.how["storage_options"])
+    await sidestream.copy(tmp_path / "last", target.url, target_storage=target.how["storage"])
     info = await target.save(2)
     assert await target.loaded() == 2
     assert len(target.names()) == 4
@@ -329,7 +329,7 @@ async def test_a_server_without_conditions(s3: S3Server) -> None:
     s3.ignores_conditions = True
     policy = sidestream.StorePolicy(engine="obstore", request_timeout_s=17)  # a client that has not looked yet
     target = on_s3(s3)
-    target.how = {**target.how, "store_policy": policy}
+    target.how = {**target.how, "storage": sidestream.Storage(target.how["storage"].options, policy=policy)}
     await target.save(0)
     before = target.names()
     for _ in range(2):
@@ -344,7 +344,7 @@ def test_a_store_that_lacks_the_methods() -> None:
         replace = None  # type: ignore[assignment]
 
     with pytest.raises(InvalidOption, match=r"replace\(\)"):
-        sidestream.blocking.save(state_of(1), "run/last", filesystem=Lacking())
+        sidestream.blocking.save(state_of(1), "run/last", storage=sidestream.Storage(filesystem=Lacking()))
 
 
 # --- remove ---

@@ -39,7 +39,7 @@ def profiles(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def by_profile(server: S3Server, engine: str, name: str) -> Place:
     options = {"profile": name, "endpoint_url": server.endpoint, "client_kwargs": {"region_name": "us-east-1"}}
-    return Place(f"s3://{server.bucket}/run", {"storage_options": options, "store_policy": policy(engine)}, server)
+    return Place(f"s3://{server.bucket}/run", {"storage": sidestream.Storage(options, policy=policy(engine))}, server)
 
 
 async def exists(path: Path) -> None:
@@ -107,10 +107,10 @@ def test_what_is_kept_of_clients(profiles: Path, monkeypatch: pytest.MonkeyPatch
 async def test_saves_share_a_client(s3: S3Server) -> None:
     """A second one opens no connection of its own for what the first one's can carry."""
     place = s3_place(s3, "obstore")
-    from sidestream._storage import Where, locate_directory
+    from sidestream._storage import locate_directory
 
-    where = Where(place.keywords["storage_options"], policy=place.keywords["store_policy"])
-    engines = [vars(locate_directory(place.url(), where).store)["_bucket"].engine for _ in range(2)]
+    storage = place.keywords["storage"]
+    engines = [vars(locate_directory(place.url(), storage).store)["_bucket"].engine for _ in range(2)]
     assert await engines[0].get() is await engines[1].get()
 
 

@@ -13,9 +13,9 @@ import pytest
 from _own_stores import DirectoryStore, Wrapped, without
 from _places import policy, s3_place
 
-from sidestream import errors
+from sidestream import Storage, errors
 from sidestream._runtime.threads import Deadline, Stop, Threads, time_limit
-from sidestream._storage import Attempt, Kind, ReadRange, Store, Transaction, Where, locate_run
+from sidestream._storage import Attempt, Kind, ReadRange, Store, Transaction, locate_run
 from sidestream._storage.bodies import BytesBody, PiecesBody
 
 ID, OTHER_ID = "a" * 32, "b" * 32
@@ -40,18 +40,17 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     elif request.param == "memory":
         yield locate_run(f"memory://{uuid.uuid4().hex}/run")[0]
     elif request.param == "a store of the user":
-        yield locate_run("run", Where(filesystem=DirectoryStore(tmp_path), policy=policy()))[0]
+        yield locate_run("run", Storage(filesystem=DirectoryStore(tmp_path), policy=policy()))[0]
     elif request.param == "one that delays":
-        yield locate_run("run", Where(filesystem=Wrapped(DirectoryStore(tmp_path)), policy=policy()))[0]
+        yield locate_run("run", Storage(filesystem=Wrapped(DirectoryStore(tmp_path)), policy=policy()))[0]
     elif request.param == "one without create-only put":
         plain = without(DirectoryStore(tmp_path), create_only=False)
-        yield locate_run("run", Where(filesystem=plain, policy=policy()))[0]
+        yield locate_run("run", Storage(filesystem=plain, policy=policy()))[0]
     elif request.param == "one that fails":
-        yield locate_run("run", Where(filesystem=Wrapped(DirectoryStore(tmp_path), flaky=True), policy=policy()))[0]
+        yield locate_run("run", Storage(filesystem=Wrapped(DirectoryStore(tmp_path), flaky=True), policy=policy()))[0]
     else:
         place = s3_place(request.getfixturevalue("s3"), request.param.rpartition(" ")[2])
-        options = place.keywords["storage_options"]
-        yield locate_run(place.base, Where(options, policy=place.keywords["store_policy"]))[0]
+        yield locate_run(place.base, place.keywords["storage"])[0]
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ class Child:
         self.trial = trial
         self.out = out
         policy = sidestream.StorePolicy(**trial["policy"])
-        self.where: dict[str, Any] = {"storage_options": trial["options"], "store_policy": policy}
+        self.where: dict[str, Any] = {"storage": sidestream.Storage(trial["options"], policy=policy)}
 
     def tell(self, **what: Any) -> None:
         os.write(self.out, (json.dumps(what) + "\n").encode())

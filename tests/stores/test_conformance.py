@@ -14,7 +14,7 @@ from _states import PART_BYTES, blank_state, make_state, seed_in
 import sidestream
 from sidestream import events
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._storage import Store, Where, locate_directory, locate_run
+from sidestream._storage import Store, locate_directory, locate_run
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 import test_store_conformance as suite
@@ -42,18 +42,18 @@ def run(request: pytest.FixtureRequest, prefix: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     endpoint: Endpoint = request.getfixturevalue(server)
     policy = sidestream.StorePolicy(engine=engine, part_bytes=PART_BYTES, request_timeout_s=60)
-    return endpoint.url(prefix), {"storage_options": endpoint.options, "store_policy": policy}
+    return endpoint.url(prefix), {"storage": sidestream.Storage(endpoint.options, policy=policy)}
 
 
 @pytest.fixture
 def store(run: tuple[str, dict[str, Any]]) -> Store:
     url, how = run
-    return locate_run(url, Where(how["storage_options"], policy=how["store_policy"]))[0]
+    return locate_run(url, how["storage"])[0]
 
 
 async def test_a_checkpoint_is_replaced(run: tuple[str, dict[str, Any]]) -> None:
     url, how = f"{run[0]}/last", run[1]
-    if how["store_policy"].engine == "fsspec":
+    if how["storage"].policy.engine == "fsspec":
         with pytest.raises(sidestream.errors.InvalidOption):
             await sidestream.save(make_state(31), url, overwrite=True, **how)
         return
@@ -68,9 +68,7 @@ async def test_a_checkpoint_is_replaced(run: tuple[str, dict[str, Any]]) -> None
     await sidestream.load(state, url, **how)
     assert seed_in(state) == 35
     with time_limit(Deadline.after(60)):
-        names = set(
-            await locate_directory(url, Where(how["storage_options"], policy=how["store_policy"])).store.sizes("last")
-        )
+        names = set(await locate_directory(url, how["storage"]).store.sizes("last"))
     assert all(info.save_id in name for name in names - {".metadata"})
     await sidestream.remove(url, **how)
     with pytest.raises(sidestream.errors.CheckpointNotFound):
@@ -104,5 +102,5 @@ async def test_a_run_is_saved_and_restored(run: tuple[str, dict[str, Any]]) -> N
             assert seed_in(state) == 31
         with pytest.raises(sidestream.errors.Conflict):
             await sidestream.save(make_state(34), f"{url}/step-1", **how)
-    secret = how["storage_options"].get("secret") or how["storage_options"].get("account_key")
+    secret = how["storage"].options.get("secret") or how["storage"].options.get("account_key")
     assert secret is None or secret not in repr(told)

@@ -29,7 +29,7 @@ def child() -> Iterator[Children]:
 
 def where(engine: str, seaweed: Endpoint, lane: Lane) -> dict[str, Any]:
     policy = sidestream.StorePolicy(engine=engine, part_bytes=PART_BYTES)
-    return {"storage_options": seaweed.at(lane.port), "store_policy": policy}
+    return {"storage": sidestream.Storage(seaweed.at(lane.port), policy=policy)}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -154,7 +154,7 @@ class Matrix:
         self.options = {**seaweed.at(lane.port), "config_kwargs": {"max_pool_connections": 200}}
 
     def how(self, **also: Any) -> dict[str, Any]:
-        return {"storage_options": self.options, "store_policy": policy(self.engine, **also)}
+        return {"storage": sidestream.Storage(self.options, policy=policy(self.engine, **also))}
 
     async def points_of_a_save(self) -> list[Point]:
         await sidestream.save(make_state(1, MIB), self.seaweed.url(f"{self.prefix}/clean"), **self.how())

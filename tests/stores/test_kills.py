@@ -125,7 +125,7 @@ async def test_kill_at_every_request(
     prefix: str,
 ) -> None:
     scenario = SCENARIOS[name]
-    how = {"storage_options": seaweed.options, "store_policy": sidestream.StorePolicy(**policy(engine))}
+    how = {"storage": sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy(engine)))}
 
     async with sidestream.Checkpointer(seaweed.url(f"{prefix}/before"), **how) as checkpoints:
         for step, seed in scenario.before:
@@ -181,7 +181,7 @@ async def test_what_a_killed_save_left_is_found_and_removed(
     engine: str, seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, judge: Oracle, prefix: str
 ) -> None:
     from sidestream._runtime.threads import Deadline, time_limit
-    from sidestream._storage import Where, locate_run
+    from sidestream._storage import locate_run
 
     run = seaweed.url(prefix)
     with faults.lane() as lane:
@@ -203,7 +203,7 @@ async def test_what_a_killed_save_left_is_found_and_removed(
     assert before.uploads, "a killed process cannot abort its upload"
     assert before.unmarked
 
-    store, _ = locate_run(run, Where(seaweed.options, None, sidestream.StorePolicy(**policy(engine))))
+    store, _ = locate_run(run, sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy(engine))))
     with time_limit(Deadline.after(60)):
         found = await store.leftovers()
         assert {one.kind for one in found} == {"attempt"}
@@ -263,7 +263,7 @@ def test_overwriting_is_killed_at_every_request(
     seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, prefix: str
 ) -> None:
     """The old checkpoint up to the put of the marker, the new one from then on; the next save deletes what is left."""
-    how = {"storage_options": seaweed.options, "store_policy": sidestream.StorePolicy(**policy("obstore"))}
+    how = {"storage": sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy("obstore")))}
     sidestream.blocking.save(make_state(11, MIB), seaweed.url(f"{prefix}/before/last"), **how)
 
     def trial(run: str, lane: Lane, killer: Killer | None) -> Told:
@@ -307,7 +307,7 @@ def test_of_two_that_overwrite_one_wins(
     seaweed: Endpoint, faults: Proxy, bucket: Bucket, child: Children, another: Children, prefix: str
 ) -> None:
     """The puts of both markers are held back until both have come."""
-    how = {"storage_options": seaweed.options, "store_policy": sidestream.StorePolicy(**policy("obstore"))}
+    how = {"storage": sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy("obstore")))}
     url = seaweed.url(f"{prefix}/last")
     sidestream.blocking.save(make_state(11, MIB), url, **how)
     with faults.lane() as lane:

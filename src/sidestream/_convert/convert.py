@@ -29,14 +29,14 @@ from .._runtime.threads import (
 from .._save.layouts import commit_files, sidecar_files, with_sidecars
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
-from .._storage import Kind, Location, Where, locate_directory
+from .._storage import Kind, Location, locate_directory
 from ..errors import InvalidOption
 from ..options import (
     Dtypes,
     Durability,
     Names,
     Progress,
-    StorePolicy,
+    Storage,
     Verify,
     check_choice,
     check_count,
@@ -44,6 +44,7 @@ from ..options import (
     check_names,
     check_timeout,
     check_verify,
+    storage_of,
 )
 from .operation import run_here
 from .source import Pipeline, Source, SourceOpaque, SourceTensor, SourceValue, open_source
@@ -110,8 +111,9 @@ async def convert(
     progress: Progress | None = None,
     timeout_s: float = 3600.0,
     storage_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
+    target_storage_options: Mapping[str, Any] | None = None,
+    target_storage: Storage | None = None,
 ) -> ConvertReport:
     """Write what is in ``source`` to the new ``target``, piece by piece; when this returns it is visible as a whole.
 
@@ -126,10 +128,10 @@ async def convert(
     in the next file; None for one file. ``budget_bytes`` of memory at most are used for payloads, unless a single
     tensor cannot be read in pieces (compressed by stock DCP, saved by it with strides, or cut into columns): that one
     is held whole. ``verify`` as in ``load``; a source whose checksums cover whole tensors is read twice for it.
-    ``storage_options`` are those of ``source``, ``target_options`` those of ``target``; ``store_policy`` is for both.
+    ``storage_options`` or ``storage`` (as for ``save``) are for ``source``, those with ``target_`` for ``target``.
 
     On object storage a file appears when it is complete, and of a directory of safetensors the index comes last. A
-    file that is larger than a part of ``store_policy`` is not created conditionally there: of two conversions to one
+    file that is larger than a part (``StorePolicy``) is not created conditionally there: of two conversions to one
     name at the same time, one may replace the other's.
 
     Raises what opening ``source`` raises; ``MissingKeys`` if a pattern matches nothing; ``UnsupportedCheckpoint`` if
@@ -142,9 +144,9 @@ async def convert(
     chosen = _format(target, format)
     check_names(names)
     _check_options(verify, durability, timeout_s, budget_bytes, shard_bytes, dtype)
-    where = locate_directory(target, Where(target_options, None, store_policy))
+    where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
     with time_limit(Deadline.after(timeout_s)):
-        opened = await open_source(source, Where(storage_options, None, store_policy))
+        opened = await open_source(source, storage_of(storage_options, storage))
         async with aclosing(opened):
             selection = await io_threads().run(_select, opened, select, names, dtype)
             how = How(chosen, shard_bytes, budget_bytes, verify, durability, progress)

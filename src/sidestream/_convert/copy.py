@@ -37,9 +37,9 @@ from .._runtime.threads import (
 )
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
-from .._storage import Location, RangeSource, ReadRange, Transaction, Where, id_of, locate_directory
+from .._storage import Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
 from ..errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
-from ..options import Durability, Progress, StorePolicy, check_choice, check_count, check_timeout
+from ..options import Durability, Progress, Storage, check_choice, check_count, check_timeout, storage_of
 from .operation import run_here
 from .windows import WINDOWS, WindowedFile, Windows
 
@@ -74,8 +74,9 @@ async def copy(
     progress: Progress | None = None,
     timeout_s: float = 3600.0,
     storage_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
+    target_storage_options: Mapping[str, Any] | None = None,
+    target_storage: Storage | None = None,
 ) -> CopyReport:
     """Copy the checkpoint at ``source``, or the file of ``torch.save`` or safetensors there, to the new ``target``.
 
@@ -84,7 +85,7 @@ async def copy(
     they pass, and read back from ``target`` before that is visible; ``budget_bytes`` of memory at most are used for
     them. ``progress(done, total)`` counts what is written and what is read back.
 
-    ``storage_options`` are those of ``source``, ``target_options`` those of ``target``; ``store_policy`` is for both.
+    ``storage_options`` or ``storage`` (as for ``save``) are for ``source``, those with ``target_`` for ``target``.
     When this returns, ``target`` is visible as a whole and, with ``durability="fsync"``, durable. On object storage a
     single file is visible before it has been read back, and so is the last of a directory without a ``.metadata``: the
     index of safetensors, if they have one.
@@ -100,8 +101,8 @@ async def copy(
     if budget_bytes < _LEAST_BYTES:
         raise InvalidOption(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
     deadline = Deadline.after(timeout_s)
-    where = locate_directory(target, Where(target_options, None, store_policy))
-    location = locate_directory(source, Where(storage_options, None, store_policy))
+    where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
+    location = locate_directory(source, storage_of(storage_options, storage))
     with time_limit(deadline):
         files, manifest = await open_manifest(location)
         async with aclosing(files):
@@ -125,8 +126,7 @@ async def remove(
     durability: Durability = "fsync",
     timeout_s: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> None:
     """Remove the checkpoint in the directory or below the prefix ``url``, with everything else that is in it.
 
@@ -139,7 +139,7 @@ async def remove(
         url: the checkpoint, ours or one of stock DCP; not a run, and not a single file.
         durability: with ``"fsync"`` the removal is durable before files are deleted.
         timeout_s: for the whole call.
-        storage_options, filesystem, store_policy: as for ``save``.
+        storage_options, storage: as for ``save``.
 
     Raises:
         CheckpointNotFound: there is no ``.metadata``; nothing was removed.
@@ -148,7 +148,7 @@ async def remove(
     running_loop("remove")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
         try:
             there = {METADATA_NAME, location.store.retired_note} & (await location.store.sizes(location.name)).keys()

@@ -24,9 +24,9 @@ from .._runtime.threads import Stop, current_deadline, io_threads, run_sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
-from .._storage import Body, BytesBody, FileSource, Location, Where, is_plain_name, locate_directory, read_sources
+from .._storage import Body, BytesBody, FileSource, Location, is_plain_name, locate_directory, read_sources
 from ..errors import InvalidOption, Skipped, SnapshotLost, allocating
-from ..options import Dtypes, Durability, Names, StorePolicy, check_count, check_dtype, check_names
+from ..options import Dtypes, Durability, Names, Storage, check_count, check_dtype, check_names, storage_of
 from .convert import ConvertReport, How, Selection, convert_opened
 from .source import SourceTensor, open_source_at
 from .targets import OutTensor, SafetensorsFile, safetensors_layout
@@ -60,8 +60,7 @@ class HF:
         max_shard_bytes: where the next file begins.
         files: further files of the directory, such as ``config.json``, by name: their content, or the path of a regular
             file of 64 MiB at most. A path is read in a thread when the export begins.
-        storage_options: for ``url``, as for ``save``.
-        store_policy: as for ``save``.
+        storage_options, storage: for ``url``, as for ``save``.
 
     Raises:
         InvalidOption: for a name in ``files`` that is no plain file name, and for other wrong arguments.
@@ -74,9 +73,10 @@ class HF:
     max_shard_bytes: int = 5 << 30
     files: Mapping[str, FileSource] = field(default_factory=dict)
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    store_policy: StorePolicy | None = None
+    storage: Storage | None = None
 
     def __post_init__(self) -> None:
+        storage_of(self.storage_options, self.storage)
         check_count("max_shard_bytes", self.max_shard_bytes)
         check_dtype(self.dtype)
         check_names(self.names)
@@ -112,7 +112,7 @@ class HF:
 
     def _at(self, step: int | None) -> Location:
         url = os.fspath(self.url).replace(_STEP, str(step))
-        return locate_directory(url, Where(self.storage_options, None, self.store_policy))
+        return locate_directory(url, storage_of(self.storage_options, self.storage))
 
 
 class _Candidate(NamedTuple):

@@ -42,9 +42,9 @@ from .._runtime.caller import call
 from .._runtime.tasks import in_parallel
 from .._runtime.threads import Steps, burst, gathered, io_threads, sliced
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, Where, locate_directory
+from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpoint, allocating
-from ..options import Progress, Verify
+from ..options import Progress, Storage, Verify
 from .targets import Slice, TargetFile
 from .windows import WindowedFile, Windows
 
@@ -115,9 +115,9 @@ class Source:
         await self.files.aclose()
 
 
-async def open_source(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Source:
+async def open_source(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> Source:
     """``open_source_at`` what ``url`` names."""
-    return await open_source_at(locate_directory(url, where))
+    return await open_source_at(locate_directory(url, storage))
 
 
 async def open_source_at(location: Location) -> Source:

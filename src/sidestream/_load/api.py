@@ -13,18 +13,19 @@ from .._runtime.abandoned import noted
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, time_limit
-from .._storage import Location, Where, locate_directory
+from .._storage import Location, locate_directory
 from ..events import LoadContext
 from ..options import (
     RANK_WAIT_S,
     Allowance,
     Names,
     Progress,
-    StorePolicy,
+    Storage,
     Trust,
     Verify,
     check_seconds,
     check_strict,
+    storage_of,
 )
 from .operation import LoadLifecycle, LoadOperation, Target
 from .report import LoadOptions, LoadReport, PassedOver
@@ -48,8 +49,7 @@ async def load(
     allow: Iterable[type] = (),
     trust: Trust = "data",
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
 ) -> LoadReport:
@@ -87,7 +87,7 @@ async def load(
     affair then (``docs/ranks.md``). It is asked in threads, one call after the other; ``PlannerFailed`` is what it
     raises.
 
-    ``storage_options``, ``filesystem`` and ``store_policy`` are as for ``save``; ``http(s)://`` can be read too.
+    ``storage_options`` and ``storage`` are as for ``save``; ``http(s)://`` can be read too.
     """
     running_loop("load")
     member = group_of(process_group)
@@ -96,8 +96,7 @@ async def load(
         check_seconds("rank_wait_s", rank_wait_s)
         allowed = allowed_types(allow)
         options = LoadOptions(verify, check_strict(strict), atomic, progress, timeout_s, allowed, trust, planner, names)
-        where = Where(storage_options, filesystem, store_policy)
-        location = locate_directory(url, where)
+        location = locate_directory(url, storage_of(storage_options, storage))
         return await load_from(location, state, options, LoadContext("load", location.url), operation)
 
     if member is None or member.group.world == 1:

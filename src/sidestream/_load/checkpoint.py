@@ -28,9 +28,9 @@ from .._runtime.threads import (
     time_limit,
 )
 from .._runtime.torch_probes import dtype_from_name
-from .._storage import Location, RangeSource, Where, locate_directory
+from .._storage import Location, RangeSource, locate_directory
 from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
-from ..options import Progress, StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
+from ..options import Progress, Storage, Trust, Verify, check_choice, check_timeout, check_verify, storage_of
 from .device_streams import Streams, streams_of
 from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
 from .new_tensors import NewTensors, new_tensors
@@ -65,8 +65,7 @@ async def open_checkpoint(
     allow: Iterable[type] = (),
     trust: Trust = "data",
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> Checkpoint:
     """Read and validate what the checkpoint at ``url`` says about itself, and no payload.
 
@@ -74,7 +73,7 @@ async def open_checkpoint(
     Raises ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``. The result holds nothing open and needs no
     closing.
     """
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    location = locate_directory(url, storage_of(storage_options, storage))
     return await open_from(location, verify=verify, timeout_s=timeout_s, allow=allow, trust=trust)
 
 

@@ -42,7 +42,7 @@ from .._runtime.threads import (
     sliced,
     time_limit,
 )
-from .._storage import Location, RangeSource, ReadRange, Where, locate_directory
+from .._storage import Location, RangeSource, ReadRange, locate_directory
 from ..errors import (
     Corrupt,
     NotCovered,
@@ -52,7 +52,7 @@ from ..errors import (
     allocating,
     printable_lines,
 )
-from ..options import Progress, StorePolicy, check_timeout
+from ..options import Progress, Storage, check_timeout, storage_of
 from .foreign.independent_parts import read_part
 from .foreign.manifests import MOST_METADATA_BYTES, read_file
 from .foreign.values import (
@@ -122,8 +122,7 @@ async def verify(
     progress: Progress | None = None,
     timeout_s: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> VerifyReport:
     """Read all of the checkpoint at ``url``, in threads and 64 MiB at a time, and compare it with all that is known.
 
@@ -135,11 +134,11 @@ async def verify(
 
     Damage is reported and not raised. Raises ``CheckpointNotFound``, ``UnsupportedCheckpoint``, ``UnsafeObject``,
     ``MissingExtra``, ``StorageError``, ``DeadlineExceeded``: then nothing is known. A cancel leaves nothing behind.
-    ``storage_options``, ``filesystem`` and ``store_policy`` are as for ``load``.
+    ``storage_options`` and ``storage`` are as for ``load``.
     """
     running_loop("verify")
     check_timeout(timeout_s)
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    location = locate_directory(url, storage_of(storage_options, storage))
     with time_limit(Deadline.after(timeout_s)):
         return await verify_at(location, progress)
 

@@ -19,7 +19,7 @@ from .._runtime.public import public
 from .._runtime.tasks import finish, running_loop
 from .._runtime.threads import Deadline, run_sliced
 from .._staging import AsyncStager, Captured, PlanCache, capture
-from .._storage import FileSource, Location, Where, check_sources, locate_directory
+from .._storage import FileSource, Location, check_sources, locate_directory
 from .._worker.client import Saver, choose_saver
 from ..errors import InvalidOption
 from ..options import (
@@ -27,10 +27,11 @@ from ..options import (
     Digest,
     Durability,
     SaverChoice,
-    StorePolicy,
+    Storage,
     check_choice,
     check_seconds,
     check_timeout,
+    storage_of,
 )
 from .group import FailedSave, Group, planning_of
 from .layouts import AgreedLayout, NativeLayout
@@ -60,8 +61,7 @@ async def save(
     digest: Digest | None = None,
     saver: SaverChoice = "thread",
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
     overwrite: bool = False,
@@ -81,8 +81,8 @@ async def save(
     which leaves the interpreter to the trainer (``SaverChoice``). The whole save has ``timeout_s``.
 
     ``url`` is a path, or what fsspec understands: ``s3://``, ``gs://``, ``az://``, ``memory://`` and so on, with
-    ``storage_options`` as fsspec users write them. ``filesystem`` is an fsspec file system that has them already, or a
-    store of your own (``sidestream.options.BlobStore``). ``store_policy`` has the settings of the requests.
+    ``storage_options`` as fsspec users write them. ``storage``, a ``sidestream.Storage``, takes their place if more is
+    needed: an fsspec file system that has its options already, a store of your own, the settings of the requests.
 
     Where ``torch.distributed`` is initialized this is a call of all ranks together, or of those in ``process_group``,
     each with its own part of the state (``docs/ranks.md``); ``process_group="alone"`` saves from this process only.
@@ -123,8 +123,7 @@ async def save(
         digest=digest,
         saver=saver,
         storage_options=storage_options,
-        filesystem=filesystem,
-        store_policy=store_policy,
+        storage=storage,
         process_group=process_group,
         planner=planner,
         overwrite=overwrite,
@@ -158,8 +157,7 @@ def async_save(
     digest: Digest | None = None,
     saver: SaverChoice = "thread",
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
     process_group: GroupChoice = None,
     planner: Any = None,
     overwrite: bool = False,
@@ -183,7 +181,7 @@ def async_save(
                 "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
             )
         check_seconds("rank_wait_s", rank_wait_s)
-        location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+        location = locate_directory(url, storage_of(storage_options, storage))
         if overwrite:
             location.store.check_replaces()
         sinks = sinks_of(wanted, location.url, step=None, durability=durability)

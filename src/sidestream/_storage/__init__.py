@@ -9,7 +9,7 @@ from .names import parse_step, step_name, target_of_attempt
 from .object_store.names import id_of
 from .store import Files, Leftover, RangeSource, ReadRange, Store
 from .transaction import WRITE_THREADS, Attempt, Kind, Outcome, StoreAddress, Transaction
-from .urls import EVERYDAY, Location, Where, locate_directory, locate_run
+from .urls import EVERYDAY, Location, locate_directory, locate_run
 
 __all__ = [
     "EVERYDAY",
@@ -30,7 +30,6 @@ __all__ = [
     "Store",
     "StoreAddress",
     "Transaction",
-    "Where",
     "check_sources",
     "id_of",
     "is_plain_name",

@@ -20,7 +20,7 @@ from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from ..errors import Closed, Conflict, DeadlineExceeded, NotDurable, OutcomeUnknown, SidestreamError
-from ..options import Durability, StorePolicy
+from ..options import Durability, Storage
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
 
@@ -51,11 +51,7 @@ class StoreAddress:
     """What another process on this machine opens the same store with: secrets included, which are never shown."""
 
     url: str = field(repr=False)
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    policy: StorePolicy | None = None
-
-    def __reduce__(self) -> Any:
-        raise TypeError("storage options hold credentials: they are not pickled")
+    storage: Storage = field(default_factory=Storage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from fsspec.utils import get_protocol
 
 from .._runtime.redact import redacted
 from ..errors import InvalidOption, MissingExtra
-from ..options import BlobStore, Capabilities, StorePolicy
+from ..options import BlobStore, Storage, StorePolicy, is_fsspec
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine
 from .clients.fsspec import FsspecEngine
@@ -26,12 +26,11 @@ from .store import RangeSource, Store
 from .transaction import StoreAddress
 from .wrappers.file_cache import FileCache
 
-__all__ = ["EVERYDAY", "Location", "Where", "locate_directory", "locate_run"]
+__all__ = ["EVERYDAY", "Location", "locate_directory", "locate_run"]
 
 _ONE_ATTEMPT = {"retries": {"mode": "standard", "total_max_attempts": 1}}
 _OF_THE_INSTANCE = frozenset({"asynchronous", "loop", "skip_instance_cache"})
 _LOCAL = frozenset({"file", "local"})
-_TO_SAVE = ("put", "upload", "listing", "delete")
 _PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs"}
 
 _engines = Kept(16)
@@ -50,66 +49,15 @@ class Location:
         return self.store.source(self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """How a URL is to be understood: ``storage_options`` as fsspec users write them, or a ``filesystem`` object, and
-    the policy of the store. Neither options nor file system are ever shown."""
-
-    storage_options: Mapping[str, Any] | None = None
-    filesystem: Any = None
-    policy: StorePolicy | None = None
-
-    def __repr__(self) -> str:
-        return "Where(...)"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("storage options hold credentials: they are not pickled")
-
-    def check(self) -> None:
-        if self.storage_options is not None and self.filesystem is not None:
-            raise InvalidOption("filesystem= has its options already: leave out storage_options=")
-        if self.storage_options is not None and not isinstance(self.storage_options, Mapping):
-            raise InvalidOption("storage_options= has to be a dict of what the fsspec file system takes")
-        if self.policy is not None and not isinstance(self.policy, StorePolicy):
-            raise InvalidOption(f"store_policy={self.policy!r} has to be a sidestream.StorePolicy")
-        if self.filesystem is not None and not _is_fsspec(self.filesystem):
-            _check_store(self.filesystem)
-
-
-def _is_fsspec(filesystem: Any) -> bool:
-    return hasattr(filesystem, "cat_file") and not isinstance(filesystem, type)
-
-
-def _check_store(given: Any) -> None:
-    """Raise ``InvalidOption`` for what is not a ``BlobStore``."""
-    if isinstance(given, type):
-        raise InvalidOption(f"filesystem={given.__name__} is a class: pass an instance of it")
-    name = type(given).__name__
-    can = getattr(given, "capabilities", None)
-    if not isinstance(can, Capabilities):
-        raise InvalidOption(
-            f"filesystem={name} is neither an fsspec file system nor a sidestream.options.BlobStore: it has no "
-            "capabilities of the type sidestream.options.Capabilities"
-        )
-    offered = *("version", "replace") * can.versions, *("map",) * can.mapping
-    wanted = ("read", "size", *_TO_SAVE * can.listing, *offered)
-    if missing := [f"{one}()" for one in wanted if not callable(getattr(given, one, None))]:
-        raise InvalidOption(f"filesystem={name} lacks methods of a sidestream.options.BlobStore: {', '.join(missing)}")
-    if can.rename:
-        raise InvalidOption(
-            f"filesystem={name} has capabilities.rename, which only local directories have: leave it off"
-        )
-
-
-EVERYDAY = Where()
+EVERYDAY = Storage()
 """Nothing but the URL."""
 
 
-def locate_directory(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Location:
+def locate_directory(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> Location:
     """Where the checkpoint at ``url`` is. Raises ``InvalidOption`` for what cannot be a directory of its own,
     ``MissingExtra`` where the client of its protocol is not installed."""
-    text, protocol = _parsed(url, where)
-    if _is_local(protocol, where):
+    text, protocol = _parsed(url, storage)
+    if _is_local(protocol, storage):
         path = _local_path(text)
         if not path.name:
             raise InvalidOption(f"{path} is the root of the file system; a checkpoint needs a directory of its own")
@@ -119,22 +67,21 @@ def locate_directory(url: str | os.PathLike[str], where: Where = EVERYDAY) -> Lo
         if protocol != "memory" or not name:
             raise InvalidOption(f"{redacted(text)} is a bucket; a checkpoint needs a prefix of its own in it")
         parent += "/"
-    store = _object_store(text, parent, protocol, where)
+    store = _object_store(text, parent, protocol, storage)
     return Location(store, name, f"{store.url}/{name}")
 
 
-def locate_run(url: str | os.PathLike[str], where: Where = EVERYDAY) -> tuple[Store, str]:
+def locate_run(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> tuple[Store, str]:
     """The store whose directories are the steps of a run, and the run's URL for messages."""
-    text, protocol = _parsed(url, where)
-    if _is_local(protocol, where):
+    text, protocol = _parsed(url, storage)
+    if _is_local(protocol, storage):
         path = _local_path(text)
         return LocalStore(path), str(path)
-    store = _object_store(text, text.rstrip("/"), protocol, where)
+    store = _object_store(text, text.rstrip("/"), protocol, storage)
     return store, store.url
 
 
-def _parsed(url: str | os.PathLike[str], where: Where) -> tuple[str, str]:
-    where.check()
+def _parsed(url: str | os.PathLike[str], storage: Storage) -> tuple[str, str]:
     try:
         text = os.fspath(url)
     except TypeError:
@@ -142,7 +89,7 @@ def _parsed(url: str | os.PathLike[str], where: Where) -> tuple[str, str]:
     if type(text) is not str or not text or "\0" in text:
         raise InvalidOption(f"{redacted(repr(url))} is not a path or URL")
     protocol = get_protocol(text)
-    if where.filesystem is None:
+    if storage.filesystem is None:
         _check_address(text, protocol)
     return text, protocol
 
@@ -164,11 +111,13 @@ def _check_address(text: str, protocol: str) -> None:
         )
 
 
-def _is_local(protocol: str, where: Where) -> bool:
-    if where.filesystem is not None:
+def _is_local(protocol: str, storage: Storage) -> bool:
+    if storage.filesystem is not None:
         return False
-    if protocol in _LOCAL and where.storage_options:
+    if protocol in _LOCAL and storage.options:
         raise InvalidOption("storage_options= is for object storage, and this is a local directory")
+    if protocol in _LOCAL and storage.commit == "marker":
+        raise InvalidOption('commit="marker" is not built yet for local directories: leave it out')
     return protocol in _LOCAL
 
 
@@ -176,19 +125,19 @@ def _local_path(text: str) -> Path:
     return Path(strip_protocol(text) if "://" in text else text).absolute()
 
 
-def _object_store(text: str, base: str, protocol: str, where: Where) -> ObjectStore:
-    policy = where.policy or StorePolicy()
+def _object_store(text: str, base: str, protocol: str, storage: Storage) -> ObjectStore:
+    policy = storage.policy or StorePolicy()
     shown = redacted(base)
-    if where.filesystem is not None and not _is_fsspec(where.filesystem):
-        return _own_store(where.filesystem, base, policy)
-    if where.filesystem is not None:
-        root = where.filesystem._strip_protocol(base)
-        handed_in = FsspecEngine(where.filesystem, policy)
-        again = _made_again(where.filesystem, root, policy)
+    if storage.filesystem is not None and not is_fsspec(storage.filesystem):
+        return _own_store(storage.filesystem, base, policy)
+    if storage.filesystem is not None:
+        root = storage.filesystem._strip_protocol(base)
+        handed_in = FsspecEngine(storage.filesystem, policy)
+        again = _made_again(storage.filesystem, root, policy)
         return ObjectStore(handed_in, root, shown, policy, _cache(handed_in, policy), again)
-    options = dict(where.storage_options or {})
+    options = dict(storage.options or {})
     # Memory is this process's own.
-    address = None if protocol == "memory" else StoreAddress(base, where.storage_options, where.policy)
+    address = None if protocol == "memory" else StoreAddress(base, storage)
     client = _client(base, protocol, options, policy)
     if protocol in CLOUDS and policy.cache_dir is None:
         engine = _late(base, protocol, options, policy, client)
@@ -288,7 +237,7 @@ def _made_again(filesystem: Any, root: str, policy: StorePolicy) -> StoreAddress
     if protocols[0] not in CLOUDS or getattr(filesystem, "storage_args", None) != ():
         return None
     options = {name: one for name, one in filesystem.storage_options.items() if name not in _OF_THE_INSTANCE}
-    return StoreAddress(f"{protocols[0]}://{root}", options, replace(policy, engine="fsspec"))
+    return StoreAddress(f"{protocols[0]}://{root}", Storage(options, policy=replace(policy, engine="fsspec")))
 
 
 def _without_bucket(base: str) -> str:

@@ -167,14 +167,14 @@ def _obstacle(store: Store, *, known_only: bool) -> str | None:
     address = store.address
     if address is None:
         return (
-            "another process cannot open this store (memory:// is this process's own; instead of a filesystem= object "
+            "another process cannot open this store (memory:// is this process's own; instead of Storage(filesystem=) "
             "pass a URL and storage_options=)"
         )
     protocol = address.url.partition("://")[0] if "://" in address.url else ""
     if known_only and protocol and protocol not in _KNOWN:
         return f"{protocol}:// may be something that only this process knows"
     try:
-        pack(address.storage_options)
+        pack(address.storage.options)
     except Unsendable as error:
         return f"storage_options{error}, which cannot be handed to another process"
     return None

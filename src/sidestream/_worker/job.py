@@ -49,10 +49,11 @@ class Order:
 
     def packed(self) -> bytes:
         """For one process; with the umask as it is now."""
-        policy = None if self.address.policy is None else asdict(self.address.policy)
-        where = {"url": self.address.url, "storage_options": self.address.storage_options, "policy": policy}
+        storage = self.address.storage
+        policy = None if storage.policy is None else asdict(storage.policy)
         return pack({
-            "address": where,
+            "url": self.address.url,
+            "storage": {"options": storage.options, "policy": policy, "commit": storage.commit},
             "target": self.attempt.target,
             "save_id": self.attempt.save_id,
             "durability": self.attempt.durability,

@@ -17,9 +17,9 @@ from mmap import MAP_POPULATE, MAP_SHARED, mmap
 from typing import Any
 
 from .._format.checksum import CRC_ENGINE
-from .._storage import Store, Where, locate_run
+from .._storage import Store, locate_run
 from ..events import Event, observe
-from ..options import StorePolicy
+from ..options import Storage, StorePolicy
 from .copying import Copier, read_memory
 from .faults import pack_event
 from .wire import Channel, Frame, Kind, Outbox, pack, unpack
@@ -155,7 +155,7 @@ class _Saver:
         request = self._requests[number] = Request(
             number,
             asked,
-            lambda: self._store(asked["address"]),
+            lambda: self._store(asked["url"], asked["storage"]),
             self._outbox,
             self._rate,
             self._ended,
@@ -166,10 +166,10 @@ class _Saver:
         self._requests.pop(number, None)
 
     @staticmethod
-    def _store(address: dict[str, Any]) -> Store:
+    def _store(url: str, told: dict[str, Any]) -> Store:
         """Of one request. Its client, with the connections, is kept below, for as long as its credentials are valid."""
-        policy = None if address["policy"] is None else StorePolicy(**address["policy"])
-        return locate_run(address["url"], Where(address["storage_options"], None, policy))[0]
+        policy = None if told["policy"] is None else StorePolicy(**told["policy"])
+        return locate_run(url, Storage(**{**told, "policy": policy}))[0]
 
     def _tell(self, event: Event) -> None:
         packed = pack_event(event)

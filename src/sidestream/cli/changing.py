@@ -37,7 +37,7 @@ def convert(
 ) -> int:
     """Write a checkpoint in another format, in pieces; the target appears as a whole or not at all."""
     options: dict[str, Any] = {"format": format, "select": select, "names": _renaming(rename)}
-    stores = {"storage_options": options_of(storage_option), "target_options": options_of(target_option)}
+    stores = {"storage_options": options_of(storage_option), "target_storage_options": options_of(target_option)}
     options |= {"dtype": _dtype(dtype), **stores}
     from .. import blocking
 
@@ -72,7 +72,7 @@ def copy(
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
     """Copy a checkpoint between stores as it is: checked on the way, and read back before it is visible."""
-    stores = {"storage_options": options_of(storage_option), "target_options": options_of(target_option)}
+    stores = {"storage_options": options_of(storage_option), "target_storage_options": options_of(target_option)}
     from .. import blocking
 
     with bar("copying", as_json) as progress:

@@ -16,9 +16,9 @@ from .. import blocking
 from .._convert.source import SourceOpaque, SourceTensor, SourceValue, open_source
 from .._run.steps import list_steps
 from .._runtime.threads import Deadline
-from .._storage import Where, locate_run
+from .._storage import locate_run
 from ..errors import CheckpointNotFound, MissingKeys
-from ..options import Progress
+from ..options import Progress, Storage
 from .values import Inside, value_differences
 
 __all__ = ["Difference", "Row", "StepRow", "differences", "rows", "steps"]
@@ -42,7 +42,7 @@ class StepRow:
 
 def steps(url: str, options: Options = None) -> list[StepRow]:
     """Raises ``CheckpointNotFound`` where there is no committed step."""
-    store, _ = locate_run(url, Where(options))
+    store, _ = locate_run(url, Storage(options))
     found = []
     for one in blocking.run(lambda: list_steps(store), Deadline.after(_TIMEOUT_S)):
         if one.damage is not None:
@@ -69,7 +69,7 @@ class Row:
 
 def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     """Raises ``MissingKeys`` where nothing is named like ``pattern``."""
-    entries = blocking.run(lambda: _entries(url, Where(options)), Deadline.after(_TIMEOUT_S))
+    entries = blocking.run(lambda: _entries(url, Storage(options)), Deadline.after(_TIMEOUT_S))
     found = []
     for name, one in entries.items():
         if not fnmatchcase(name, pattern):
@@ -89,8 +89,8 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
     return found
 
 
-async def _entries(url: str, where: Where) -> Mapping[str, SourceTensor | SourceValue | SourceOpaque]:
-    async with aclosing(await open_source(url, where)) as source:
+async def _entries(url: str, storage: Storage) -> Mapping[str, SourceTensor | SourceValue | SourceOpaque]:
+    async with aclosing(await open_source(url, storage)) as source:
         return source.entries
 
 

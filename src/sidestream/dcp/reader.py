@@ -27,7 +27,7 @@ from .._storage import RangeSource
 from ..blocking import run_anywhere
 from ..errors import Aborted, InvalidOption
 from ..events import LoadContext
-from ..options import StorePolicy, Trust, Verify, check_choice, check_timeout, check_verify
+from ..options import Storage, Trust, Verify, check_choice, check_timeout, check_verify, storage_of
 from .session import Address, Sessions, is_located
 from .stock_options import StockReaderOptions, check_stock_reader, one_url
 
@@ -82,8 +82,8 @@ class StorageReader(DcpStorageReader):
     Objects of the types in ``allow`` are made again by their own code; another value that is more than data is an
     ``UnsafeObject``. ``trust="pickle"`` hands the bytes of all values to the planner as they are: DCP's own unpickles
     them, which runs whatever code they hold, so it is for checkpoints that you trust, and for planners that write bytes
-    of their own. ``checkpoint_id`` of DCP's call takes the place of ``url`` for that call; ``storage_options``,
-    ``filesystem`` and ``store_policy`` (as for ``sidestream.load``) stay.
+    of their own. ``checkpoint_id`` of DCP's call takes the place of ``url`` for that call; ``storage_options``
+    and ``storage`` (as for ``sidestream.load``) stay.
 
     The keywords of DCP's own readers are accepted too. ``path`` is ``url``. Each of the others has no effect and is
     named in a warning, or raises an ``InvalidOption`` that says what to use instead.
@@ -101,8 +101,7 @@ class StorageReader(DcpStorageReader):
         trust: Trust = "data",
         timeout_s: float = 600.0,
         storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
-        store_policy: StorePolicy | None = None,
+        storage: Storage | None = None,
         **stock: Unpack[StockReaderOptions],
     ) -> None:
         super().__init__()
@@ -111,7 +110,7 @@ class StorageReader(DcpStorageReader):
         check_verify(verify)
         check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
-        self._address = Address(url, storage_options, filesystem, store_policy)
+        self._address = Address(url, storage_of(storage_options, storage))
         self._verify: Verify = verify
         self._allow = allowed_types(allow)
         self._trust: Trust = trust

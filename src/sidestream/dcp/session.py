@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
-from .._storage import LocalStore, Location, Where, locate_directory
+from .._storage import LocalStore, Location, locate_directory
 from ..errors import SidestreamError
-from ..options import StorePolicy
+from ..options import Storage
 
 __all__ = ["Address", "Sessions", "is_located"]
 
@@ -22,21 +23,15 @@ class Address:
     It travels to the process that DCP starts for asynchronous saves, with its credentials, and shows them to nobody.
     """
 
-    def __init__(
-        self,
-        url: str | os.PathLike[str],
-        storage_options: Mapping[str, Any] | None,
-        filesystem: Any,
-        policy: StorePolicy | None,
-    ) -> None:
-        self._options = storage_options, filesystem, policy
-        location = locate_directory(url, Where(*self._options))
+    def __init__(self, url: str | os.PathLike[str], storage: Storage) -> None:
+        self._storage = {one.name: getattr(storage, one.name) for one in fields(storage)}  # which can be pickled
+        location = self.located(url)
         # That process may have been started in another directory.
         self._url = location.url if isinstance(location.store, LocalStore) else os.fspath(url)
 
     def located(self, instead: str | os.PathLike[str] | None = None) -> Location:
         """``instead``: the ``checkpoint_id`` of a call."""
-        return locate_directory(instead or self._url, Where(*self._options))
+        return locate_directory(instead or self._url, Storage(**self._storage))
 
 
 class Sessions(Generic[S]):

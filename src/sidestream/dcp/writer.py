@@ -31,7 +31,17 @@ from .._storage.clients.io_loop import in_io_thread
 from .._worker.client import choose_saver
 from ..blocking import run_anywhere
 from ..errors import Aborted, InvalidOption, SidestreamError
-from ..options import Apart, Durability, SaverChoice, StorePolicy, Trust, check_choice, check_saver, check_timeout
+from ..options import (
+    Apart,
+    Durability,
+    SaverChoice,
+    Storage,
+    Trust,
+    check_choice,
+    check_saver,
+    check_timeout,
+    storage_of,
+)
 from .orders import Order, forget_order, order_received
 from .session import Address, Sessions, is_located
 from .stock_options import StockWriterOptions, check_extensions, check_stock_writer, durability_of, one_url
@@ -69,7 +79,7 @@ class StorageWriter(DcpStorageWriter):
     or collected.
 
     ``checkpoint_id`` of DCP's calls takes the place of ``url`` for that call, everything else stays: credentials in
-    ``storage_options``, a ``filesystem``, a ``store_policy``, all as for ``sidestream.save``. Calls in several threads
+    ``storage_options`` or ``storage``, as for ``sidestream.save``. Calls in several threads
     do not disturb each other. A target that is not empty raises ``Conflict`` before anything is written. With
     ``overwrite=True`` the new checkpoint is exchanged with the old one in one step, which is then deleted; where the
     file system cannot do that it is a ``Conflict`` too. On object storage see ``sidestream.save``. ``extensions`` are
@@ -102,8 +112,7 @@ class StorageWriter(DcpStorageWriter):
         extensions: Sequence[Any] = (),
         saver: SaverChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
-        store_policy: StorePolicy | None = None,
+        storage: Storage | None = None,
         apart: Apart | None = None,
         allow: Iterable[type] = (),
         trust: Trust = "data",
@@ -120,7 +129,7 @@ class StorageWriter(DcpStorageWriter):
         check_choice("durability", durability, Durability)
         check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
-        self._address = Address(url, storage_options, filesystem, store_policy)
+        self._address = Address(url, storage_of(storage_options, storage))
         check_saver(saver)
         self._saver: SaverChoice = saver
         self._kind: Kind = "replacement" if overwrite else "directory"

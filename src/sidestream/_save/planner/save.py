@@ -18,9 +18,9 @@ from ..._layout.torch_planner import Asked, asked_save_planner
 from ..._runtime.tasks import running_loop
 from ..._runtime.threads import Deadline, Stop, result_of
 from ..._staging import AsyncStager, StagedState
-from ..._storage import Body, Where, locate_directory
+from ..._storage import Body, locate_directory
 from ...errors import InvalidOption
-from ...options import Apart, Durability, StorePolicy, check_choice, check_timeout
+from ...options import Apart, Durability, Storage, check_choice, check_timeout, storage_of
 from ..group import Group, maker_of_attempt, terms_of
 from ..operation import SaveOperation, Solo
 from ..order import SaveOrder
@@ -47,8 +47,7 @@ def async_save_part(
     metadata: Mapping[str, Any] | None = None,
     timeout_s: float = 600.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
-    store_policy: StorePolicy | None = None,
+    storage: Storage | None = None,
 ) -> PendingSave:
     """Start to save the part of one rank in place, without a message to the other ranks and without a process group.
 
@@ -60,7 +59,7 @@ def async_save_part(
         url: The directory or prefix that all ranks save to. It may have other parts of the same save, and no more.
         part: Which part of which save this is.
         planner: A ``SavePlanner`` of torch; without one DCP's own plans.
-        stager, durability, metadata, timeout_s, storage_options, filesystem, store_policy: As for ``sidestream.save``.
+        stager, durability, metadata, timeout_s, storage_options, storage: As for ``sidestream.save``.
 
     Returns:
         The save. When it has been awaited, this part is durable. A cancel removes what was written.
@@ -78,7 +77,7 @@ def async_save_part(
         raise InvalidOption(f"part={part!r} has to be a sidestream.dcp.Apart(rank=, world_size=, save_id=)")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
-    location = locate_directory(url, Where(storage_options, filesystem, store_policy))
+    location = locate_directory(url, storage_of(storage_options, storage))
     order = SaveOrder(location, durability, Deadline.after(timeout_s), metadata=encode_metadata(metadata), apart=part)
     return PendingSave(start_planned(order, state, DefaultSavePlanner() if planner is None else planner, stager))
 
