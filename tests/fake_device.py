@@ -211,6 +211,12 @@ class FakeDriver:
         self._enqueue(self._local.stream, lambda: made.copy_(source))
         return made
 
+    def converted(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(source.shape, dtype=dtype)
+        self._temporaries.append(made)
+        self._enqueue(self._local.stream, lambda: made.copy_(source))
+        return made
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """By address, as a real device: the operation keeps neither memory alive."""
         self._check()

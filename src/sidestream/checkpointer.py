@@ -19,7 +19,6 @@ from ._format.records import Node
 from ._group import GroupChoice, Member, Operation, call_together, group_of
 from ._layout.metadata import encode_metadata
 from ._layout.objects import allowed_types
-from ._layout.save_layout import plan_save
 from ._layout.values import copy_value
 from ._load.api import LoadOptions, LoadReport
 from ._load.checkpoint import Checkpoint, open_from
@@ -42,8 +41,9 @@ from ._runtime.abandoned import Watched, watch
 from ._runtime.public import public
 from ._runtime.tasks import finish, running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
-from ._save.api import Stager, start_save, start_together
+from ._save.api import Stager, plan_alone, start_save, start_together
 from ._save.pending import PendingSave, SaveWork
+from ._save.saved_as import SavedAs
 from ._save.sinks import Export, PendingExport
 from ._staging import AsyncStager, Backing, capture
 from ._storage import FileSource, Location, check_sources, locate_run, step_name
@@ -65,6 +65,7 @@ from .options import (
     RANK_WAIT_S,
     Allowance,
     Digest,
+    Dtypes,
     Durability,
     Fallback,
     Names,
@@ -152,6 +153,9 @@ class Checkpointer:
     The files of a writer that was killed are deleted when its lease has ended or, if it had none, ``abandoned_after_s``
     after the last write to them.
 
+    ``names`` and ``dtype`` are as for ``save``, for every save of this object. ``restore`` uses the same names, unless
+    it is given others, and needs ``strict={"cast"}`` where a target has another dtype than the checkpoint.
+
     ``export``, a ``sidestream.HF`` or several, is written beside the saves of those steps that are multiples of
     ``exports_every``; ``pending.exports`` has the outcome (``docs/exports.md``). Of each export those of the
     ``exports_keep`` highest steps stay; None: all.
@@ -179,6 +183,8 @@ class Checkpointer:
         export: Export | Sequence[Export] | None = None,
         exports_every: int = 1,
         exports_keep: int | None = None,
+        names: Names | None = None,
+        dtype: Dtypes | None = None,
     ) -> None:
         check_count("in_flight", in_flight)
         check_choice("overlap", overlap, Overlap)
@@ -192,6 +198,7 @@ class Checkpointer:
         keep = KeepAll() if keep is None else keep
         if isinstance(keep, type) or not isinstance(keep, Retention):
             raise InvalidOption(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
+        self._saved_as = SavedAs(names, dtype)
         self._group: GroupChoice = process_group
         self._store, self.url = locate_run(url, storage_of(storage_options, storage))
         self._saver, self._fall_back = choose_saver(saver, self._store)
@@ -265,7 +272,8 @@ class Checkpointer:
         if captured.sharded or self._together() is not None:
             return  # it takes a group to plan
         with suppress(InvalidOption, KeyCollision, UnsafeObject, UnsupportedTensor):  # as above
-            await io_threads().run_sliced(plan_save, stager.plans, stager.budget_bytes, captured)
+            plan = self._saved_as.applied(plan_alone, self.url, others=False)
+            await io_threads().run(plan, stager.plans, stager.budget_bytes, captured)
 
     async def save(
         self,
@@ -450,6 +458,7 @@ class Checkpointer:
             planner=asked.planner,
             exports=exports,
             files=asked.files,
+            saved_as=self._saved_as,
         )
 
     def _watch_over(self, pending: PendingSave, step: int) -> PendingSave:
@@ -488,9 +497,10 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest committed step, or ``step``, into ``state`` and return its number; None if there is none yet.
 
-        As ``load``, in place, and with its keywords; ``verify`` and ``timeout_s`` are those of the ``Checkpointer``
-        unless they are given here. ``restored`` has the report. While it is read the step is leased, so that nobody
-        deletes it. Raises ``CheckpointNotFound`` for a ``step`` that is not there, ``Corrupt`` for one that is damaged.
+        As ``load``, in place, and with its keywords; ``verify``, ``timeout_s`` and ``names`` are those of the
+        ``Checkpointer`` unless they are given here (``names={}``: none). ``restored`` has the report. While it is read
+        the step is leased, so that nobody deletes it. Raises ``CheckpointNotFound`` for a ``step`` that is not there,
+        ``Corrupt`` for one that is damaged.
 
         With ``fallback="older"`` the newest older one that is good is loaded instead of a damaged one (of the same step
         an older generation first); ``restored.passed_over`` lists what was damaged, ``health()`` too, and a warning is
@@ -507,7 +517,7 @@ class Checkpointer:
             allowed_types(allow),
             trust,
             planner,
-            names,
+            self._saved_as.names if names is None and planner is None else names,
         )
         member = self._together()
         restoring: Restoring | RestoringTogether

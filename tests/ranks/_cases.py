@@ -733,6 +733,43 @@ def object_storage(rank: int, world: int, directory: Path, url: str, options: di
     return run(both())
 
 
+def saved_as(rank: int, world: int, directory: Path) -> list[Any]:
+    """Saves under other names and with other dtypes, twice, so that the second plan is a known one; and names that are
+    refused on one rank alone."""
+    mesh = init_device_mesh("cpu", (world,))
+    keywords: dict[str, Any] = {"timeout_s": TIMEOUT_S}
+    torch.manual_seed(3)
+    whole, replica = torch.randn(world * 300 + 1, 1001), torch.randn(200, 300)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    columns = distribute_tensor(whole, mesh, [Shard(1)])
+    state = {"model": {"a": sharded, "b": sharded, "columns": columns, "replica": replica}, f"own{rank}": whole[rank]}
+    names = {"model.a": "weights.a", "model.b": "weights.b", "own0": "rank.0", "own1": "rank.1"}
+    dtype = {"weights.*": torch.bfloat16, "model.columns": torch.float16, "rank.1": torch.float64}
+
+    async def all_of_it() -> list[Any]:
+        async with sidestream.AsyncStager() as stager:
+            for number in range(2):
+                url = directory / f"step{number}"
+                await sidestream.save(state, url, names=names, dtype=dtype, digest="blake3", stager=stager, **keywords)
+                target = {
+                    "weights": {
+                        "a": distribute_tensor(torch.zeros_like(whole, dtype=torch.bfloat16), mesh, [Shard(0)])
+                    },
+                    "model": {"columns": torch.zeros_like(whole, dtype=torch.float16)},
+                }
+                await sidestream.load(target, url, strict={"ignore_unexpected"}, **keywords)
+                same(target["weights"], {"a": distribute_tensor(whole.bfloat16(), mesh, [Shard(0)])})
+                assert torch.equal(target["model"]["columns"], whole.half())
+        try:
+            mine = {"model.a": "model.b"} if rank else {"model.a": "model.c"}
+            await sidestream.save({"model": {"a": sharded, "b": columns}}, directory / "none", names=mine, **keywords)
+        except sidestream.errors.RankFailures as failures:
+            return [[one.rank, one.kind] for one in failures.failures]
+        return []
+
+    return run(all_of_it())
+
+
 def with_files(rank: int, world: int, directory: Path) -> list[Any]:
     """Sidecar files, of which those of rank 0 count, and a load under other names."""
     mesh = init_device_mesh("cpu", (world,))

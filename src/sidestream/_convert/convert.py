@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .._format.records import Manifest, itemsize
 from .._format.safetensors.read import INDEX_NAME, SUFFIX
-from .._layout.names import new_names, target_dtype
+from .._layout.names import consistent, new_names, renamed_path, target_dtype
 from .._layout.ranges import PIECE_BYTES
 from .._layout.select import selected
 from .._load.foreign.manifests import TORCH_SUFFIXES
@@ -53,7 +53,6 @@ from .targets import (
     OutTensor,
     OutValue,
     TargetFile,
-    renamed_path,
     safetensors_files,
     torch_file,
 )
@@ -239,12 +238,16 @@ def _select(
     order = list(dict.fromkeys(new for new in named.values() if new is not None))
     left_out = tuple(fqn for fqn in entries if named.get(fqn) is None)
     found = Selection([], [], {}, order, left_out, ())
+    first = {new: fqn for fqn, new in reversed(named.items()) if new is not None}  # of tied names
+    paths = {new: renamed_path(entries[first[new]].path, first[new], new) for new in order}
+    if names is not None or select is not None:
+        paths = run_sliced(consistent(paths, source.url))
     cast = []
-    for fqn, new in named.items():
+    for new, path in paths.items():
+        fqn = first[new]
         entry = entries[fqn]
-        if new is None or new in found.origin or isinstance(entry, SourceOpaque):
+        if isinstance(entry, SourceOpaque):
             continue
-        path = renamed_path(entry.path, fqn, new)
         if not isinstance(entry, SourceTensor):
             found.values.append(OutValue(new, path, entry.node, entry.empty))
             continue

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from .._format.checksum import crc32
 from .._format.frame import frame_tensor, frame_value, tensor_pickle
 from .._format.pickles.write import EMPTY_DICT, dict_of, list_of
-from .._format.records import BLOCK_BYTES, Chunk, DictKey, EmptyEntry, Entry, Key, Node, TensorEntry, ValueEntry
+from .._format.records import BLOCK_BYTES, Chunk, EmptyEntry, Entry, Key, Node, TensorEntry, ValueEntry
 from .._format.safetensors.read import INDEX_NAME
 from .._format.safetensors.write import ALIGN_BYTES, Named, alignment, file_names, header_of, index_of, shards_of_sizes
 from .._format.shard import BlockSums, Sealer, ShardLayout, Window, lay_out
@@ -36,7 +36,6 @@ __all__ = [
     "Slice",
     "TargetFile",
     "Written",
-    "renamed_path",
     "safetensors_files",
     "safetensors_layout",
     "torch_file",
@@ -250,19 +249,6 @@ def safetensors_files(
     for other, content in {**others, **index}.items():  # on object storage files appear one by one: the index last
         files.append(Written(other, [(0, len(content), content)], max(window_bytes, len(content))))
     return files
-
-
-def renamed_path(path: tuple[Key, ...], old: str, new: str) -> tuple[Key, ...]:
-    """Where a renamed entry goes: below the same containers, as far as the new name begins with theirs."""
-    if new == old:
-        return path
-    for depth in range(len(path) - 1, 0, -1):
-        if any(isinstance(key, int) for key in path[:depth]):
-            continue
-        prefix = ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path[:depth]) + "."
-        if new.startswith(prefix) and len(new) > len(prefix):
-            return (*path[:depth], new[len(prefix) :])
-    return (new,)
 
 
 # --- a checkpoint of ours ---

@@ -3,17 +3,18 @@ done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from .._format.records import DictKey, Key
 from .._runtime.steps import Steps
 from .._runtime.torch_probes import dtype_from_name, dtype_name
 from ..errors import InvalidOption, KeyCollision, UnsupportedTensor, printable
 from ..options import Dtypes, Names
 from .cast import castable
 
-__all__ = ["Names", "new_names", "target_dtype"]
+__all__ = ["Names", "consistent", "new_names", "path_text", "renamed_path", "target_dtype"]
 
 _SHOWN = 50
 _FEW = 5
@@ -68,6 +69,64 @@ def _new_name(names: Names, fqn: str) -> str | None:
     if not new:
         raise InvalidOption(f"names= gives an empty name for {fqn!r}")
     return str(new)
+
+
+def path_text(path: Sequence[Key]) -> str:
+    """Return the FQN of what stands at ``path``."""
+    return ".".join(str(key.value) if isinstance(key, DictKey) else str(key) for key in path)
+
+
+def renamed_path(path: tuple[Key, ...], old: str, new: str, *, nested: bool = False) -> tuple[Key, ...]:
+    """Return the path of a renamed entry: below the same containers, as far as the new name begins with theirs, and at
+    the top otherwise. ``nested``: at the top below containers that are called as before, as far as the new name ends
+    with what the old one ends with."""
+    if new == old:
+        return path
+    for depth in range(len(path) - 1, 0, -1):
+        if any(isinstance(key, int) for key in path[:depth]):
+            continue
+        prefix = path_text(path[:depth]) + "."
+        if new.startswith(prefix) and len(new) > len(prefix):
+            return (*path[:depth], new[len(prefix) :])
+    for depth in range(len(path) if nested else 0):
+        rest = path_text(path[depth:])
+        if new == rest and not isinstance(path[depth], int):
+            return path[depth:]
+        if new.endswith("." + rest) and len(new) > len(rest) + 1:
+            return (new[: -len(rest) - 1], *path[depth:])
+    return (new,)
+
+
+def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> Steps[dict[str, tuple[Key, ...]]]:
+    """Return the path of each FQN, after some entries were renamed or left out. A list that has lost elements, or got
+    other entries, becomes a dict with the same keys. Raises ``KeyCollision`` if an entry lies where others have their
+    container."""
+    numbers: dict[tuple[Key, ...], set[Key]] = {}
+    containers: set[tuple[Key, ...]] = set()
+    for path in paths.values():
+        for depth, key in enumerate(path):
+            containers.add(path[:depth])
+            if type(key) is int:
+                numbers.setdefault(path[:depth], set())
+        yield
+    for fqn, path in paths.items():
+        if path in containers:
+            raise KeyCollision(f"{url}: names= gives the name {fqn} to an entry, and names below it to others")
+        for depth, key in enumerate(path) if numbers else ():
+            if path[:depth] in numbers:
+                numbers[path[:depth]].add(key)
+        yield
+    broken = {place for place, keys in numbers.items() if keys != set(range(len(keys)))}
+    found: dict[str, tuple[Key, ...]] = {}
+    for fqn, path in paths.items():
+        found[fqn] = path if not broken else tuple(_plain(path, depth, broken) for depth in range(len(path)))
+        yield
+    return found
+
+
+def _plain(path: tuple[Key, ...], depth: int, broken: set[tuple[Key, ...]]) -> Key:
+    key = path[depth]
+    return DictKey(key) if type(key) is int and path[:depth] in broken else key
 
 
 def target_dtype(name: str, saved: str, dtype: Dtypes | None) -> str:

@@ -17,14 +17,14 @@ from .._format.records import BLOCK_BYTES, DTYPES, Chunk, EmptyEntry, Entry, Key
 from .._format.shard import BlockSums, Placed, ShardLayout, Window, lay_out
 from .._format.values import pickle_node
 from .._runtime.steps import Steps, chunked, collected, in_turn
-from .._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
+from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_key, view_key
 from .._staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint, raw_start
 from ..errors import UnsupportedTensor
 from .flatten import Leaf, LeafKind, leaves_of
 from .structure import outline_of
 from .values import encode_value
 
-__all__ = ["SHARD_BYTES", "SavePlan", "plan_save", "shard_name", "window_bytes_for", "window_copies"]
+__all__ = ["SHARD_BYTES", "SavePlan", "converted_to", "plan_save", "shard_name", "window_bytes_for", "window_copies"]
 
 SHARD_BYTES = 2 << 30
 """A shard file is closed before it grows beyond this; a larger tensor has one of its own."""
@@ -64,6 +64,7 @@ class _Window(NamedTuple):
     sizes: tuple[int, ...]
     starts: tuple[int | None, ...]
     skips: tuple[int, ...]
+    dtypes: tuple[torch.dtype | None, ...]
 
     def over(self, tensors: Sequence[torch.Tensor]) -> Steps[ImageLayout]:
         columns = zip(map(tensors.__getitem__, self.sources), *self[2:], strict=True)
@@ -222,9 +223,10 @@ def plan_save(
     outline = yield from outline_of(captured.root)
     tensors = outline.tensors
     window_bytes = window_bytes_for(sum(map(attrgetter("nbytes"), tensors)), budget_bytes)
-    key = ("save", shard_bytes, window_bytes, (yield from fingerprint(tensors)))
+    converted = tuple(captured.dtypes.items())
+    key = ("save", shard_bytes, window_bytes, converted, (yield from fingerprint(tensors)))
     leaves = partial(_leaves, captured.root, [])
-    layout = yield from plans.get(key, lambda: _lay_out(leaves, captured.held, shard_bytes, window_bytes))
+    layout = yield from plans.get(key, lambda: _lay_out(leaves, captured, shard_bytes, window_bytes))
     said = yield from layout.said(outline.key, leaves)
     content = bytearray()
     entries: dict[str, ValueEntry] = {}
@@ -251,9 +253,10 @@ def window_bytes_for(total: int, budget_bytes: int) -> int:
 
 
 def _lay_out(
-    find: Callable[[], Steps[Sequence[Leaf]]], copied: set[int], shard_bytes: int, window_bytes: int
+    find: Callable[[], Steps[Sequence[Leaf]]], captured: Captured, shard_bytes: int, window_bytes: int
 ) -> Steps[_Layout]:
     leaves = yield from find()
+    copied = captured.held
     tensors = [leaf.value for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
     dtypes: list[str] = []
     shapes: list[tuple[int, ...]] = []
@@ -267,7 +270,7 @@ def _lay_out(
         if not isinstance(tensor, torch.Tensor):
             continue
         check_tensor(tensor, leaf.fqn, held=bool(copied) and storage_key(tensor) in copied)
-        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        dtype, shape = captured.dtypes.get(leaf.fqn) or dtype_name(tensor.dtype), tuple(tensor.shape)
         if dtype not in DTYPES:
             raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
         identity = (*view_key(tensor), dtype)
@@ -281,12 +284,12 @@ def _lay_out(
         numbers.append(number)
     shards = tuple((yield from lay_out(frames, shard_bytes, window_bytes)))
     placed = _Tensors(tuple(dtypes), tuple(shapes), tuple(numbers))
-    windows = yield from _windows(shards, items, tensors)
+    windows = yield from _windows(shards, items, tensors, dtypes)
     return _Layout(shards, tuple(windows), placed)
 
 
 def _windows(
-    shards: Sequence[ShardLayout], items: Sequence[int], tensors: Sequence[torch.Tensor]
+    shards: Sequence[ShardLayout], items: Sequence[int], tensors: Sequence[torch.Tensor], dtypes: Sequence[str]
 ) -> Steps[list[_Window]]:
     windows: list[_Window] = []
     before = 0  # items in the shards before
@@ -295,9 +298,10 @@ def _windows(
             pieces = yield from collected(_pieces(shard, window))
             numbers, offsets, sizes, skips = zip(*pieces, strict=True) if pieces else ((),) * 4
             sources = tuple(items[before + number] for number in numbers)
-            columns = zip(map(tensors.__getitem__, sources), offsets, sizes, repeat(None), skips)
+            into = tuple((yield from collected((converted_to(tensors[one], dtypes[one]) for one in sources), _EVERY)))
+            columns = zip(map(tensors.__getitem__, sources), offsets, sizes, repeat(None), skips, into)
             starts = yield from collected(_start(Copy(*column)) for column in columns)
-            windows.append(_Window(window.end - window.start, sources, offsets, sizes, tuple(starts), skips))
+            windows.append(_Window(window.end - window.start, sources, offsets, sizes, tuple(starts), skips, into))
         before += len(shard.items)
     return windows
 
@@ -320,12 +324,23 @@ def _place_value(fqn: str, path: tuple[Key, ...], value: Any, content: bytearray
     return entry
 
 
+def converted_to(tensor: torch.Tensor, dtype: str) -> torch.dtype | None:
+    """Return what a copy converts ``tensor`` to; None if ``dtype`` is the one that it has."""
+    wanted = dtype_from_name(dtype)
+    return None if wanted == tensor.dtype else wanted
+
+
 def window_copies(
-    shard: ShardLayout, window: Window, sources: Sequence[int], before: int, tensors: Sequence[torch.Tensor]
+    shard: ShardLayout,
+    window: Window,
+    before: int,
+    tensors: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype | None],
 ) -> Iterator[Copy]:
-    """What fills ``window``: ``sources[before + i]`` is the tensor of the shard's item ``i``."""
+    """What fills ``window``: ``tensors[before + i]`` is the tensor of the shard's item ``i``, and ``dtypes`` what it is
+    converted to."""
     for index, offset, nbytes, skip in _pieces(shard, window):
-        yield Copy(tensors[sources[before + index]], offset, nbytes, None, skip)
+        yield Copy(tensors[before + index], offset, nbytes, None, skip, dtypes[before + index])
 
 
 def _pieces(shard: ShardLayout, window: Window) -> Iterator[tuple[int, int, int, int]]:

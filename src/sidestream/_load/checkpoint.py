@@ -14,6 +14,7 @@ import torch
 from .._format.records import EmptyEntry, Entry, Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .._layout.assemble import assemble
 from .._layout.metadata import decode_metadata
+from .._layout.names import target_dtype
 from .._layout.objects import Allowed, allowed_types
 from .._layout.ranges import Box
 from .._layout.select import selected
@@ -30,7 +31,18 @@ from .._runtime.threads import (
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import Location, RangeSource, locate_directory
 from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
-from ..options import Progress, Storage, Trust, Verify, check_choice, check_timeout, check_verify, storage_of
+from ..options import (
+    Dtypes,
+    Progress,
+    Storage,
+    Trust,
+    Verify,
+    check_choice,
+    check_dtype,
+    check_timeout,
+    check_verify,
+    storage_of,
+)
 from .device_streams import Streams, streams_of
 from .foreign.values import opaque_entries, read_values, sorted_out, why_opaque
 from .new_tensors import NewTensors, new_tensors
@@ -218,9 +230,12 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         memory: Memory = "host",
         progress: Progress | None = None,
         select: str | Collection[str] | None = None,
+        dtype: Dtypes | None = None,
     ) -> dict[Any, Any]:
         """Everything, nested as it was saved; tied tensors are tied again. ``select``: patterns of FQNs
-        (``"model.*"``), of which only what matches is read.
+        (``"model.*"``), of which only what matches is read. ``dtype``: what floating-point tensors are converted to, or
+        patterns of FQNs and what those are converted to (``Dtypes``); ``"mapped"`` ones that are converted get memory
+        of their own.
 
         ``memory``: new memory of the ``"host"``, of a ``torch.device``, or ``"mapped"``: tensors over the files of a
         checkpoint on this machine, without a copy. Mapped ones may be written to, which changes private copies of
@@ -232,11 +247,13 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         A checkpoint of stock DCP says neither where it had empty containers nor which keys were integers.
         ``progress(done, total)`` is called on the loop with bytes. Raises ``Corrupt``, ``InvalidOption``,
         ``MissingKeys`` for a pattern that matches nothing, ``UnsupportedCheckpoint`` if a tensor of a kind that this
-        version does not read is requested. A cancel leaves nothing behind.
+        version does not read is requested, ``UnsupportedTensor`` for a conversion that torch does not make. A cancel
+        leaves nothing behind.
         """
+        check_dtype(dtype)
         device = None if memory == "host" else _memory(memory)
         async with self._files() as source:
-            return await self._state_dict(source, memory, device, progress, select)
+            return await self._state_dict(source, memory, device, progress, select, dtype)
 
     async def _state_dict(
         self,
@@ -245,23 +262,25 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         device: torch.device | None,
         progress: Progress | None,
         select: str | Collection[str] | None,
+        dtype: Dtypes | None,
     ) -> dict[Any, Any]:
         entries = await io_threads().run(self._selected, select)
         await self._refuse(source, await io_threads().run(opaque_entries, entries))
         found, value_entries = await io_threads().run(sorted_out, entries)
         fqns = found.keys()
+        dtypes = {} if dtype is None else await io_threads().run(_converted, found, dtype)
         values = await self._values(source, value_entries)
         mapped = {}
         if memory == "mapped":
             if not self._location.store.capabilities.mapping:
                 raise InvalidOption(f'{self.url} is not on this machine; use memory="host"')
             with self._all_there():
-                mapped = await map_tensors(source, self._manifest, fqns)
+                mapped = await map_tensors(source, self._manifest, [fqn for fqn in fqns if fqn not in dtypes])
         streams = await streams_of([] if device is None else [device])
 
         def prepare() -> NewTensors:
             with streams.current():
-                new = new_tensors(entries, (fqn for fqn in fqns if fqn not in mapped), device)
+                new = new_tensors(entries, (fqn for fqn in fqns if fqn not in mapped), device, dtypes)
             if self._verify == "always":
                 new.wanted.extend(_verified(entries, mapped))
             return new
@@ -366,6 +385,17 @@ def _verified(entries: Mapping[str, Entry], mapped: Mapping[str, torch.Tensor]) 
             assert isinstance(entry, TensorEntry)
             wanted[id(tensor)] = Wanted(fqn, entry, whole(entry), None)
     return list(wanted.values())
+
+
+@sliced
+def _converted(entries: Mapping[str, TensorEntry], dtype: Dtypes) -> Steps[dict[str, str]]:
+    """Return what these tensors are converted to, for those that do not keep their dtype."""
+    found: dict[str, str] = {}
+    for fqn, entry in entries.items():
+        yield
+        if (wanted := target_dtype(fqn, entry.dtype, dtype)) != entry.dtype:
+            found[fqn] = wanted
+    return found
 
 
 def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -26,10 +27,14 @@ class NewTensors:
 
 @sliced
 def new_tensors(
-    entries: Mapping[str, Entry], fqns: Iterable[str], device: torch.device | None = None
+    entries: Mapping[str, Entry],
+    fqns: Iterable[str],
+    device: torch.device | None = None,
+    dtypes: Mapping[str, str] = MappingProxyType({}),
 ) -> Steps[NewTensors]:
     """Allocate memory for tensors that have none yet. Tied tensors (one item in the file) share memory, and so do
-    several views of one storage, which is read once, as a whole. Called in a worker thread. Raises ``OutOfMemory``."""
+    several views of one storage, which is read once, as a whole. ``dtypes``: what some are converted to, each by
+    itself. Called in a worker thread. Raises ``OutOfMemory``."""
     new = NewTensors({}, [])
     shared: dict[object, torch.Tensor] = {}
     storages: dict[tuple[str, int], list[str]] = {}
@@ -37,12 +42,15 @@ def new_tensors(
         yield
         entry = entries[fqn]
         assert isinstance(entry, TensorEntry)
-        if len(entry.chunks) == 1 and entry.chunks[0].told is not None and 0 not in entry.shape:
+        dtype = dtypes.get(fqn, entry.dtype)
+        told = dtype == entry.dtype and len(entry.chunks) == 1 and entry.chunks[0].told is not None
+        if told and 0 not in entry.shape:
             storages.setdefault((entry.chunks[0].file, entry.chunks[0].item_offset), []).append(fqn)
             continue
-        identity = (entry.dtype, entry.chunks) if entry.chunks and entry.chunks[0].payload_offset is not None else fqn
+        located = entry.chunks and entry.chunks[0].payload_offset is not None
+        identity = (entry.dtype, entry.chunks, dtype) if located else fqn
         if identity not in shared:
-            shared[identity] = _new(fqn, entry, device)
+            shared[identity] = _new(fqn, entry, device, dtype)
             new.wanted.append(Wanted(fqn, entry, whole(entry), shared[identity]))
         new.tensors[fqn] = shared[identity]
     for views in storages.values():
@@ -80,6 +88,6 @@ def _add_views(
         new.tensors[fqn] = elements.as_strided(view.shape, strides, payload.first_element)
 
 
-def _new(fqn: str, entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
+def _new(fqn: str, entry: TensorEntry, device: torch.device | None, dtype: str | None = None) -> torch.Tensor:
     with allocating(f"memory for {fqn}"):
-        return torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype), device=device)
+        return torch.empty(entry.shape, dtype=dtype_from_name(dtype or entry.dtype), device=device)

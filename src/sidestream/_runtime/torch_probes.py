@@ -18,6 +18,7 @@ __all__ = [
     "TransformedStreams",
     "attributes_of",
     "check_tensor",
+    "convert_all",
     "cuda_library",
     "dtype_from_name",
     "dtype_name",
@@ -85,6 +86,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_from_name(name: str) -> torch.dtype:
     """Raises ``KeyError`` for a name that this version of torch has no dtype for."""
     return _DTYPES[name]
+
+
+def convert_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of ``sources`` into its target, whose dtype it gets, with one release of the GIL for all of them."""
+    torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -25,7 +25,9 @@ from ..errors import InvalidOption
 from ..options import (
     RANK_WAIT_S,
     Digest,
+    Dtypes,
     Durability,
+    Names,
     SaverChoice,
     Storage,
     check_choice,
@@ -38,11 +40,12 @@ from .layouts import AgreedLayout, NativeLayout
 from .operation import SaveOperation, Solo
 from .order import SaveOrder
 from .pending import PendingSave, SaveInfo, SaveWork
+from .saved_as import AS_IT_IS, SavedAs
 from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .stage import LaidOutStage
 from .writer import LiveWriter, Stager
 
-__all__ = ["Stager", "async_save", "save", "start_save", "start_together"]
+__all__ = ["Stager", "async_save", "plan_alone", "save", "start_save", "start_together"]
 
 _STREAM_BYTES = 256 << 20
 
@@ -67,6 +70,8 @@ async def save(
     overwrite: bool = False,
     export: Export | Sequence[Export] | None = None,
     files: Mapping[str, FileSource] | None = None,
+    names: Names | None = None,
+    dtype: Dtypes | None = None,
 ) -> SaveInfo:
     """Save ``state`` to the new directory or prefix ``url``; when this returns the checkpoint is visible and durable.
 
@@ -101,6 +106,11 @@ async def save(
     file of this machine, of 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file`` returns
     them. With several ranks those of rank 0 count.
 
+    ``names``: the FQN in the checkpoint of each FQN in the state, as a function or a mapping (``Names``); None leaves
+    the entry out. ``dtype``: what floating-point tensors become while they are staged, or patterns of FQNs in the
+    checkpoint and what those become (``Dtypes``). A function is called in a thread. Neither goes with a ``planner``,
+    or with a ``stager`` that is not an ``AsyncStager``.
+
     ``export``, a ``sidestream.HF`` or several, is written beside the checkpoint (``docs/exports.md``). This call waits
     for it; ``SaveInfo.exports`` has its report, or the error that it failed with, which does not fail the save.
 
@@ -129,6 +139,8 @@ async def save(
         overwrite=overwrite,
         export=export,
         files=files,
+        names=names,
+        dtype=dtype,
     )
     try:
         info = await pending
@@ -163,6 +175,8 @@ def async_save(
     overwrite: bool = False,
     export: Export | Sequence[Export] | None = None,
     files: Mapping[str, FileSource] | None = None,
+    names: Names | None = None,
+    dtype: Dtypes | None = None,
 ) -> PendingSave:
     """Start what ``save`` does and return at once. Needs a running event loop.
 
@@ -181,6 +195,7 @@ def async_save(
                 "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
             )
         check_seconds("rank_wait_s", rank_wait_s)
+        saved_as = SavedAs(names, dtype)
         location = locate_directory(url, storage_of(storage_options, storage))
         if overwrite:
             location.store.check_replaces()
@@ -203,6 +218,7 @@ def async_save(
             exports=exports,
             overwrite=overwrite,
             files=files,
+            saved_as=saved_as,
         )
 
     if member is None or member.group.world == 1:
@@ -240,6 +256,7 @@ def start_save(
     exports: Sequence[PendingExport] = (),
     overwrite: bool = False,
     files: Mapping[str, FileSource] | None = None,
+    saved_as: SavedAs = AS_IT_IS,
 ) -> SaveOperation:
     """Launch the copies of a save to a resolved location; ``step`` and ``generation`` go into the marker.
 
@@ -257,6 +274,7 @@ def start_save(
         check_choice("digest", digest, Digest)
     deadline = Deadline.after(timeout_s)
     own = stager is None or isinstance(stager, AsyncStager)
+    saved_as.check(planner=planner is not None, own=own)
     captured = capture(state, copy_value) if own and planner is None else None
     if operation is None and member is not None and captured is not None and captured.sharded:
         operation = member.begin("save", deadline)
@@ -281,7 +299,8 @@ def start_save(
         planned.exports = exports
         return planned
     if operation is None:
-        stage = LaidOutStage(order, state, captured, stager, _plan_save, len(exports))
+        lay_out = saved_as.applied(plan_alone, location.url, others=False)
+        stage = LaidOutStage(order, state, captured, stager, lay_out, len(exports))
         return SaveOperation(
             order=order,
             writer=LiveWriter(order, stage),
@@ -291,11 +310,13 @@ def start_save(
             snapshots=stage.snapshots,
         )
     planning = planning_of(order, operation)
-    writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, planning.lay_out))
+    lay_out = saved_as.applied(planning.lay_out, location.url, others=True)
+    writer = LiveWriter(order, LaidOutStage(order, state, captured, stager, lay_out))
     group = Group(order, operation, planning)
     layout = AgreedLayout(order, planning)
     return SaveOperation(order=order, writer=writer, layout=layout, coordinator=group, exports=exports)
 
 
-def _plan_save(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+def plan_alone(plans: PlanCache, budget_bytes: int, captured: Captured) -> SavePlan:
+    """Plan the save of one process, in a thread."""
     return run_sliced(plan_save(plans, budget_bytes, captured))

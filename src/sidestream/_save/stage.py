@@ -18,7 +18,7 @@ from .order import SaveOrder
 from .pending import SaveProgress
 from .writer import FirstCopy, Stage, Stager
 
-__all__ = ["LaidOutStage"]
+__all__ = ["LaidOutStage", "LayOut"]
 
 _PATIENCE_S = 20.0
 

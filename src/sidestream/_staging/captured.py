@@ -48,6 +48,8 @@ class Captured:
     held: set[int] = field(default_factory=set)
     sharded: bool = False
     """Whether some of it is shards of a larger tensor."""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """What tensors are converted to while they are staged, by FQN; the others keep their dtype."""
 
 
 def capture(state: Mapping[str, Any], convert: Callable[[Any], Any] = copy.deepcopy) -> Captured:

@@ -24,7 +24,7 @@ from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, Inval
 from .arena import Lease
 from .captured import named
 from .driver import Driver
-from .host import HostEngine, check_extent, move, raw_start, rows_with
+from .host import HostEngine, check_extent, elements_of, move, pieces_in, raw_start, rows_with
 from .image import Copy
 
 __all__ = ["DeviceEngine", "DeviceStage", "StageMode", "held_back"]
@@ -36,6 +36,7 @@ _CHUNK_BYTES = (32 << 20, 512 << 20)
 _SCRATCH_BYTES = 256 << 20
 _GAP_BYTES = 24 << 20
 _EVERY = 64
+_CONVERTED_BYTES = 8 << 20  # at a time, in device memory that the next piece uses again
 _NAMED = 3  # keys in a message
 # What torch.cat is known to take on every device; the others go as raw bytes.
 _GATHERED_AS_THEY_ARE = frozenset(
@@ -366,8 +367,10 @@ class DeviceEngine:
                 if storage_key(copy.source) in side.slots:
                     scatter.append(copy)
                 else:
+                    pieces = (copy,) if copy.dtype is None else pieces_in(copy, _CONVERTED_BYTES)
                     with failing(f"while enqueueing a copy from {device}", partial(_names_of, stage, copy)):
-                        self._copy(side, self._source(side, copy), lease, copy.offset, chunk_bytes, pace, stop)
+                        for piece in pieces:
+                            self._copy(side, self._source(side, piece), lease, piece.offset, chunk_bytes, pace, stop)
         side.last = self.driver.record(side.stream)
         return Part(stage, side, side.last, tuple(scatter), lease)
 
@@ -390,7 +393,11 @@ class DeviceEngine:
         clone = side.clones.get(storage_key(tensor))
         if clone is not None:
             tensor = _replica(tensor, clone.untyped_storage())
-        if start is None:
+        if copy.dtype is not None:
+            tensor, skip = elements_of(copy._replace(source=tensor))
+            check_extent(tensor.untyped_storage(), extent_bytes(tensor))
+            tensor, start = self.driver.converted(tensor, copy.dtype), skip * copy.dtype.itemsize
+        elif start is None:
             tensor, start = rows_with(tensor, copy.skip, copy.nbytes)
             check_extent(tensor.untyped_storage(), extent_bytes(tensor))
             tensor = self.driver.contiguous(tensor)

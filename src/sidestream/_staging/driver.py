@@ -42,7 +42,7 @@ class Driver(Protocol):
         """A new stream that is not ordered with any other."""
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within, ``copy``, ``contiguous`` and ``gap`` go to ``stream`` instead of the current one."""
+        """Within, ``copy``, ``contiguous``, ``converted`` and ``gap`` go to ``stream`` instead of the current one."""
 
     def record(self, stream: Any) -> Any:
         """A new event that marks the end of what ``stream`` has been given so far."""
@@ -62,6 +62,10 @@ class Driver(Protocol):
 
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         """The elements of ``source`` row by row, in device memory, without lazy conjugation or negation."""
+
+    def converted(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The elements of ``source`` row by row, converted to another dtype, in new device memory. Raises
+        ``ArenaExhausted`` if there is not enough."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Put ``source`` (uint8) into ``target`` (uint8, host memory) without waiting for it."""
@@ -125,6 +129,10 @@ class TorchDriver:
     def contiguous(self, source: torch.Tensor) -> torch.Tensor:
         with _device_memory(source.device, source.nbytes):
             return source.resolve_conj().resolve_neg().contiguous()
+
+    def converted(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        with _device_memory(source.device, source.numel() * dtype.itemsize), torch.no_grad():
+            return source.to(dtype, memory_format=torch.contiguous_format)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

@@ -13,11 +13,11 @@ import torch
 
 from .._runtime.rate import Pace
 from .._runtime.threads import Stop, TorchThreads, politely
-from .._runtime.torch_probes import extent_bytes, lazy_bits
+from .._runtime.torch_probes import convert_all, extent_bytes, lazy_bits
 from ..errors import UnsupportedTensor
 from .image import Copy
 
-__all__ = ["HostEngine", "check_extent", "memory_behind", "move", "raw_start", "rows_with"]
+__all__ = ["HostEngine", "check_extent", "elements_of", "memory_behind", "move", "pieces_in", "raw_start", "rows_with"]
 
 _CHUNK_BYTES = 16 << 20
 _HOLD_GIL_BYTES = 256 << 10
@@ -76,7 +76,11 @@ class HostEngine:
                 stop.check()
                 for copy in crew.units[index]:
                     pace.spend(copy.nbytes, stop)
-                    self.copy(copy, base + copy.offset, stop=stop)
+                    if copy.dtype is None:
+                        self.copy(copy, base + copy.offset, stop=stop)
+                converted = [copy for copy in crew.units[index] if copy.dtype is not None]
+                if converted:
+                    self.convert(converted, base)
                 if len(crew.units[index]) > 1:  # a large copy has let go of the GIL itself
                     next(breath)
             except BaseException as error:
@@ -89,6 +93,9 @@ class HostEngine:
 
         Raises ``UnsupportedTensor`` if the memory of the source is gone, ``Closed`` when ``stop`` is set.
         """
+        if copy.dtype is not None:
+            self.convert([copy], address - copy.offset)
+            return
         start = raw_start(copy)
         if start is not None and copy.nbytes <= _HOLD_GIL_BYTES:  # as below, for tensors that come in thousands
             storage = copy.source.untyped_storage()
@@ -108,6 +115,30 @@ class HostEngine:
             whole = torch.empty(rows.shape, dtype=rows.dtype)
             self._gather(rows, whole.data_ptr(), whole.nbytes, stop)
             move(whole.data_ptr() + skip, address, copy.nbytes)
+
+    def convert(self, copies: Sequence[Copy], base: int) -> None:
+        """Make ``copies``, all of which have a dtype, into the memory at address ``base``. One call of torch for all of
+        them, in pieces that it copies in this thread: beside a busy thread each call waits for the GIL.
+
+        Raises ``UnsupportedTensor`` if the memory of a source is gone.
+        """
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for copy in copies:
+            assert copy.dtype is not None
+            raw = (ctypes.c_char * copy.nbytes).from_address(base + copy.offset)
+            target, (source, skip) = torch.frombuffer(raw, dtype=copy.dtype), elements_of(copy)
+            check_extent(source.untyped_storage(), extent_bytes(source))
+            if source.numel() > target.numel():  # rows that the copy needs only a part of
+                rows = torch.empty(source.shape, dtype=copy.dtype)
+                with torch.no_grad():
+                    convert_all(*zip(*_pieces(rows, source), strict=True))
+                source = rows.view(-1)[skip : skip + target.numel()]
+            pairs = _pieces(target.view(source.shape), source)
+            targets += [one for one, _ in pairs]
+            sources += [one for _, one in pairs]
+        with torch.no_grad():
+            convert_all(targets, sources)
 
     @staticmethod
     def _gather(source: torch.Tensor, address: int, nbytes: int, stop: Stop) -> None:
@@ -223,11 +254,8 @@ def _units(copies: Iterable[Copy]) -> list[tuple[Copy, ...]]:
         if held + copy.nbytes > _CHUNK_BYTES or len(group) == _UNIT_COPIES:
             units.append(tuple(group))
             group, held = [], 0
-        start = raw_start(copy)
-        if copy.nbytes > _CHUNK_BYTES and start is not None:
-            for done in range(0, copy.nbytes, _CHUNK_BYTES):
-                size = min(_CHUNK_BYTES, copy.nbytes - done)
-                units.append((Copy(copy.source, copy.offset + done, size, start + done),))
+        if copy.nbytes > _CHUNK_BYTES and (raw_start(copy) is not None or _flat(copy.source)):
+            units += [(piece,) for piece in pieces_in(copy, _CHUNK_BYTES)]
         else:
             group.append(copy)
             held += copy.nbytes
@@ -235,14 +263,43 @@ def _units(copies: Iterable[Copy]) -> list[tuple[Copy, ...]]:
     return [unit for unit in units if unit]
 
 
+def pieces_in(copy: Copy, nbytes: int) -> Iterator[Copy]:
+    """Cut ``copy`` into pieces of at most ``nbytes``, a multiple of the size of every element."""
+    start = raw_start(copy)
+    for done in range(0, copy.nbytes, nbytes):
+        size = min(nbytes, copy.nbytes - done)
+        if start is None:
+            yield Copy(copy.source, copy.offset + done, size, None, copy.skip + done, copy.dtype)
+        else:
+            yield Copy(copy.source, copy.offset + done, size, start + done)
+
+
 def raw_start(copy: Copy) -> int | None:
-    """Where in the storage of its source the bytes begin; None if they have to be gathered element by element."""
+    """Where in the storage of its source the bytes begin; None if they have to be gathered, or converted, element by
+    element."""
     if copy.storage_start is not None:
         return copy.storage_start
-    source = copy.source
-    if source.is_contiguous() and not lazy_bits(source):
-        return _start(source) + copy.skip
+    if copy.dtype is None and _flat(copy.source):
+        return _start(copy.source) + copy.skip
     return None
+
+
+def elements_of(copy: Copy) -> tuple[torch.Tensor, int]:
+    """Return the part of its source that a copy with a dtype needs, and how many elements of that come before."""
+    assert copy.dtype is not None
+    source = copy.source
+    first, count = copy.skip // copy.dtype.itemsize, copy.nbytes // copy.dtype.itemsize
+    if count == source.numel():
+        return source, 0
+    if _flat(source):
+        return source.view(-1)[first : first + count], 0
+    rows, skip = rows_with(source, first * source.itemsize, count * source.itemsize)
+    return rows, skip // source.itemsize
+
+
+def _flat(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in memory one after the other, as they are."""
+    return tensor.is_contiguous() and not lazy_bits(tensor)
 
 
 def rows_with(tensor: torch.Tensor, skip: int, nbytes: int) -> tuple[torch.Tensor, int]:

@@ -21,6 +21,7 @@ class Copy(NamedTuple):
 
     ``storage_start`` is None for the elements of ``source`` in row-major order, whatever its strides, of which the
     first ``skip`` bytes are left out; otherwise it is where in the storage of ``source`` a raw run of bytes begins.
+    With a ``dtype`` the elements are converted to that, and all numbers of bytes are those of converted elements.
     """
 
     source: torch.Tensor
@@ -28,6 +29,7 @@ class Copy(NamedTuple):
     nbytes: int
     storage_start: int | None = None
     skip: int = 0
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)

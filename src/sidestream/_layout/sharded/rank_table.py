@@ -87,13 +87,14 @@ def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
             sources.extend(leaf.value.tensors())
             shardings.append(leaf.value.sharding.key)
     kinds = tuple([type(leaf.value) for leaf in leaves])
-    key = (tuple([leaf.path for leaf in leaves]), kinds, tuple(shardings), (yield from fingerprint(sources)))
-    held = yield from plans.get(("table", key), lambda: _hold(leaves, sources, captured.held))
+    converted = tuple(captured.dtypes.items())
+    key = (tuple([leaf.path for leaf in leaves]), kinds, tuple(shardings), converted, (yield from fingerprint(sources)))
+    held = yield from plans.get(("table", key), lambda: _hold(leaves, sources, captured))
     values = {number: leaf for number, leaf in enumerate(leaves) if held.rows[number].kind == "value"}
     return LocalTable(held, sources, values, key)
 
 
-def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[int]) -> Steps[Held]:
+def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], captured: Captured) -> Steps[Held]:
     rows: list[Row] = []
     items: list[Item] = []
     known: dict[tuple[object, ...], int] = {}
@@ -103,7 +104,7 @@ def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[i
         value = leaf.value
         if isinstance(value, (torch.Tensor, Composite)):
             parts = [value] if isinstance(value, torch.Tensor) else list(value.tensors())
-            row, here = _tensor_row(leaf, parts, number, len(rows), copied)
+            row, here = _tensor_row(leaf, parts, number, len(rows), captured)
             identity = tuple(view_key(part) for part in parts if part.numel())
             if identity:
                 tie = known.setdefault((identity, row.dtype, row.shape), len(rows))
@@ -120,8 +121,9 @@ def _hold(leaves: Sequence[Leaf], sources: Sequence[torch.Tensor], copied: set[i
 
 
 def _tensor_row(
-    leaf: Leaf, parts: Sequence[torch.Tensor], number: int, row: int, copied: set[int]
+    leaf: Leaf, parts: Sequence[torch.Tensor], number: int, row: int, captured: Captured
 ) -> tuple[Row, list[Item]]:
+    copied = captured.held
     for part in parts:
         check_tensor(part, leaf.fqn, held=bool(copied) and storage_key(part) in copied)
     if isinstance(leaf.value, Composite):
@@ -131,6 +133,7 @@ def _tensor_row(
     else:
         shape, dtype = tuple(leaf.value.shape), dtype_name(leaf.value.dtype)
         places = ((0, (0,) * len(shape), shape, (0,) * len(shape)),)
+    dtype = captured.dtypes.get(leaf.fqn, dtype)
     if dtype not in DTYPES:
         raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
     here = []

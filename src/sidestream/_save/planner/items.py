@@ -250,9 +250,9 @@ def _plan_group(items: Sequence[WriteItem], captured: Captured) -> Steps[_GroupP
     frames = (frame_tensor(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
     window_bytes = window_bytes_for(sum(tensor.nbytes for tensor in tensors), _BUDGET_BYTES)
     (shard,) = yield from lay_out(frames, _NO_LIMIT, window_bytes)
-    numbers = range(len(tensors))
+    as_they_are = [None] * len(tensors)
     images = tuple(
-        ImageLayout(window.end - window.start, tuple(gathered(window_copies(shard, window, numbers, 0, tensors))))
+        ImageLayout(window.end - window.start, tuple(gathered(window_copies(shard, window, 0, tensors, as_they_are))))
         for window in shard.windows
     )
     return _GroupPlan(shard, images)
