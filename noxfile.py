@@ -120,9 +120,9 @@ ALIKE = (
 
 @nox.session(python=ONE)
 def savers(session: nox.Session) -> None:
-    """Run the tests of saving once more, with a saver process where they do not say who writes.
+    """Run the tests of saving once more, with a writer process where they do not say who writes.
 
-    ``-- --everything`` runs also the tests that no saver process changes."""
+    ``-- --everything`` runs also the tests that no writer process changes."""
     _install(session, ".", groups=("tests",))
     arguments = [one for one in session.posargs if one != "--everything"]
     left_out = () if len(arguments) < len(session.posargs) else [f"--deselect=tests/{one}" for one in ALIKE]

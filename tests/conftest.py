@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--saver",
         default="thread",
         choices=("thread", "process"),
-        help="who writes where a test does not say: with 'process', the tests of threads are those of a saver process",
+        help="who writes where a test does not say: with 'process', the tests of threads are those of a writer process",
     )
 
 

@@ -21,7 +21,7 @@ import torch
 
 from sidestream._runtime.torch_probes import storage_key
 from sidestream._staging.registration import Pinner
-from sidestream.errors import ArenaExhausted
+from sidestream.errors import ArenaExhaustedError
 
 T = TypeVar("T")
 
@@ -261,7 +261,7 @@ class FakeDriver:
 
     def _check_memory(self) -> None:
         if self.full:
-            raise ArenaExhausted("0 has no bytes left: free device memory")
+            raise ArenaExhaustedError("0 has no bytes left: free device memory")
 
     def _stream_of(self, tensor: torch.Tensor) -> Stream:
         device = self._devices.get(storage_key(tensor))

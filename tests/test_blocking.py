@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 
 import sidestream.blocking
 from sidestream._runtime.caller import Caller
-from sidestream.errors import CheckpointNotFound, Conflict, WrongLoop
+from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, WrongLoopError
 
 
 def test_the_verbs(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_the_verbs(tmp_path: Path) -> None:
     state = {"model": model, "optimizer": optimizer, "step": 3}
     info = sidestream.blocking.save(state, tmp_path / "a")
     assert info.url == str(tmp_path / "a")
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         sidestream.blocking.save(state, tmp_path / "a")
     fresh = {"model": model_and_optimizer(seed=8)[0], "step": 0}
     report = sidestream.blocking.load(fresh, tmp_path / "a")
@@ -44,7 +44,7 @@ def test_the_verbs(tmp_path: Path) -> None:
     assert checkpoint.value("step") == 3
     assert checkpoint.state_dict()["step"] == 3
     assert len(checkpoint) == len(list(checkpoint))
-    with pytest.raises(CheckpointNotFound):
+    with pytest.raises(CheckpointNotFoundError):
         sidestream.blocking.open_checkpoint(tmp_path / "b")
 
 
@@ -58,7 +58,7 @@ def test_async_save_and_checkpointer(tmp_path: Path) -> None:
     assert pending.outcome == "committed"
     assert not pending.cancel()
     with sidestream.blocking.Checkpointer(tmp_path / "run") as checkpoints:
-        assert checkpoints.save({"t": torch.ones(2)}, step=4).result().step == 4
+        assert checkpoints.save({"t": torch.ones(2)}, step=4).step == 4
         assert checkpoints.steps() == [4]
         assert checkpoints.latest() == 4
         target = {"t": torch.zeros(2)}
@@ -72,12 +72,12 @@ async def test_inside_a_loop_they_refuse(tmp_path: Path) -> None:
         lambda: sidestream.blocking.save({}, tmp_path / "a"),
         lambda: sidestream.blocking.Checkpointer(tmp_path),
     ):
-        with pytest.raises(WrongLoop, match="await the functions of sidestream"):
+        with pytest.raises(WrongLoopError, match="await the functions of sidestream"):
             call()
 
 
 def test_without_a_loop_the_others_refuse(tmp_path: Path) -> None:
-    with pytest.raises(WrongLoop, match=r"use sidestream\.blocking"):
+    with pytest.raises(WrongLoopError, match=r"use sidestream\.blocking"):
         sidestream.async_save({}, tmp_path / "a")
 
 
@@ -170,12 +170,12 @@ def test_code_of_the_caller_runs_in_its_thread(tmp_path: Path) -> None:
         sidestream.blocking.save(state, tmp_path / "a")
         sidestream.blocking.async_save(state, tmp_path / "b").result()
         sidestream.blocking.save(state, tmp_path / "c", stager=watching)
-        sidestream.blocking.load(state, tmp_path / "a", progress=watching.progress)
+        sidestream.blocking.load(state, tmp_path / "a", options=LoadOptions(progress=watching.progress))
         with sidestream.blocking.Checkpointer(tmp_path / "run") as checkpoints:
-            checkpoints.save(state, step=1).result()
-            assert checkpoints.restore(state, progress=watching.progress) == 1
+            checkpoints.save(state, step=1)
+            assert checkpoints.restore(state, options=LoadOptions(progress=watching.progress)) == 1
         sidestream.blocking.verify(tmp_path / "a", progress=watching.progress)
-        sidestream.blocking.load(state, tmp_path / "a", planner=DefaultLoadPlanner())
+        sidestream.blocking.load(state, tmp_path / "a", options=LoadOptions(planner=DefaultLoadPlanner()))
     assert {method for method, _, _ in watching.seen} == {"state_dict", "load_state_dict", "stage", "progress"}
     assert {(thread, within) for _, thread, within in watching.seen} == {(threading.get_ident(), here)}
 
@@ -214,11 +214,11 @@ def test_planners_are_asked_as_if_in_the_thread_of_the_caller(tmp_path: Path) ->
     watching = Watching()
     with unusual() as here:
         pending = sidestream.blocking.async_save(
-            {"t": torch.ones(3, device="cpu")}, tmp_path / "a", planner=WatchingSave(watching)
+            {"t": torch.ones(3, device="cpu")}, tmp_path / "a", options=SaveOptions(planner=WatchingSave(watching))
         )
         pending.result()
         target = {"t": torch.zeros(3, device="cpu")}
-        sidestream.blocking.load(target, tmp_path / "a", planner=WatchingLoad(watching))
+        sidestream.blocking.load(target, tmp_path / "a", options=LoadOptions(planner=WatchingLoad(watching)))
     assert target["t"].tolist() == [1, 1, 1]
     assert {method for method, _, _ in watching.seen} == {"create_local_plan", "resolve_data", "resolve_tensor"}
     assert {within for _, _, within in watching.seen} == {here}
@@ -227,8 +227,12 @@ def test_planners_are_asked_as_if_in_the_thread_of_the_caller(tmp_path: Path) ->
 async def test_planners_are_asked_as_if_on_the_loop(tmp_path: Path) -> None:
     watching = Watching()
     with unusual() as here:
-        await sidestream.save({"t": torch.ones(3, device="cpu")}, tmp_path / "a", planner=WatchingSave(watching))
-        await sidestream.load({"t": torch.zeros(3, device="cpu")}, tmp_path / "a", planner=WatchingLoad(watching))
+        await sidestream.save(
+            {"t": torch.ones(3, device="cpu")}, tmp_path / "a", options=SaveOptions(planner=WatchingSave(watching))
+        )
+        await sidestream.load(
+            {"t": torch.zeros(3, device="cpu")}, tmp_path / "a", options=LoadOptions(planner=WatchingLoad(watching))
+        )
     assert len(watching.seen) >= 4
     assert {within for _, _, within in watching.seen} == {here}
 
@@ -237,10 +241,10 @@ def test_a_save_that_begins_when_its_call_has_returned(tmp_path: Path) -> None:
     """A save that waits for a slot runs after the thread that made the call has ended, with the state of that
     thread."""
     watching, may_plan = Watching(), threading.Event()
-    with sidestream.blocking.Checkpointer(tmp_path / "run", in_flight=1, overlap="latest") as checkpoints:
-        checkpoints.save({"t": torch.ones(3)}, step=1, planner=WatchingSave(Watching(), may_plan))
+    with sidestream.blocking.Checkpointer(tmp_path / "run", slots=1, when_full="latest") as checkpoints:
+        checkpoints.async_save({"t": torch.ones(3)}, step=1, planner=WatchingSave(Watching(), may_plan))
         with unusual() as here:
-            queued = checkpoints.save({"w": watching}, step=2)
+            queued = checkpoints.async_save({"w": watching}, step=2)
         assert watching.seen == []
         may_plan.set()
         assert queued.result(60).step == 2
@@ -271,7 +275,7 @@ def test_a_call_within_a_call_is_refused(tmp_path: Path) -> None:
             sidestream.blocking.save({}, tmp_path / "b")
             return super().state_dict()
 
-    with pytest.raises(WrongLoop, match=r"within another call of sidestream\.blocking"):
+    with pytest.raises(WrongLoopError, match=r"within another call of sidestream\.blocking"):
         sidestream.blocking.save({"n": Nested()}, tmp_path / "a")
     sidestream.blocking.save({}, tmp_path / "b")
 

@@ -28,7 +28,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import sidestream
 from sidestream._staging import AsyncStager, DeviceEngine
 from sidestream._staging.fence import guard
-from sidestream.errors import ArenaExhausted, Closed, UnsafeObject, UnsupportedTensor
+from sidestream.errors import ArenaExhaustedError, ClosedError, UnsafeObjectError, UnsupportedTensorError
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,10 @@ async def test_none_is_loaded_into(kind: str, atomic: bool, tmp_path: Path) -> N
         }
     await sidestream.save({"first": torch.ones(3), "x": torch.ones(4, 4)}, tmp_path / "c")
     first = torch.zeros(3)
-    with pytest.raises(UnsupportedTensor, match=f"x: cannot load into .*{kind}"):
-        await sidestream.load({"first": first, "x": targets[kind]}, tmp_path / "c", atomic=atomic)
+    with pytest.raises(UnsupportedTensorError, match=f"x: cannot load into .*{kind}"):
+        await sidestream.load(
+            {"first": first, "x": targets[kind]}, tmp_path / "c", options=sidestream.LoadOptions(atomic=atomic)
+        )
     assert not first.any()
 
 
@@ -102,7 +104,7 @@ async def test_dtensors_keep_mesh_and_placements(mesh: Any, stager: AsyncStager)
         assert (copy.placements, copy.device_mesh, copy.shape) == (tensor.placements, mesh, tensor.shape)
         assert torch.equal(copy.to_local(), tensor.to_local())
         assert copy.to_local().data_ptr() != tensor.to_local().data_ptr()
-    with pytest.raises(UnsupportedTensor, match=r"a\.0: .*Partial"):
+    with pytest.raises(UnsupportedTensorError, match=r"a\.0: .*Partial"):
         stager.stage({"a": [DTensor.from_local(local, mesh, [Partial()])]})
     staged.release()
     del staged, copy
@@ -158,12 +160,12 @@ async def test_what_has_no_bytes_is_refused_by_name(stager: AsyncStager) -> None
         (TwoTensor(torch.empty(3, device="meta"), torch.empty(3, device="meta")), "a meta tensor"),
     ]
     for tensor, what in cases:
-        with pytest.raises(UnsupportedTensor, match=rf"layers\.2.*: cannot save {what}|layers\.2.*{what}"):
+        with pytest.raises(UnsupportedTensorError, match=rf"layers\.2.*: cannot save {what}|layers\.2.*{what}"):
             await stager.stage({"layers": {2: tensor}})
 
 
 async def test_a_save_names_the_composites_that_it_does_not_write_yet(stager: AsyncStager, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedTensor, match=r"m\.s: cannot save a tensor of layout torch.sparse_coo"):
+    with pytest.raises(UnsupportedTensorError, match=r"m\.s: cannot save a tensor of layout torch.sparse_coo"):
         await sidestream.save({"m": {"s": torch.eye(3).to_sparse()}}, tmp_path / "c", stager=stager)
     assert list(tmp_path.iterdir()) == []
 
@@ -182,7 +184,7 @@ def test_a_blocking_stage_is_a_copy_that_nobody_overwrites(cached: bool) -> None
         source.fill_(-1)
     assert [int(tensor.max()) for tensor in held] == [int(tensor.min()) for tensor in held] == list(range(5))
     stager.close()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         stager.stage({"t": source})
     assert int(held[0][0]) == 0
 
@@ -202,9 +204,9 @@ def test_the_cache_is_one_memory_that_is_used_again() -> None:
 def test_type_check_and_budget() -> None:
     strict = sidestream.BlockingAsyncStager(type_check=True, budget_bytes=1 << 16)
     assert strict.stage({"a": [1, 2.0, "s", b"b", None, {"t": torch.ones(2)}, (1,)]})["a"][0] == 1
-    with pytest.raises(UnsafeObject, match=r"a\.0: .*type_check"):
+    with pytest.raises(UnsafeObjectError, match=r"a\.0: .*type_check"):
         strict.stage({"a": [object()]})
-    with pytest.raises(ArenaExhausted):
+    with pytest.raises(ArenaExhaustedError):
         strict.stage({"t": torch.ones(1 << 16)})
     strict.close()
 
@@ -343,7 +345,7 @@ def test_a_compiled_step_calls_the_guard_each_time() -> None:
 
 async def test_all_is_returned_after_a_composite_fails(stager: AsyncStager) -> None:
     sparse = torch.eye(4).to_sparse()
-    with pytest.raises(UnsupportedTensor):
+    with pytest.raises(UnsupportedTensorError):
         await stager.stage({"s": sparse, "m": torch.empty(2, device="meta")})
     staged = await stager.stage({"s": sparse})
     assert_same({"d": sparse.to_dense()}, {"d": staged["s"].to_dense()})

@@ -28,7 +28,14 @@ from sidestream._staging import AsyncStager, DeviceEngine, StageMode
 from sidestream._staging.device import held_back
 from sidestream._staging.driver import TorchDriver
 from sidestream._staging.registration import settle
-from sidestream.errors import ArenaExhausted, CapturingGraph, Closed, DeadlineExceeded, DeviceFailed, InvalidOption
+from sidestream.errors import (
+    ArenaExhaustedError,
+    ClosedError,
+    DeadlineExceededError,
+    DeviceError,
+    GraphCaptureError,
+    InvalidOptionError,
+)
 
 SEEDS = range(40)
 
@@ -373,10 +380,10 @@ async def test_every_call_says_that_the_device_has_failed_at_what_and_in_its_wor
     in_flight, synchronized = stager.stage(state), stager.synchronize_staging()
     await asyncio.to_thread(stager.fence)  # it has been issued
     broken(driver)
-    seen: list[DeviceFailed] = []
+    seen: list[DeviceError] = []
 
     async def fails(call: Callable[[], Awaitable[Any]]) -> None:
-        with pytest.raises(DeviceFailed, match=ILLEGAL) as caught:
+        with pytest.raises(DeviceError, match=ILLEGAL) as caught:
             await call()
         assert "DEBUG" not in str(caught.value)
         seen.append(caught.value)
@@ -411,7 +418,7 @@ async def test_the_key_whose_copy_fails_is_named(mode: StageMode) -> None:
         driver.fail_copy = torch.AcceleratorError(ILLEGAL)
         future = stager.stage(state)
         words = r"^model\.a: the device failed while enqueueing a copy from 0: "
-        with pytest.raises(DeviceFailed, match=words) as caught:
+        with pytest.raises(DeviceError, match=words) as caught:
             await driver.drive(future)
         assert isinstance(caught.value.__cause__, torch.AcceleratorError)
         driver.fail_copy = None
@@ -419,7 +426,7 @@ async def test_the_key_whose_copy_fails_is_named(mode: StageMode) -> None:
 
 
 @pytest.mark.parametrize(
-    "failure", [DeviceFailed("cudaHostRegister: (cudaError 712)"), ArenaExhausted("(cudaError 2)")]
+    "failure", [DeviceError("cudaHostRegister: (cudaError 712)"), ArenaExhaustedError("(cudaError 2)")]
 )
 async def test_memory_that_is_not_registered(failure: Exception, capfd: pytest.CaptureFixture[str]) -> None:
     driver = FakeDriver()
@@ -428,7 +435,7 @@ async def test_memory_that_is_not_registered(failure: Exception, capfd: pytest.C
         driver.refuse_to_register = failure
         with pytest.raises(type(failure), match=r"cudaError \d+") as caught:
             await driver.drive(stager.stage(state))
-        if isinstance(failure, DeviceFailed):
+        if isinstance(failure, DeviceError):
             assert "w: the device failed while registering host memory" in str(caught.value)
         driver.refuse_to_register = None
         assert stager.statistics().reserved_bytes == 0
@@ -446,10 +453,10 @@ async def test_a_full_device_in_each_mode(mode: StageMode) -> None:
     async with on_fake(driver, mode=mode) as stager:
         driver.full = True
         for state in (small, {"m": module}):
-            with pytest.raises(ArenaExhausted, match=r"free device memory$"):
+            with pytest.raises(ArenaExhaustedError, match=r"free device memory$"):
                 stager.stage(state)
         if mode == "snapshot":
-            with pytest.raises(ArenaExhausted, match=r'free device memory, or stage with mode="lazy", or'):
+            with pytest.raises(ArenaExhaustedError, match=r'free device memory, or stage with mode="lazy", or'):
                 stager.stage(large)
         else:
             (await driver.drive(stager.stage(large))).release()
@@ -481,14 +488,14 @@ async def test_a_capture_on_any_device_or_stream_that_is_needed() -> None:
     async with on_fake(driver) as stager:
         for stream in (driver.current_stream(0), driver.current_stream(1), user):
             stream.capturing = True
-            with pytest.raises(CapturingGraph, match="before or after the capture"):
+            with pytest.raises(GraphCaptureError, match="before or after the capture"):
                 stager.stage(state, wait_streams=[user])
             assert driver.idle()
             stream.capturing = False
         future = stager.stage(state, wait_streams=[user])
         driver.current_stream(1).capturing = True
         before = len(driver.current_stream(0).queue)
-        with pytest.raises(CapturingGraph):
+        with pytest.raises(GraphCaptureError):
             await asyncio.to_thread(stager.fence)
         assert len(driver.current_stream(0).queue) == before
         driver.current_stream(1).capturing = False
@@ -498,7 +505,7 @@ async def test_a_capture_on_any_device_or_stream_that_is_needed() -> None:
 async def test_streams_that_are_none() -> None:
     driver = FakeDriver()
     async with on_fake(driver) as stager:
-        with pytest.raises(InvalidOption, match="wait_streams"):
+        with pytest.raises(InvalidOptionError, match="wait_streams"):
             stager.stage({"t": put(driver, 1.0)}, wait_streams=[None])
         assert driver.idle()
 
@@ -508,13 +515,13 @@ async def test_nothing_is_enqueued_while_a_graph_is_captured() -> None:
     source = put(driver, 1.0)
     async with on_fake(driver) as stager:
         driver.capture = True
-        with pytest.raises(CapturingGraph, match="before or after the capture"):
+        with pytest.raises(GraphCaptureError, match="before or after the capture"):
             stager.stage({"t": source})
         assert driver.idle()
         driver.capture = False
         future = stager.stage({"t": source})
         driver.capture = True
-        with pytest.raises(CapturingGraph):
+        with pytest.raises(GraphCaptureError):
             await asyncio.to_thread(stager.fence)
         driver.capture = False
         await driver.drive(future)
@@ -529,7 +536,7 @@ async def test_the_fence_of_a_stage_without_memory() -> None:
         third = stager.stage({"t": source})
         while stager.statistics().waiters == 0:
             await asyncio.sleep(0)
-        with pytest.raises(ArenaExhausted, match="release"):
+        with pytest.raises(ArenaExhaustedError, match="release"):
             stager.fence(timeout_s=0.01)
         first.release()
         del first
@@ -559,7 +566,7 @@ async def test_closing_while_the_device_is_busy() -> None:
     closing = asyncio.create_task(stager.aclose())
     await driver.drive(closing)
     assert ((await future)["t"] == 1.0).all()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         stager.stage({"t": put(driver, 1.0)})
 
 
@@ -570,8 +577,10 @@ async def test_a_stuck_device_and_a_deadline(monkeypatch: pytest.MonkeyPatch) ->
         future = stager.stage({"t": put(driver, 1.0)})
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stager.synchronize_staging(), 0.02)  # type: ignore[arg-type]
-        with pytest.raises(DeadlineExceeded):
-            await sidestream.save({"t": put(driver, 1.0)}, "never", stager=stager, timeout_s=0.1)
+        with pytest.raises(DeadlineExceededError):
+            await sidestream.save(
+                {"t": put(driver, 1.0)}, "never", stager=stager, options=sidestream.SaveOptions(timeout_s=0.1)
+            )
         await driver.drive(future)
         driver.run()  # what the save has left, for which a thread waits
 
@@ -606,11 +615,11 @@ async def test_closing_says_what_becomes_of_a_stage_whose_device_hangs(close: Ca
     stager = on_fake(driver, timeout_s=0.2)
     future = stager.stage({"t": put(driver, 1.0)})
     synchronized = stager.synchronize_staging()
-    with pytest.raises(DeadlineExceeded, match=r"did not end within timeout_s=0\.2 and were abandoned"):
+    with pytest.raises(DeadlineExceededError, match=r"did not end within timeout_s=0\.2 and were abandoned"):
         await close(stager)
-    with pytest.raises(Closed, match="before the device completed the copies"):
+    with pytest.raises(ClosedError, match="before the device completed the copies"):
         await future
-    with pytest.raises(DeadlineExceeded, match="do not change the sources before the device responds"):
+    with pytest.raises(DeadlineExceededError, match="do not change the sources before the device responds"):
         await synchronized
     assert driver.registered
     assert stager.statistics().leased_bytes > 0  # the copies may still come

@@ -73,7 +73,7 @@ async def test_one_stager_for_states_that_look_alike(digest: Digest | None, tmp_
         for turn in range(2):
             for number, (name, state) in enumerate(STATES.items()):
                 url = tmp_path / f"{number}-{turn}"
-                await sidestream.save(state, url, stager=stager, digest=digest)
+                await sidestream.save(state, url, stager=stager, options=sidestream.SaveOptions(digest=digest))
                 found = await (await sidestream.open_checkpoint(url)).state_dict()
                 assert_same(state, found)
                 assert list(map(repr, found)) == list(map(repr, state)), name

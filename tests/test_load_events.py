@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import sidestream
 from sidestream import events
 from sidestream.dcp import StorageReader
-from sidestream.errors import CheckpointNotFound, Corrupt, Mismatch
+from sidestream.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from sidestream.events import LoadEvent
 
 WHOLE = ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadRead", "LoadVerified", "LoadApplied"]
@@ -67,20 +67,20 @@ async def test_a_load(options: dict[str, Any], tmp_path: Path) -> None:
 async def test_what_is_not_verified(tmp_path: Path) -> None:
     await sidestream.save(state(), tmp_path / "a")
     with watched() as seen:
-        await sidestream.load(state(), tmp_path / "a", verify="manifest")
+        await sidestream.load(state(), tmp_path / "a", options=sidestream.LoadOptions(verify="manifest"))
     assert names(seen) == [name for name in WHOLE if name != "LoadVerified"]
 
 
 async def test_nothing_to_load(tmp_path: Path) -> None:
-    with watched() as seen, pytest.raises(CheckpointNotFound):
+    with watched() as seen, pytest.raises(CheckpointNotFoundError):
         await sidestream.load(state(), tmp_path / "a")
     assert names(seen) == ["LoadStarted", "LoadFailed"]
-    assert (seen[-1].phase, seen[-1].error_type, seen[-1].written) == ("open", "CheckpointNotFound", 0)
+    assert (seen[-1].phase, seen[-1].error_type, seen[-1].written) == ("open", "CheckpointNotFoundError", 0)
 
 
 async def test_a_target_that_does_not_fit(tmp_path: Path) -> None:
     await sidestream.save(state(), tmp_path / "a")
-    with watched() as seen, pytest.raises(Mismatch):
+    with watched() as seen, pytest.raises(StateMismatchError):
         await sidestream.load({"others": torch.zeros(1)}, tmp_path / "a")
     assert names(seen) == ["LoadStarted", "LoadOpened", "LoadFailed"]
     assert (seen[-1].phase, seen[-1].written) == ("plan", 0)
@@ -90,10 +90,10 @@ async def test_a_target_that_does_not_fit(tmp_path: Path) -> None:
 async def test_damage(options: dict[str, Any], tmp_path: Path) -> None:
     await sidestream.save(state(), tmp_path / "a")
     damage(tmp_path / "a")
-    with watched() as seen, pytest.raises(Corrupt) as raised:
+    with watched() as seen, pytest.raises(CorruptCheckpointError) as raised:
         await sidestream.load(state(), tmp_path / "a", **options)
     assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
-    assert (seen[-1].phase, seen[-1].error_type) == ("read", "Corrupt")
+    assert (seen[-1].phase, seen[-1].error_type) == ("read", "CorruptCheckpointError")
     assert seen[-1].written == len(raised.value.written) == 1
 
 
@@ -106,7 +106,7 @@ async def test_an_object_that_refuses(tmp_path: Path) -> None:
             raise ValueError("no")
 
     await sidestream.save({"one": Refuses()}, tmp_path / "a")
-    with watched() as seen, pytest.raises(sidestream.errors.StatefulRefused):
+    with watched() as seen, pytest.raises(sidestream.errors.LoadStateDictError):
         await sidestream.load({"one": Refuses()}, tmp_path / "a")
     assert names(seen) == [*WHOLE[:-1], "LoadFailed"]
     assert (seen[-1].phase, seen[-1].written) == ("apply", 1)
@@ -116,7 +116,7 @@ async def test_a_restore_that_falls_back(tmp_path: Path) -> None:
     run = tmp_path / "run"
     async with sidestream.Checkpointer(run) as checkpoints:
         for step in (1, 2):
-            await (await checkpoints.save(state(), step=step))
+            await checkpoints.save(state(), step=step)
         damage(run / "step-2")
         with watched() as seen:
             assert await checkpoints.restore(state(), fallback="older") == 1
@@ -143,7 +143,7 @@ def test_damage_inside_dcp(tmp_path: Path) -> None:
     with watched() as seen, pytest.raises(CheckpointException):
         dcp.load({"weights": torch.zeros(100_000)}, storage_reader=StorageReader(tmp_path / "a"))
     assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
-    assert (seen[-1].phase, seen[-1].error_type) == ("read", "Corrupt")
+    assert (seen[-1].phase, seen[-1].error_type) == ("read", "CorruptCheckpointError")
 
 
 def test_a_load_that_dcp_does_not_finish(tmp_path: Path) -> None:
@@ -156,4 +156,4 @@ def test_a_load_that_dcp_does_not_finish(tmp_path: Path) -> None:
     with watched() as seen:
         dcp.load({"weights": torch.zeros(100_000)}, storage_reader=reader)
     assert names(seen) == ["LoadFailed", *WHOLE]
-    assert (seen[0].phase, seen[0].error_type) == ("plan", "Aborted")
+    assert (seen[0].phase, seen[0].error_type) == ("plan", "SaveAbortedError")

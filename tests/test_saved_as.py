@@ -77,7 +77,9 @@ async def back(url: Path, **options: Any) -> dict[str, Any]:
 async def test_every_tensor_is_converted_as_torch_does(way: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     state = state_of()
     options = {"snapshot": False} if way == "streamed" else {"saver": way}
-    await sidestream.save(state, tmp_path / "c", dtype=dtype, digest="blake3", **options)
+    await sidestream.save(
+        state, tmp_path / "c", options=sidestream.SaveOptions(dtype=dtype, digest="blake3"), **options
+    )
     found = await back(tmp_path / "c")
     assert_same(found, cast(state, dtype))
     assert found["weight"].data_ptr() == found["head"].data_ptr()
@@ -92,9 +94,9 @@ async def test_every_tensor_is_converted_as_torch_does(way: Any, dtype: torch.dt
 async def test_a_tied_tensor_is_written_once_and_one_with_two_dtypes_twice(tmp_path: Path) -> None:
     weight = torch.randn(1000, 1000)
     state = {"a": weight, "b": weight, "c": weight}
-    info = await sidestream.save(state, tmp_path / "one", dtype=BF16)
+    info = await sidestream.save(state, tmp_path / "one", options=sidestream.SaveOptions(dtype=BF16))
     assert 2_000_000 < info.nbytes < 2_100_000
-    info = await sidestream.save(state, tmp_path / "two", dtype={"b": BF16})
+    info = await sidestream.save(state, tmp_path / "two", options=sidestream.SaveOptions(dtype={"b": BF16}))
     assert 6_000_000 < info.nbytes < 6_100_000
     found = await back(tmp_path / "two")
     assert found["a"].data_ptr() == found["c"].data_ptr()
@@ -106,7 +108,9 @@ async def test_plans_of_saves_with_other_dtypes_are_not_confused(tmp_path: Path)
     choices: list[Any] = [None, BF16, {"norm": BF16}, {"*": torch.float16}, {"norm": torch.float16, "*": BF16}, None]
     async with AsyncStager() as stager:
         for number, dtype in enumerate(choices * 2):
-            await sidestream.save(state, tmp_path / str(number), stager=stager, dtype=dtype)
+            await sidestream.save(
+                state, tmp_path / str(number), stager=stager, options=sidestream.SaveOptions(dtype=dtype)
+            )
     for number, dtype in enumerate(choices * 2):
         patterns = dtype if isinstance(dtype, dict) else {"*": dtype}
         expected = {
@@ -118,7 +122,9 @@ async def test_plans_of_saves_with_other_dtypes_are_not_confused(tmp_path: Path)
 async def test_the_budget_holds_what_is_converted_and_not_the_source(tmp_path: Path) -> None:
     state = {"weight": torch.randn(6 << 20)}
     async with AsyncStager(budget_bytes=13 << 20) as stager:  # 24 MiB become 12
-        pending = sidestream.async_save(state, tmp_path / "c", stager=stager, dtype=BF16)
+        pending = sidestream.async_save(
+            state, tmp_path / "c", stager=stager, options=sidestream.SaveOptions(dtype=BF16)
+        )
         await pending
         assert stager.statistics().reserved_bytes <= 13 << 20
     assert_same(await back(tmp_path / "c"), cast(state, BF16))
@@ -127,8 +133,8 @@ async def test_the_budget_holds_what_is_converted_and_not_the_source(tmp_path: P
 async def test_conversions_that_torch_does_not_make_and_dtypes_that_are_none(tmp_path: Path) -> None:
     state = {"a": torch.randn(3)}
     for dtype in (torch.int8, "bfloat16", {"a": torch.int64}):
-        with pytest.raises(errors.InvalidOption, match="floating-point"):
-            await sidestream.save(state, tmp_path / "c", dtype=dtype)  # type: ignore[arg-type]
+        with pytest.raises(errors.InvalidOptionError, match="floating-point"):
+            await sidestream.save(state, tmp_path / "c", options=sidestream.SaveOptions(dtype=dtype))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -150,7 +156,9 @@ async def test_tensors_on_a_device(seed: int, mode: Any, tmp_path: Path) -> None
     async with AsyncStager(
         engine=DeviceEngine(driver, small_bytes=64, chunk_bytes=1 << 20), budget_bytes=1 << 26, mode=mode
     ) as stager:
-        pending = sidestream.async_save(state, tmp_path / "c", stager=stager, dtype=BF16)
+        pending = sidestream.async_save(
+            state, tmp_path / "c", stager=stager, options=sidestream.SaveOptions(dtype=BF16)
+        )
         await driver.drive(pending.staged)
         for tensor in state.values():
             driver.launch(lambda tensor=tensor: tensor.zero_())
@@ -167,7 +175,7 @@ async def test_a_save_and_a_load_with_the_same_names(tmp_path: Path) -> None:
     module, optimizer = model_and_optimizer(1)
     state = {"model": module, "optimizer": optimizer, "epoch": 3}
     names = sidestream.add_prefix("run.")
-    await sidestream.save(state, tmp_path / "c", names=names)
+    await sidestream.save(state, tmp_path / "c", options=sidestream.SaveOptions(names=names))
     checkpoint = await sidestream.open_checkpoint(tmp_path / "c")
     assert all(name.startswith("run.") for name in checkpoint)
     found = await checkpoint.state_dict()
@@ -176,7 +184,7 @@ async def test_a_save_and_a_load_with_the_same_names(tmp_path: Path) -> None:
     target, _ = model_and_optimizer(2)
     fresh = torch.optim.AdamW(target.parameters())
     restored: dict[str, Any] = {"model": target, "optimizer": fresh, "epoch": 0}
-    await sidestream.load(restored, tmp_path / "c", names=names)
+    await sidestream.load(restored, tmp_path / "c", options=sidestream.LoadOptions(names=names))
     assert_same(target.state_dict(), module.state_dict())
     assert_same(fresh.state_dict(), optimizer.state_dict())
     assert restored["epoch"] == 3
@@ -190,15 +198,19 @@ async def test_what_is_left_out_and_tied_tensors_with_one_name(tmp_path: Path) -
     weight = torch.randn(40, 50)
     state = {"embed": weight, "head": weight, "lora": torch.randn(3), "step": 3, "empty": {}}
     left_out = {"head": "embed", "lora": None, "step": "at"}
-    await sidestream.save(state, tmp_path / "c", names=lambda name: left_out.get(name, name))
+    await sidestream.save(
+        state, tmp_path / "c", options=sidestream.SaveOptions(names=lambda name: left_out.get(name, name))
+    )
     assert_same(await back(tmp_path / "c"), {"embed": weight, "at": 3, "empty": {}})
 
 
 async def test_lists_keep_their_names(tmp_path: Path) -> None:
     state = {"layers": [{"w": torch.full((2,), float(n))} for n in range(3)]}
-    await sidestream.save(state, tmp_path / "all", names=lambda name: name.replace("layers", "blocks"))
+    await sidestream.save(
+        state, tmp_path / "all", options=sidestream.SaveOptions(names=lambda name: name.replace("layers", "blocks"))
+    )
     assert_same(await back(tmp_path / "all"), {"blocks": state["layers"]})
-    await sidestream.save(state, tmp_path / "some", names={"layers.1.w": "blocks.1.w"})
+    await sidestream.save(state, tmp_path / "some", options=sidestream.SaveOptions(names={"layers.1.w": "blocks.1.w"}))
     found = await back(tmp_path / "some")
     expected = {"layers": {0: state["layers"][0], 2: state["layers"][2]}, "blocks": {1: state["layers"][1]}}
     assert_same(found, expected)
@@ -209,15 +221,15 @@ async def test_lists_keep_their_names(tmp_path: Path) -> None:
 async def test_names_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     state = {"m": {"a": torch.ones(2), "b": torch.zeros(2)}, "n": 3}
     for names, kind, said in (
-        ({"m.a": "m.b"}, errors.KeyCollision, r"m\.b: the name of m\.a, m\.b"),
-        ({"m.a": "n"}, errors.KeyCollision, r"n: the name of m\.a, n"),
-        ({"m.a": "m"}, errors.KeyCollision, "the name m to an entry, and names below it"),
-        ({"x": "y"}, errors.InvalidOption, "names that are not among"),
-        (lambda name: 3, errors.InvalidOption, "no name"),
-        ("m.", errors.InvalidOption, "has to be a function"),
+        ({"m.a": "m.b"}, errors.KeyCollisionError, r"m\.b: the name of m\.a, m\.b"),
+        ({"m.a": "n"}, errors.KeyCollisionError, r"n: the name of m\.a, n"),
+        ({"m.a": "m"}, errors.KeyCollisionError, "the name m to an entry, and names below it"),
+        ({"x": "y"}, errors.InvalidOptionError, "names that are not among"),
+        (lambda name: 3, errors.InvalidOptionError, "no name"),
+        ("m.", errors.InvalidOptionError, "has to be a function"),
     ):
         with pytest.raises(kind, match=said):
-            await sidestream.save(state, tmp_path / "c", names=names)  # type: ignore[arg-type]
+            await sidestream.save(state, tmp_path / "c", options=sidestream.SaveOptions(names=names))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -225,9 +237,11 @@ async def test_names_are_refused_before_anything_is_written(tmp_path: Path) -> N
 async def test_planners_and_other_stagers_are_refused(option: dict[str, Any], tmp_path: Path) -> None:
     state = {"a": torch.ones(2)}
     name = next(iter(option))
-    with pytest.raises(errors.InvalidOption, match=rf"{name}= .*planner=.*let it rename"):
-        await sidestream.save(state, tmp_path / "c", planner=DefaultSavePlanner(), **option)
-    with pytest.raises(errors.InvalidOption, match=rf"{name}= .*AsyncStager"):
+    with pytest.raises(errors.InvalidOptionError, match=rf"{name}= .*planner=.*let it rename"):
+        await sidestream.save(
+            state, tmp_path / "c", options=sidestream.SaveOptions(planner=DefaultSavePlanner()), **option
+        )
+    with pytest.raises(errors.InvalidOptionError, match=rf"{name}= .*AsyncStager"):
         await sidestream.save(state, tmp_path / "c", stager=BlockingAsyncStager(), **option)
     assert list(tmp_path.iterdir()) == []
 
@@ -247,7 +261,13 @@ async def test_an_export_has_the_names_and_dtypes_of_the_checkpoint(tmp_path: Pa
     names = {"model.a": "weights.a", "model.b": "weights.b"}
     for number, options in enumerate(({}, {"snapshot": False})):
         out = [type(one)(f"{one.url}{number}", one.select, one.names, one.dtype) for one in export]
-        await sidestream.save(state, tmp_path / str(number), names=names, dtype=BF16, export=out, **options)
+        await sidestream.save(
+            state,
+            tmp_path / str(number),
+            export=out,
+            options=sidestream.SaveOptions(names=names, dtype=BF16),
+            **options,
+        )
         converted = cast(state["model"], BF16)
         found = load_file(tmp_path / f"same{number}" / "model.safetensors")
         assert_same(dict(sorted(found.items())), {"weights.a": converted["a"], "weights.b": converted["b"]})
@@ -258,25 +278,25 @@ async def test_an_export_has_the_names_and_dtypes_of_the_checkpoint(tmp_path: Pa
 async def test_a_run_saves_and_restores_with_its_names(tmp_path: Path) -> None:
     module, _ = model_and_optimizer(1)
     names = sidestream.add_prefix("policy.")
-    async with Checkpointer(tmp_path / "run", names=names, dtype=BF16) as run:
+    async with Checkpointer(tmp_path / "run", save=sidestream.SaveOptions(names=names, dtype=BF16)) as run:
         await run.prewarm({"model": module})
-        await (await run.save({"model": module}, step=1, files={"a": b"b"}))
+        await run.save({"model": module}, step=1, files={"a": b"b"})
         target, _ = model_and_optimizer(2)
-        with pytest.raises(errors.DtypeMismatch):
+        with pytest.raises(errors.DtypeMismatchError):
             await run.restore({"model": target})
-        assert await run.restore({"model": target}, strict={"cast"}) == 1
+        assert await run.restore({"model": target}, allow_cast=True) == 1
         assert_same(target.state_dict(), cast(cast(dict(module.state_dict()), BF16), torch.float32))
-        with pytest.raises(errors.Mismatch):
-            await run.restore({"model": target}, strict={"cast"}, names={})
+        with pytest.raises(errors.StateMismatchError):
+            await run.restore({"model": target}, allow_cast=True, options=sidestream.LoadOptions(names={}))
         async with run.open() as checkpoint:
             assert all(name.startswith("policy.model.") for name in checkpoint)
-    with pytest.raises(errors.InvalidOption):
-        Checkpointer(tmp_path / "run", dtype=torch.int8)
+    with pytest.raises(errors.InvalidOptionError):
+        Checkpointer(tmp_path / "run", save=sidestream.SaveOptions(dtype=torch.int8))
 
 
 def test_blocking(tmp_path: Path) -> None:
     state = {"a": torch.randn(3)}
-    sidestream.blocking.save(state, tmp_path / "c", names={"a": "b"}, dtype=BF16)
+    sidestream.blocking.save(state, tmp_path / "c", options=sidestream.SaveOptions(names={"a": "b"}, dtype=BF16))
     assert_same(sidestream.blocking.open_checkpoint(tmp_path / "c").state_dict(), {"b": state["a"].to(BF16)})
 
 
@@ -302,7 +322,7 @@ async def test_tensors_made_anew_in_another_dtype(memory: Any, writer: str, tmp_
     if writer == "sidestream":  # stock DCP writes tied tensors twice
         found = await checkpoint.state_dict(memory=memory, dtype=BF16, select=["weight", "head"])
         assert found["weight"].data_ptr() == found["head"].data_ptr()
-    with pytest.raises(errors.InvalidOption, match="floating-point"):
+    with pytest.raises(errors.InvalidOptionError, match="floating-point"):
         await checkpoint.state_dict(dtype=torch.int8)
 
 
@@ -312,7 +332,9 @@ async def test_plans_of_saves_with_other_names_are_not_confused(tmp_path: Path) 
     swap = {"a": "b", "b": "a"}
     async with AsyncStager() as stager:
         for number, names in enumerate(itertools.islice(itertools.cycle([None, swap]), 4)):
-            await sidestream.save(state, tmp_path / str(number), stager=stager, names=names)
+            await sidestream.save(
+                state, tmp_path / str(number), stager=stager, options=sidestream.SaveOptions(names=names)
+            )
     for number in range(4):
         found = await back(tmp_path / str(number))
         assert_same(found, state if number % 2 == 0 else {"b": state["a"], "a": state["b"]})

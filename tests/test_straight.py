@@ -19,7 +19,7 @@ from sidestream._load.reader import straight_reads
 from sidestream._runtime import threads
 from sidestream._runtime.steps import at_once
 from sidestream._runtime.threads import Stop
-from sidestream.errors import Corrupt, DeadlineExceeded, UnsupportedTensor
+from sidestream.errors import CorruptCheckpointError, DeadlineExceededError, UnsupportedTensorError
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -48,9 +48,9 @@ def zeros() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("verify", ["always", "manifest"])
 @pytest.mark.parametrize("digest", [None, "blake3"])
 async def test_all_sizes(tmp_path: Path, verify: str, digest: str | None) -> None:
-    await sidestream.save(state(), tmp_path / "step", digest=digest)
+    await sidestream.save(state(), tmp_path / "step", options=sidestream.SaveOptions(digest=digest))
     target = zeros()
-    report = await sidestream.load(target, tmp_path / "step", verify=verify)
+    report = await sidestream.load(target, tmp_path / "step", options=sidestream.LoadOptions(verify=verify))
     assert all(torch.equal(target[fqn], tensor) for fqn, tensor in state().items())
     assert report.nbytes == sum(tensor.nbytes for tensor in target.values())
     assert report.loaded == tuple(target)
@@ -66,7 +66,7 @@ async def test_an_altered_tensor_among_small_neighbours(tmp_path: Path) -> None:
     raw[at + 5] ^= 1
     file.write_bytes(raw)
     target = zeros()
-    with pytest.raises(Corrupt, match="t200: its bytes") as caught:
+    with pytest.raises(CorruptCheckpointError, match="t200: its bytes") as caught:
         await sidestream.load(target, tmp_path / "step")
     assert (caught.value.fqn, caught.value.offset) == ("t200", at)
     assert "t199" in caught.value.written
@@ -97,7 +97,7 @@ async def test_what_is_not_as_in_the_file_takes_the_other_road(tmp_path: Path, m
     plans = []
     plan_of = matching.LoadPlan
     monkeypatch.setattr(matching, "LoadPlan", lambda **fields: plans.append(plan_of(**fields)) or plans[-1])
-    await sidestream.load(target, tmp_path / "step", strict={"cast"})
+    await sidestream.load(target, tmp_path / "step", allow_cast=True)
     assert all(torch.equal(tensor, base.to(tensor.dtype)) for tensor in target.values())
     assert target["parameter"]._version > 0
     (plan,) = plans
@@ -157,8 +157,8 @@ async def test_a_read_that_comes_back_late_writes_nothing(tmp_path: Path, monkey
     monkeypatch.setattr(os, "preadv", hanging)
     target = {fqn: torch.zeros(256) for fqn in saved}
     try:
-        with pytest.raises(DeadlineExceeded) as caught:
-            await sidestream.load(target, tmp_path / "step", timeout_s=0.5)
+        with pytest.raises(DeadlineExceededError) as caught:
+            await sidestream.load(target, tmp_path / "step", options=sidestream.LoadOptions(timeout_s=0.5))
     finally:
         go.set()
     assert caught.value.written == ()
@@ -175,8 +175,8 @@ async def test_storage_that_is_freed_meanwhile(tmp_path: Path) -> None:
         if not done:
             target["t150"].untyped_storage().resize_(0)
 
-    with pytest.raises(UnsupportedTensor, match="t150: its storage was freed"):
-        await sidestream.load(target, tmp_path / "step", progress=free)
+    with pytest.raises(UnsupportedTensorError, match="t150: its storage was freed"):
+        await sidestream.load(target, tmp_path / "step", options=sidestream.LoadOptions(progress=free))
 
 
 async def test_a_tensor_without_memory(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from sidestream._runtime.tasks import supervise
 from sidestream._runtime.threads import Deadline, Stop, Threads, current_deadline, in_background, politely, time_limit
 from sidestream._storage import locate_run
-from sidestream.errors import DeadlineExceeded
+from sidestream.errors import DeadlineExceededError
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ async def test_work_that_is_submitted_says_what_it_was(threads: Threads) -> None
 
     with time_limit(Deadline.after(0.05)):
         work = threads.submit(endless)
-    with pytest.raises(DeadlineExceeded, match=r"^endless\(\)"):
+    with pytest.raises(DeadlineExceededError, match=r"^endless\(\)"):
         await asyncio.wrap_future(work)
 
 
@@ -66,7 +66,7 @@ async def test_the_innermost_counts(threads: Threads) -> None:
             assert await threads.run(divmod, 7, 2) == (3, 1)
         with time_limit(None):
             assert await threads.run(deadline_here) is None
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceededError):
             await threads.run(until_stopped, stop := Stop(), stop=stop)
 
 

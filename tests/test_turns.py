@@ -33,7 +33,7 @@ from sidestream._runtime.threads import (
     Threads,
     time_limit,
 )
-from sidestream.errors import DeadlineExceeded
+from sidestream.errors import DeadlineExceededError
 
 PATIENCE_S = 60.0
 
@@ -120,7 +120,7 @@ async def test_what_only_sleeps_is_given_no_turns() -> None:
 async def test_a_thread_that_is_left_behind_is_given_no_more() -> None:
     threads, ended = Threads("test-turns", 1), threading.Event()
     try:
-        with pytest.raises(DeadlineExceeded), time_limit(Deadline.after(0.01)):
+        with pytest.raises(DeadlineExceededError), time_limit(Deadline.after(0.01)):
             await threads.run(ended.wait)
         await until_none_is_planned()
     finally:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._staging.stager import AsyncStager
     from ._staging.tree import StagedState
     from .checkpointer import Checkpointer
-    from .options import SaverProcess, Storage, StorePolicy, add_prefix, strip_prefix
+    from .options import Storage, StorePolicy, WriterProcess, add_prefix, strip_prefix
 
 __all__ = [
     "HF",
@@ -52,13 +52,13 @@ __all__ = [
     "SaveInfo",
     "SaveProgress",
     "SavedStep",
-    "SaverProcess",
     "StagedState",
     "StagingFuture",
     "Storage",
     "StorePolicy",
     "TensorInfo",
     "VerifyReport",
+    "WriterProcess",
     "add_prefix",
     "async_save",
     "blocking",
@@ -101,7 +101,7 @@ _HOMES = {
     "SavedStep": "_run.retention",
     "StagedState": "_staging.tree",
     "StagingFuture": "_staging.future",
-    "SaverProcess": "options",
+    "WriterProcess": "options",
     "Storage": "options",
     "StorePolicy": "options",
     "TensorInfo": "_load.checkpoint",

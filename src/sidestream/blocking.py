@@ -1,8 +1,8 @@
 """The same verbs for code without an event loop, through one background loop per process.
 
 Each function blocks its caller until the work is done; the work runs on the loop of a portal thread that is started at
-first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoop``, because they would block it. Saves
-that are in flight when the program ends are finished before the process does.
+first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoopError``, because they would block it.
+Saves that are in flight when the program ends are finished before the process does.
 
 The caller's code runs in the calling thread while that thread waits: ``state_dict()`` and ``load_state_dict()`` of
 objects, stagers, ``progress`` callbacks, and the launch of the copies of a save. So it has that thread's current device
@@ -41,7 +41,7 @@ from ._runtime.threads import Deadline, time_limit
 from ._save import api as _saving
 from ._save import pending as _pending
 from ._storage import Outcome
-from .errors import DeadlineExceeded, WrongLoop
+from .errors import DeadlineExceededError, WrongLoopError
 
 __all__ = [
     "Checkpoint",
@@ -111,7 +111,7 @@ def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline 
     """As ``_run``, within others' blocking calls: whoever makes those on a loop has decided to block it. ``deadline``
     is that of waits which have none of their own."""
     if is_serving():
-        raise WrongLoop(
+        raise WrongLoopError(
             "sidestream.blocking was called by an object or a callback that runs within another call of "
             "sidestream.blocking: make this call before or after the other one"
         )
@@ -247,16 +247,16 @@ class _Waiting(Generic[T]):
         self._wait = wait
 
     def result(self, timeout_s: float | None = None) -> T:
-        """What it gives, or raises. ``DeadlineExceeded`` after ``timeout_s``; the work goes on."""
+        """What it gives, or raises. ``DeadlineExceededError`` after ``timeout_s``; the work goes on."""
 
         async def bounded() -> T:
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self._wait()
             except TimeoutError as error:
-                if isinstance(error, DeadlineExceeded):
+                if isinstance(error, DeadlineExceededError):
                     raise
-                raise DeadlineExceeded(f"not done within timeout_s={timeout_s}") from None
+                raise DeadlineExceededError(f"not done within timeout_s={timeout_s}") from None
 
         return _run(bounded)
 

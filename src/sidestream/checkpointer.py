@@ -47,19 +47,19 @@ from ._save.saved_as import SavedAs
 from ._save.sinks import Export, PendingExport
 from ._staging import AsyncStager, Backing, capture
 from ._storage import FileSource, Location, check_sources, locate_run, step_name
-from ._worker.client import Saver, choose_saver
+from ._worker.client import Saver, choose_worker
 from .errors import (
-    AsyncOnly,
-    Busy,
-    CheckpointNotFound,
-    Closed,
-    ForkedProcess,
-    InvalidOption,
-    KeyCollision,
+    AsyncOnlyError,
+    CheckpointNotFoundError,
+    ClosedError,
+    ForkedProcessError,
+    InvalidOptionError,
+    KeyCollisionError,
     SidestreamError,
-    UnsafeObject,
-    UnsupportedTensor,
-    WrongLoop,
+    TooManySavesError,
+    UnsafeObjectError,
+    UnsupportedTensorError,
+    WrongLoopError,
 )
 from .options import (
     RANK_WAIT_S,
@@ -71,10 +71,10 @@ from .options import (
     Names,
     Overlap,
     Progress,
-    SaverChoice,
     Storage,
     Trust,
     Verify,
+    WriterChoice,
     check_choice,
     check_count,
     check_seconds,
@@ -104,7 +104,7 @@ class _Holding:
     expires_at: float = math.inf
 
     def let_go(self) -> None:
-        """Release the saver process."""
+        """Release the writer process."""
         saver, self.saver = self.saver, None
         if saver is not None:
             saver.let_go()
@@ -121,7 +121,7 @@ class _Holding:
         if self.stager is not None:
             with suppress(SidestreamError):  # reported elsewhere
                 self.stager.close()
-        return "its staging memory and its saver process were released"
+        return "its staging memory and its writer process were released"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Checkpointer:
     ``keep`` says which steps stay (``KeepLast(3) | KeepBest("loss")``); what it lets go is deleted after a save, when a
     newer step has been read back and is good, and nobody has a lease on it. ``in_flight`` saves may go on at once, each
     with staged memory of its own, which is used again and again; ``overlap`` says what becomes of one more. ``stager``
-    replaces the stager that it would own. ``saver="process"`` keeps one process that writes, from the first save or
+    replaces the stager that it would own. ``writer="process"`` keeps one process that writes, from the first save or
     ``prewarm()`` until it is closed. ``durability``, ``digest``, ``verify``, ``timeout_s``, ``rank_wait_s``,
     ``storage_options``, ``storage`` and ``process_group`` are as for ``save`` and ``load``. With
     several ranks all ranks call ``save`` and ``restore`` in the same order, and rank 0 chooses, leases and deletes. A
@@ -154,7 +154,7 @@ class Checkpointer:
     after the last write to them.
 
     ``names`` and ``dtype`` are as for ``save``, for every save of this object. ``restore`` uses the same names, unless
-    it is given others, and needs ``strict={"cast"}`` where a target has another dtype than the checkpoint.
+    it is given others, and needs ``allow_cast=True`` where a target has another dtype than the checkpoint.
 
     ``export``, a ``sidestream.HF`` or several, is written beside the saves of those steps that are multiples of
     ``exports_every``; ``pending.exports`` has the outcome (``docs/exports.md``). Of each export those of the
@@ -176,7 +176,7 @@ class Checkpointer:
         lease_s: float = 300.0,
         abandoned_after_s: float = 3600.0,
         digest: Digest | None = None,
-        saver: SaverChoice = "thread",
+        saver: WriterChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
         process_group: GroupChoice = None,
@@ -197,11 +197,11 @@ class Checkpointer:
             check_choice("digest", digest, Digest)
         keep = KeepAll() if keep is None else keep
         if isinstance(keep, type) or not isinstance(keep, Retention):
-            raise InvalidOption(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
+            raise InvalidOptionError(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
         self._saved_as = SavedAs(names, dtype)
         self._group: GroupChoice = process_group
         self._store, self.url = locate_run(url, storage_of(storage_options, storage))
-        self._saver, self._fall_back = choose_saver(saver, self._store)
+        self._saver, self._fall_back = choose_worker(saver, self._store)
         self._exports = Exports(
             export, self.url, every=exports_every, keep=exports_keep, durability=durability, timeout_s=timeout_s
         )
@@ -242,9 +242,9 @@ class Checkpointer:
     # --- saving ---
 
     async def prewarm(self, state: Mapping[str, Any] | int | None = None) -> None:
-        """Do now what the first save would have to: start the saver process, if there is one, map staging memory for
-        ``state`` (or so many bytes), and, in a run of one process, plan. Nothing is copied. Raises ``SaverLost``,
-        ``ArenaExhausted``; what is wrong with ``state`` is left to the save to say.
+        """Do now what the first save would have to: start the writer process, if there is one, map staging memory for
+        ``state`` (or so many bytes), and, in a run of one process, plan. Nothing is copied. Raises
+        ``WriterProcessError``, ``ArenaExhaustedError``; what is wrong with ``state`` is left to the save to say.
 
         Cancelling it leaves what has been done by then.
         """
@@ -265,13 +265,13 @@ class Checkpointer:
     async def _prewarm(self, stager: AsyncStager, state: Mapping[str, Any]) -> None:
         try:
             captured = capture(state, copy_value)
-        except UnsafeObject:  # for the save to say: its planner may leave that out
+        except UnsafeObjectError:  # for the save to say: its planner may leave that out
             await stager.prewarm(state)
             return
         await stager.prewarm_for(captured)
         if captured.sharded or self._together() is not None:
             return  # it takes a group to plan
-        with suppress(InvalidOption, KeyCollision, UnsafeObject, UnsupportedTensor):  # as above
+        with suppress(InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError):  # as above
             plan = self._saved_as.applied(plan_alone, self.url, others=False)
             await io_threads().run(plan, stager.plans, stager.budget_bytes, captured)
 
@@ -284,16 +284,16 @@ class Checkpointer:
         planner: Any = None,
         files: Mapping[str, FileSource] | None = None,
     ) -> PendingSave:
-        """Launch the copies of ``state`` and return; see ``async_save`` for the result. With ``overlap="wait"`` this
+        """Launch the copies of ``state`` and return; see ``async_save`` for the result. With ``when_full="wait"`` this
         waits for a free slot first, with the other policies for nothing but the listing of the run. Over several ranks
-        it waits for the others to come to the call too, but with ``overlap="latest"`` for nothing at all: the copies
+        it waits for the others to come to the call too, but with ``when_full="latest"`` for nothing at all: the copies
         are launched when all have called and rank 0 has a slot, unless all have called a newer save by then.
 
         ``metadata`` is plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
-        ``planner`` and ``files`` are as for ``save``; two saves that overlap need a planner each. A step
-        that is committed already is saved as its next generation; the old one stays until that is verified. Raises
-        ``Busy`` (``overlap="fail"``), and what an earlier save, or the deleting after it, failed with if nobody has
-        heard of it; then it starts nothing. Cancelling before this returns starts nothing either.
+        ``planner`` and ``files`` are as for ``save``; two saves that overlap need a planner each. A step that is
+        committed already is saved as its next generation; the old one stays until that is verified. Raises
+        ``TooManySavesError`` (``when_full="fail"``), and what an earlier save, or the deleting after it, failed with if
+        nobody has heard of it; then it starts nothing. Cancelling before this returns starts nothing either.
         """
         self._check_usable()
         member = self._together()
@@ -410,7 +410,9 @@ class Checkpointer:
     def _give_way(self, step: int) -> PendingSave:
         url = f"{self.url}/{step_name(step, 1)}"
         if self._overlap == "fail":
-            raise Busy(f"{url} was not saved: {self._slots.taken} saves are in flight, as many as in_flight= allows")
+            raise TooManySavesError(
+                f"{url} was not saved: {self._slots.taken} saves are in flight, as many as slots= allows"
+            )
         return PendingSave(SkippedSave(self.url, step, f"{self._slots.taken} saves are in flight"))
 
     def _queue(self, asked: _Asked) -> PendingSave:
@@ -499,12 +501,12 @@ class Checkpointer:
 
         As ``load``, in place, and with its keywords; ``verify``, ``timeout_s`` and ``names`` are those of the
         ``Checkpointer`` unless they are given here (``names={}``: none). ``restored`` has the report. While it is read
-        the step is leased, so that nobody deletes it. Raises ``CheckpointNotFound`` for a ``step`` that is not there,
-        ``Corrupt`` for one that is damaged.
+        the step is leased, so that nobody deletes it. Raises ``CheckpointNotFoundError`` for a ``step`` that is not
+        there, ``CorruptCheckpointError`` for one that is damaged.
 
         With ``fallback="older"`` the newest older one that is good is loaded instead of a damaged one (of the same step
         an older generation first); ``restored.passed_over`` lists what was damaged, ``health()`` too, and a warning is
-        logged. ``Corrupt`` then means that none is good.
+        logged. ``CorruptCheckpointError`` then means that none is good.
         """
         self._check_usable()
         wish = self._wish(step, fallback)
@@ -545,7 +547,7 @@ class Checkpointer:
     ) -> AsyncIterator[Checkpoint]:
         """``open_checkpoint`` of a step, with a lease on it: nobody deletes it within the ``async with``.
 
-        Raises ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``.
+        Raises ``CheckpointNotFoundError``, ``CorruptCheckpointError``, ``UnsupportedCheckpointError``.
         """
         async with self._reading(step) as (found, location):
             if found.damage is not None:
@@ -555,7 +557,8 @@ class Checkpointer:
     async def verify(self, step: int | Latest = "latest", *, progress: Progress | None = None) -> VerifyReport:
         """Read a step whole and compare it with all that is known about it, under a lease; see ``sidestream.verify``.
 
-        Damage is reported and not raised: look at ``ok``. Raises ``CheckpointNotFound``, and what ``verify`` raises.
+        Damage is reported and not raised: look at ``ok``. Raises ``CheckpointNotFoundError``, and what ``verify``
+        raises.
         """
         async with self._reading(step) as (_, location):
             with self._time_limit():
@@ -564,7 +567,7 @@ class Checkpointer:
     async def metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
         """What was noted about a step when it was saved, and nothing else of it is read; empty if nothing was.
 
-        Raises ``CheckpointNotFound``, ``Corrupt``.
+        Raises ``CheckpointNotFoundError``, ``CorruptCheckpointError``.
         """
         async with self._reading(step) as (found, _):
             if found.damage is not None:
@@ -588,7 +591,7 @@ class Checkpointer:
         process; with ``after``, every one above it, those that are there already first.
 
         "Now" is when the first look at the run ends. A step may be gone again when it is loaded, if retention deletes
-        it: then ``restore`` raises ``CheckpointNotFound``, and a newer one comes next.
+        it: then ``restore`` raises ``CheckpointNotFoundError``, and a newer one comes next.
         """
         self._check_usable()
         check_timeout(poll_s)
@@ -618,11 +621,11 @@ class Checkpointer:
         check_steps(step)
         return Wish(step, fallback == "older")
 
-    async def _not_found(self, step: int | None) -> CheckpointNotFound:
+    async def _not_found(self, step: int | None) -> CheckpointNotFoundError:
         with self._time_limit():
             there = [found.step for found in await list_steps(self._store)]
         wanted = "step" if step is None else f"step {step}"
-        return CheckpointNotFound(f"{self.url} has no committed {wanted}; it has {there or 'none'}")
+        return CheckpointNotFoundError(f"{self.url} has no committed {wanted}; it has {there or 'none'}")
 
     # --- looking after the run ---
 
@@ -675,7 +678,7 @@ class Checkpointer:
         the signal's number if not given), ``"signal"`` lets the signal kill the process, ``"stay"`` leaves the end to
         the program, which looks at ``preempted``. A failure is logged, and the end comes all the same.
 
-        Raises ``InvalidOption`` outside of the main thread. Closing the ``Checkpointer`` gives the signals back.
+        Raises ``InvalidOptionError`` outside of the main thread. Closing the ``Checkpointer`` gives the signals back.
         """
         self._check_usable()
         if self._preemption is not None:
@@ -769,7 +772,7 @@ class Checkpointer:
             await save.ended()
 
     def __enter__(self) -> NoReturn:
-        raise AsyncOnly(
+        raise AsyncOnlyError(
             "enter a Checkpointer with: async with sidestream.Checkpointer(...) as checkpoints; without an event "
             "loop use: with sidestream.blocking.Checkpointer(...) as checkpoints"
         )
@@ -833,10 +836,10 @@ class Checkpointer:
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
-            raise ForkedProcess("this Checkpointer was made before os.fork(); make a new one in the child")
+            raise ForkedProcessError("this Checkpointer was made before os.fork(); make a new one in the child")
         if self._closed:
-            raise Closed(f"the Checkpointer of {self.url} is closed")
+            raise ClosedError(f"the Checkpointer of {self.url} is closed")
         if self._loop is None:
-            raise Closed("enter the Checkpointer first: async with sidestream.Checkpointer(...) as checkpoints")
+            raise ClosedError("enter the Checkpointer first: async with sidestream.Checkpointer(...) as checkpoints")
         if running_loop("Checkpointer") is not self._loop:
-            raise WrongLoop(f"the Checkpointer of {self.url} belongs to another event loop")
+            raise WrongLoopError(f"the Checkpointer of {self.url} belongs to another event loop")

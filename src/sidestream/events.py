@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 __all__ = [
     "Event",
+    "GuaranteeLost",
     "LoadApplied",
     "LoadContext",
     "LoadEvent",
@@ -23,7 +24,6 @@ __all__ = [
     "LoadStarted",
     "LoadVerified",
     "Observer",
-    "PromiseLost",
     "RanksMissing",
     "Retried",
     "SaveCommitted",
@@ -35,9 +35,9 @@ __all__ = [
     "SaveStaged",
     "SaveStarted",
     "SaveWritten",
-    "SaverGone",
     "SlowPart",
     "Throttled",
+    "WriterProcessLost",
     "emit",
     "observe",
 ]
@@ -78,7 +78,7 @@ class SlowPart:
 
 
 @dataclass(frozen=True, slots=True)
-class PromiseLost:
+class GuaranteeLost:
     """Something that sidestream promises does not hold on this storage, as ``promise`` says. What never holds is told
     once per storage; that uploads could not be listed, whenever it happens."""
 
@@ -87,8 +87,8 @@ class PromiseLost:
 
 
 @dataclass(frozen=True, slots=True)
-class SaverGone:
-    """The saver process ``pid`` ended in the middle of saving ``url``, for ``reason``. ``again``: a new one writes it
+class WriterProcessLost:
+    """The writer process ``pid`` ended in the middle of saving ``url``, for ``reason``. ``again``: a new one writes it
     once more, from the same staged memory."""
 
     url: str
@@ -280,7 +280,9 @@ class LoadFellBack(LoadEvent):
     reason: str
 
 
-Event: TypeAlias = Retried | Throttled | SlowPart | PromiseLost | SaverGone | RanksMissing | SaveEvent | LoadEvent
+Event: TypeAlias = (
+    Retried | Throttled | SlowPart | GuaranteeLost | WriterProcessLost | RanksMissing | SaveEvent | LoadEvent
+)
 Observer: TypeAlias = Callable[[Event], object]
 
 _observers: tuple[Observer, ...] = ()
@@ -306,7 +308,9 @@ def observe(observer: Observer) -> Iterator[None]:
 def emit(event: Event) -> None:
     """Call the observers. Troubles are logged too: a lost promise or process as a warning, all else for debugging."""
     if not isinstance(event, (SaveEvent, LoadEvent)):
-        _log.log(logging.WARNING if isinstance(event, (PromiseLost, SaverGone)) else logging.DEBUG, "%s", event)
+        _log.log(
+            logging.WARNING if isinstance(event, (GuaranteeLost, WriterProcessLost)) else logging.DEBUG, "%s", event
+        )
     for observer in _observers:
         try:
             observer(event)

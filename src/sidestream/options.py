@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
-from .errors import InvalidOption
+from .errors import InvalidOptionError
 
 if TYPE_CHECKING:
     import torch
@@ -32,25 +32,25 @@ __all__ = [
     "Overlap",
     "Progress",
     "PutMode",
-    "SaverChoice",
-    "SaverProcess",
     "Storage",
     "StorePolicy",
     "Trust",
     "Verify",
     "WhenFull",
+    "WriterChoice",
+    "WriterProcess",
     "add_prefix",
     "check_choice",
     "check_count",
     "check_dtype",
     "check_names",
-    "check_saver",
     "check_seconds",
     "check_step",
     "check_steps",
     "check_strict",
     "check_timeout",
     "check_verify",
+    "check_writer",
     "is_fsspec",
     "storage_of",
     "strip_prefix",
@@ -99,18 +99,19 @@ Progress: TypeAlias = Callable[[int, int], object]
 load, as an error of storage would."""
 
 WhenFull = Literal["wait", "skip", "latest", "fail"]
-"""What a stage does that finds no memory free. ``"wait"``: wait for some. ``"skip"``: raise ``Skipped``. ``"latest"``:
-wait, but raise ``Skipped`` when a newer stage comes before it has begun. ``"fail"``: raise ``ArenaExhausted``."""
+"""What a stage does that finds no memory free. ``"wait"``: wait for some. ``"skip"``: raise ``SkippedError``.
+``"latest"``: wait, but raise ``SkippedError`` when a newer stage comes before it has begun. ``"fail"``: raise
+``ArenaExhaustedError``."""
 
 
 Overlap = Literal["wait", "skip", "latest", "fail"]
 """What a ``Checkpointer`` does with a save that finds every slot taken. ``"wait"``: ``save`` waits for one. ``"skip"``:
-the save is ``Skipped``. ``"latest"``: ``save`` returns, and the save begins when there is one, unless a newer one has
-come meanwhile; then it is ``Skipped``. ``"fail"``: ``save`` raises ``Busy``."""
+the save is ``SkippedError``. ``"latest"``: ``save`` returns, and the save begins when there is one, unless a newer one
+has come meanwhile; then it is ``SkippedError``. ``"fail"``: ``save`` raises ``TooManySavesError``."""
 
 Fallback = Literal["never", "older"]
-"""What ``restore`` does when the step is damaged. ``"never"``: raise ``Corrupt``. ``"older"``: take the newest older
-one that is good, log a warning, and list in the report what was passed over."""
+"""What ``restore`` does when the step is damaged. ``"never"``: raise ``CorruptCheckpointError``. ``"older"``: take the
+newest older one that is good, log a warning, and list in the report what was passed over."""
 
 EngineChoice = Literal["auto", "obstore", "fsspec"]
 """The client of object storage. ``"auto"``: obstore for ``s3://``, ``gs://`` and ``az://`` where it is installed and
@@ -142,9 +143,9 @@ class StorePolicy:
         check_seconds("request_timeout_s", self.request_timeout_s)
         check_count("in_flight", self.in_flight)
         if type(self.retries) is not int or self.retries < 0:
-            raise InvalidOption(f"retries={self.retries!r} has to be an integer, not negative")
+            raise InvalidOptionError(f"retries={self.retries!r} has to be an integer, not negative")
         if type(self.part_bytes) is not int or self.part_bytes < _MIN_PART_BYTES:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"part_bytes={self.part_bytes!r} has to be at least {_MIN_PART_BYTES}: S3 takes no less"
             )
 
@@ -154,23 +155,23 @@ class Capabilities:
     """What a store promises beyond its operations. Set only those flags whose promise holds.
 
     ``create_only``: a ``put`` with ``mode="create"`` fails if the name exists, also when several machines put at the
-    same time. Of several saves to one target one succeeds, and the others raise ``Conflict``. Without the flag
-    sidestream looks before it puts, so two saves at the same time may both succeed, and the marker of the later one
-    stays. The event ``PromiseLost`` reports that.
+    same time. Of several saves to one target one succeeds, and the others raise ``CheckpointExistsError``. Without the
+    flag sidestream looks before it puts, so two saves at the same time may both succeed, and the marker of the later
+    one stays. The event ``GuaranteeLost`` reports that.
 
     ``listing``: ``listing`` shows every name whose write has returned, and no name whose delete has returned. Without
     the flag sidestream only reads, as from a web server: a load needs the URL of a checkpoint that sidestream wrote, a
-    ``Checkpointer`` fails, and a save raises ``InvalidOption``.
+    ``Checkpointer`` fails, and a save raises ``InvalidOptionError``.
 
     ``versions``: there are also two methods that replace a blob only if nobody has written it meanwhile.
     ``async def version(self, name: str) -> str`` returns what identifies the current content of a blob (an ETag, a
     generation), and raises ``FileNotFoundError`` if there is none. ``async def replace(self, name: str, content: bytes,
     version: str) -> None`` writes the blob in one atomic step if it still has this version. It raises
     ``FileExistsError`` if it has another one, and ``FileNotFoundError`` if there is none. No two contents of a name
-    ever have the same version. Without the flag ``overwrite=True`` raises ``InvalidOption``.
+    ever have the same version. Without the flag ``overwrite=True`` raises ``InvalidOptionError``.
 
     ``mapping``: there is also ``async def map(self, name: str, nbytes: int) -> mmap.mmap``, which maps a file of this
-    machine with ``mmap.ACCESS_COPY``. Without the flag ``memory="mapped"`` raises ``InvalidOption``.
+    machine with ``mmap.ACCESS_COPY``. Without the flag ``memory="mapped"`` raises ``InvalidOptionError``.
 
     ``rename``: a directory becomes visible with all its files in one step, so one without a marker is damaged. Only
     local directories have this. In every other store the marker makes a checkpoint visible, and a directory without
@@ -282,7 +283,7 @@ class Storage:
             marker always does.
 
     Raises:
-        InvalidOption: An argument is wrong, or both ``options`` and ``filesystem`` are given.
+        InvalidOptionError: An argument is wrong, or both ``options`` and ``filesystem`` are given.
     """
 
     options: Mapping[str, Any] | None = None
@@ -292,10 +293,10 @@ class Storage:
 
     def __post_init__(self) -> None:
         if self.options is not None and self.filesystem is not None:
-            raise InvalidOption("filesystem= has its options already: leave out options=")
+            raise InvalidOptionError("filesystem= has its options already: leave out options=")
         _check_options("options", self.options)
         if self.policy is not None and not isinstance(self.policy, StorePolicy):
-            raise InvalidOption(f"policy={self.policy!r} has to be a sidestream.StorePolicy")
+            raise InvalidOptionError(f"policy={self.policy!r} has to be a sidestream.StorePolicy")
         if self.filesystem is not None and not is_fsspec(self.filesystem):
             _check_store(self.filesystem)
         check_choice("commit", self.commit, Commit)
@@ -313,16 +314,16 @@ class Storage:
 def storage_of(options: Mapping[str, Any] | None, storage: Storage | None, prefix: str = "") -> Storage:
     """Return what a call was given as ``storage_options=`` or as ``storage=``; ``prefix`` precedes these names.
 
-    Raises ``InvalidOption`` for both, and for what is neither a mapping nor a ``Storage``."""
+    Raises ``InvalidOptionError`` for both, and for what is neither a mapping nor a ``Storage``."""
     if storage is None:
         _check_options(f"{prefix}storage_options", options)
         return Storage(options)
     if not isinstance(storage, Storage):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{prefix}storage={type(storage).__name__} has to be a sidestream.Storage(options=, filesystem=, policy=)"
         )
     if options is not None:
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{prefix}storage_options= and {prefix}storage= are both given: pass {prefix}storage=Storage(options=...)"
         )
     return storage
@@ -334,26 +335,28 @@ def is_fsspec(filesystem: object) -> bool:
 
 def _check_options(name: str, options: object) -> None:
     if options is not None and not isinstance(options, Mapping):
-        raise InvalidOption(f"{name}= has to be a dict of what the fsspec file system takes")
+        raise InvalidOptionError(f"{name}= has to be a dict of what the fsspec file system takes")
 
 
 def _check_store(given: Any) -> None:
-    """Raise ``InvalidOption`` for what is not a ``BlobStore``."""
+    """Raise ``InvalidOptionError`` for what is not a ``BlobStore``."""
     if isinstance(given, type):
-        raise InvalidOption(f"filesystem={given.__name__} is a class: pass an instance of it")
+        raise InvalidOptionError(f"filesystem={given.__name__} is a class: pass an instance of it")
     name = type(given).__name__
     can = getattr(given, "capabilities", None)
     if not isinstance(can, Capabilities):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"filesystem={name} is neither an fsspec file system nor a sidestream.options.BlobStore: it has no "
             "capabilities of the type sidestream.options.Capabilities"
         )
     offered = *("version", "replace") * can.versions, *("map",) * can.mapping
     wanted = ("read", "size", *("put", "upload", "listing", "delete") * can.listing, *offered)
     if missing := [f"{one}()" for one in wanted if not callable(getattr(given, one, None))]:
-        raise InvalidOption(f"filesystem={name} lacks methods of a sidestream.options.BlobStore: {', '.join(missing)}")
+        raise InvalidOptionError(
+            f"filesystem={name} lacks methods of a sidestream.options.BlobStore: {', '.join(missing)}"
+        )
     if can.rename:
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"filesystem={name} has capabilities.rename, which only local directories have: leave it off"
         )
 
@@ -373,10 +376,10 @@ class Apart:
     def __post_init__(self) -> None:
         check_count("world_size", self.world_size)
         if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
-            raise InvalidOption(f"rank={self.rank!r} has to be an integer from 0 to {self.world_size - 1}")
+            raise InvalidOptionError(f"rank={self.rank!r} has to be an integer from 0 to {self.world_size - 1}")
         told = self.save_id
         if type(told) is not str or not 0 < len(told) <= 128 or not told.isascii() or not told.isprintable():
-            raise InvalidOption(f"save_id={told!a:.150} has to be a text of 1 to 128 printable ASCII characters")
+            raise InvalidOptionError(f"save_id={told!a:.150} has to be a text of 1 to 128 printable ASCII characters")
 
 
 IoPriority = Literal["normal", "low", "idle"]
@@ -384,7 +387,7 @@ IoPriority = Literal["normal", "low", "idle"]
 
 
 @dataclass(frozen=True, slots=True)
-class SaverProcess:
+class WriterProcess:
     """How the process that writes for the trainer is run. Saves with equal options share one process.
 
     ``nice`` is added to the trainer's own (Linux: within ``SCHED_BATCH``), but for copies, which the trainer may wait
@@ -407,40 +410,42 @@ class SaverProcess:
         check_seconds("silence_s", self.silence_s)
         check_seconds("idle_s", self.idle_s)
         if type(self.nice) is not int or not 0 <= self.nice <= 19:
-            raise InvalidOption(f"nice={self.nice!r} has to be an integer from 0 to 19")
+            raise InvalidOptionError(f"nice={self.nice!r} has to be an integer from 0 to 19")
         if type(self.retries) is not int or self.retries < 0:
-            raise InvalidOption(f"retries={self.retries!r} has to be an integer, not negative")
+            raise InvalidOptionError(f"retries={self.retries!r} has to be an integer, not negative")
         rate = self.rate_bytes_per_s
         if rate is not None and not (type(rate) in (int, float) and rate > 0):
-            raise InvalidOption(f"rate_bytes_per_s={rate!r} has to be a positive number of bytes")
+            raise InvalidOptionError(f"rate_bytes_per_s={rate!r} has to be a positive number of bytes")
         if self.affinity is not None:
             wanted = frozenset(self.affinity)
             if not wanted or any(type(one) is not int or one < 0 for one in wanted):
-                raise InvalidOption(f"affinity={self.affinity!r} has to be a set of processor numbers")
+                raise InvalidOptionError(f"affinity={self.affinity!r} has to be a set of processor numbers")
             object.__setattr__(self, "affinity", wanted)
 
 
-SaverChoice: TypeAlias = Literal["thread", "process", "auto"] | SaverProcess
+WriterChoice: TypeAlias = Literal["thread", "process", "auto"] | WriterProcess
 """Who writes. ``"thread"``: threads of this process. ``"process"``: a process of its own, so that the trainer keeps the
-interpreter to itself. ``"auto"``: a process where one can be had, threads elsewhere. ``SaverProcess``: ``"process"``,
+interpreter to itself. ``"auto"``: a process where one can be had, threads elsewhere. ``WriterProcess``: ``"process"``,
 with options."""
 
 
-def check_saver(saver: object) -> None:
-    if not isinstance(saver, SaverProcess) and saver not in ("thread", "process", "auto"):
-        raise InvalidOption(f"saver={saver!r} has to be one of 'thread', 'process', 'auto', or a SaverProcess(...)")
+def check_writer(saver: object) -> None:
+    if not isinstance(saver, WriterProcess) and saver not in ("thread", "process", "auto"):
+        raise InvalidOptionError(
+            f"saver={saver!r} has to be one of 'thread', 'process', 'auto', or a WriterProcess(...)"
+        )
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raise ``InvalidOption`` unless ``value`` is one of the literals in ``choices``."""
+    """Raise ``InvalidOptionError`` unless ``value`` is one of the literals in ``choices``."""
     allowed = get_args(choices)
     if value not in allowed:
-        raise InvalidOption(f"{name}={value!r} has to be one of {', '.join(map(repr, allowed))}")
+        raise InvalidOptionError(f"{name}={value!r} has to be one of {', '.join(map(repr, allowed))}")
 
 
 def check_verify(verify: object) -> None:
     if verify == "never":
-        raise InvalidOption(
+        raise InvalidOptionError(
             "verify='never' was a second name for verify='manifest': pass that, which checks the manifest, the layout "
             "and the sizes of files, and not the payload"
         )
@@ -448,33 +453,33 @@ def check_verify(verify: object) -> None:
 
 
 def check_strict(strict: object) -> frozenset[str]:
-    """Its names. Raise ``InvalidOption`` for anything but a collection of what ``Allowance`` lists."""
+    """Its names. Raise ``InvalidOptionError`` for anything but a collection of what ``Allowance`` lists."""
     names = get_args(Allowance)
     if isinstance(strict, bool):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"strict={strict!r} is an argument of torch's load_state_dict. Instead of strict=False pass "
             'strict={"partial", "ignore_unexpected"} (and "cast" to convert dtypes, which torch always does); instead '
             "of strict=True use the default, strict=()"
         )
     if isinstance(strict, str) or not isinstance(strict, Collection) or any(name not in names for name in strict):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"strict={strict!r} has to be a set or sequence of {', '.join(map(repr, names))}: each name loosens the "
-            'comparison of target and checkpoint, as in strict={"partial"}'
+            "comparison of target and checkpoint, as in allow_missing=True"
         )
     return frozenset(strict)
 
 
 def check_names(names: object) -> None:
-    """Raise ``InvalidOption`` for what is neither a function nor a mapping, nor None."""
+    """Raise ``InvalidOptionError`` for what is neither a function nor a mapping, nor None."""
     if names is not None and not callable(names) and not isinstance(names, Mapping):
-        raise InvalidOption(f"names={names!r} has to be a function of a name, or a mapping of names")
+        raise InvalidOptionError(f"names={names!r} has to be a function of a name, or a mapping of names")
 
 
 def check_dtype(dtype: object) -> None:
-    """Raise ``InvalidOption`` for what is neither a floating-point dtype nor a mapping of patterns to some."""
+    """Raise ``InvalidOptionError`` for what is neither a floating-point dtype nor a mapping of patterns to some."""
     for one in dtype.values() if isinstance(dtype, Mapping) else () if dtype is None else (dtype,):
         if not getattr(one, "is_floating_point", False):
-            raise InvalidOption(f"dtype={one!r} has to be a floating-point dtype of torch")
+            raise InvalidOptionError(f"dtype={one!r} has to be a floating-point dtype of torch")
 
 
 def strip_prefix(*prefixes: str, after: str | Collection[str] = "") -> Callable[[str], str]:
@@ -520,12 +525,12 @@ def check_timeout(timeout_s: object) -> None:
 def check_seconds(name: str, seconds: object) -> None:
     number = seconds if type(seconds) is int or type(seconds) is float else 0
     if not 0 < number <= _MAX_TIMEOUT_S:
-        raise InvalidOption(f"{name}={seconds!r} has to be a positive number of seconds, {_MAX_TIMEOUT_S} at most")
+        raise InvalidOptionError(f"{name}={seconds!r} has to be a positive number of seconds, {_MAX_TIMEOUT_S} at most")
 
 
 def check_count(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
-        raise InvalidOption(f"{name}={value!r} has to be a positive integer")
+        raise InvalidOptionError(f"{name}={value!r} has to be a positive integer")
 
 
 def check_steps(step: object) -> None:
@@ -536,9 +541,9 @@ def check_steps(step: object) -> None:
 
 def check_step(step: object) -> None:
     if type(step) is not int or not 0 <= step < 10**18:
-        raise InvalidOption(f"step={step!r} has to be an integer of at most 18 digits, not negative")
+        raise InvalidOptionError(f"step={step!r} has to be an integer of at most 18 digits, not negative")
 
 
 Apart.__module__ = "sidestream.dcp"
-for _public in (SaverProcess, Storage, StorePolicy, add_prefix, strip_prefix):
+for _public in (WriterProcess, Storage, StorePolicy, add_prefix, strip_prefix):
     _public.__module__ = "sidestream"  # users import them from there; the decorator `public` belongs to a higher floor

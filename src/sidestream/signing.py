@@ -24,7 +24,13 @@ from ._load.verify import VerifyReport, verify_manifest
 from ._runtime.tasks import running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
 from ._storage import BytesBody, Location, RangeSource, locate_directory
-from .errors import BadSignature, CheckpointNotFound, Conflict, InvalidOption, MissingExtra
+from .errors import (
+    BadSignatureError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidOptionError,
+    MissingExtraError,
+)
 from .options import Progress, Storage, check_timeout, storage_of
 
 __all__ = ["sign", "verify"]
@@ -44,9 +50,10 @@ async def sign(
     """Sign the checkpoint at ``url`` with the private key in the file ``key`` and return the name of the new file.
 
     The checkpoint has to be ours and saved with ``digest=``: to sign checksums that anybody can match would promise
-    nothing. Its payload is not read, so verify it first if it was not saved just now. Raises ``CheckpointNotFound``,
-    ``Corrupt``, ``InvalidOption`` (no digests, or a key that is none), ``Conflict`` if it has been signed already,
-    ``MissingExtra``, ``StorageError``. A cancel or a failure may leave a signature behind that does not verify.
+    nothing. Its payload is not read, so verify it first if it was not saved just now. Raises
+    ``CheckpointNotFoundError``, ``CorruptCheckpointError``, ``InvalidOptionError`` (no digests, or a key that is none),
+    ``CheckpointExistsError`` if it has been signed already, ``MissingExtraError``, ``StorageError``. A cancel or a
+    failure may leave a signature behind that does not verify.
     """
     running_loop("signing.sign")
     check_timeout(timeout_s)
@@ -66,7 +73,7 @@ async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], p
         try:
             config = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise InvalidOption(f"key={os.fspath(key)!r} is no private key that can sign: {error}") from error
+            raise InvalidOptionError(f"key={os.fspath(key)!r} is no private key that can sign: {error}") from error
         config.sign(model, signature)
         return signature.read_bytes()
 
@@ -74,8 +81,10 @@ async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], p
     name = f"{manifest_name(manifest.save_id)}.sig"
     try:
         await location.store.put(f"{location.name}/{name}", BytesBody(raw), durability="fsync")
-    except Conflict as error:
-        raise Conflict(f"{location.url} has been signed already: delete {name} to sign it again") from error
+    except CheckpointExistsError as error:
+        raise CheckpointExistsError(
+            f"{location.url} has been signed already: delete {name} to sign it again"
+        ) from error
     return name
 
 
@@ -91,8 +100,9 @@ async def verify(
     """Return if the owner of the public key in the file ``key`` has signed the checkpoint, and every byte of it that a
     reader looks at is what was signed; the report is that of ``sidestream.verify``, without damage.
 
-    Raises ``BadSignature`` where there is no signature, where it is not by that key or not over these files, and where
-    anything at all is damaged; ``CheckpointNotFound``, ``Corrupt``, ``InvalidOption``, ``MissingExtra``.
+    Raises ``BadSignatureError`` where there is no signature, where it is not by that key or not over these files, and
+    where anything at all is damaged; ``CheckpointNotFoundError``, ``CorruptCheckpointError``, ``InvalidOptionError``,
+    ``MissingExtraError``.
     """
     running_loop("signing.verify")
     check_timeout(timeout_s)
@@ -124,12 +134,12 @@ async def _verify_source(
         try:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key)
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise InvalidOption(f"key={os.fspath(key)!r} is no public key that can verify: {error}") from error
+            raise InvalidOptionError(f"key={os.fspath(key)!r} is no public key that can verify: {error}") from error
         try:
             config.verify(model, signature)
         except Exception as error:  # it meets a bad bundle with errors of many packages
             why = f"{type(error).__name__}: {error}".strip(": ")
-            raise BadSignature(
+            raise BadSignatureError(
                 f"{location.url}: its signature is not one of this key over these files ({why})"
             ) from error
         return b""
@@ -138,7 +148,7 @@ async def _verify_source(
     report = await verify_manifest(source, location.url, manifest, progress)
     if report.damaged or report.digest != "verified":
         first = report.damaged[0].message if report.damaged else "its digests were not compared"
-        raise BadSignature(f"{location.url}: the signature is good, the files are not what was signed: {first}")
+        raise BadSignatureError(f"{location.url}: the signature is good, the files are not what was signed: {first}")
     return report
 
 
@@ -146,7 +156,9 @@ def _package(part: str) -> Any:
     try:
         from model_signing import signing, verifying
     except ImportError as error:
-        raise MissingExtra(f"signing needs {error.name}: pip install 'sidestream[signing]'", extra="signing") from error
+        raise MissingExtraError(
+            f"signing needs {error.name}: pip install 'sidestream[signing]'", extra="signing"
+        ) from error
     return {"signing": signing, "verifying": verifying}[part]
 
 
@@ -154,7 +166,7 @@ async def _signable(source: RangeSource, location: Location) -> Manifest:
     manifest = await read_manifest(source, location)
     if manifest.digest is None:
         what = "was saved without digests" if manifest.own else "is not one of ours, and has no digests"
-        raise InvalidOption(f'{location.url} {what}: save it with digest="blake3" to sign it')
+        raise InvalidOptionError(f'{location.url} {what}: save it with digest="blake3" to sign it')
     return manifest
 
 
@@ -167,7 +179,7 @@ async def _signed_files(source: RangeSource, url: str, manifest: Manifest) -> di
         try:
             files[name] = bytes(await read_file(source, name, sizes[name]))
         except (KeyError, FileNotFoundError) as error:
-            raise CheckpointNotFound(f"{url} was deleted while it was read") from error
+            raise CheckpointNotFoundError(f"{url} was deleted while it was read") from error
     return files
 
 
@@ -175,7 +187,7 @@ async def _signature(source: RangeSource, url: str, manifest: Manifest) -> bytes
     name = f"{manifest_name(manifest.save_id)}.sig"
     sizes = await source.sizes()
     if not 0 < sizes.get(name, 0) <= _MOST_SIGNATURE_BYTES:
-        raise BadSignature(f"{url} carries no signature ({name})")
+        raise BadSignatureError(f"{url} carries no signature ({name})")
     return bytes(await read_file(source, name, sizes[name]))
 
 

@@ -102,10 +102,10 @@ async def test_what_is_there_is_not_replaced(place: Place, saved: Path) -> None:
         for other in ({"select": "small"}, {"select": "small", "format": "safetensors"}):
             if name == "t.pt" and "format" in other:
                 continue
-            with pytest.raises(errors.Conflict):
+            with pytest.raises(errors.CheckpointExistsError):
                 await sidestream.convert(saved, place.url(name), **other, **to(place))  # type: ignore[arg-type]
         if name == "t":
-            with pytest.raises(errors.Conflict):
+            with pytest.raises(errors.CheckpointExistsError):
                 await sidestream.copy(saved, place.url(name), **to(place))
         assert keys(place) == before
 
@@ -181,7 +181,7 @@ async def test_a_copy_that_fails_leaves_what_another_one_has_committed(place: Pl
         elif done > total // 2:
             raise Late
 
-    with pytest.raises((Late, errors.Conflict, ExceptionGroup)):
+    with pytest.raises((Late, errors.CheckpointExistsError, ExceptionGroup)):
         await sidestream.copy(saved, target, progress=progress, **to(place))
     assert (await sidestream.verify(target, **from_(place))).ok
 
@@ -206,15 +206,15 @@ async def test_damage_is_not_copied(saved: Path, tmp_path: Path) -> None:
         raw = bytearray((tmp_path / file).read_bytes())
         raw[raw.index(TENSORS["large"][-1000:].numpy().tobytes())] ^= 4
         (tmp_path / file).write_bytes(raw)
-        with pytest.raises(errors.Corrupt, match="large: "):
+        with pytest.raises(errors.CorruptCheckpointError, match="large: "):
             await sidestream.copy(tmp_path / file.partition("/")[0], tmp_path / "t")
-        with pytest.raises(errors.Corrupt, match="large: "):
+        with pytest.raises(errors.CorruptCheckpointError, match="large: "):
             await sidestream.copy(tmp_path / file.partition("/")[0], "memory://damaged/t")
         assert {path.name for path in tmp_path.iterdir()} == before
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.copy(tmp_path / "nothing", tmp_path / "t")
     (tmp_path / "broken" / ".metadata").unlink()
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.copy(tmp_path / "broken", tmp_path / "t")
 
 

@@ -157,7 +157,7 @@ async def load(url: Path) -> dict[str, Any]:
 
 async def load_atomic(url: Path) -> dict[str, Any]:
     state = blank_state()
-    await sidestream.load(state, url, atomic=True)
+    await sidestream.load(state, url, options=sidestream.LoadOptions(atomic=True))
     return state
 
 

@@ -97,11 +97,14 @@ class _Child:
 
     async def steps(self, run: Path) -> None:
         # One that is silent for two seconds is killed, also where the machine is merely busy: then it is one more.
-        saver = sidestream.SaverProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
-        async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, saver=saver) as checkpoints:
+        saver = sidestream.WriterProcess(silence_s=2, retries=9) if self.trial.get("saver") else "thread"
+        async with (
+            self.stager() as stager,
+            sidestream.Checkpointer(run, stager=stager, save=sidestream.SaveOptions(writer=saver)) as checkpoints,
+        ):
             for step, seed in self.trial["saves"]:
                 files = {"seed": str(seed).encode()}
-                info = await (await checkpoints.save(make_state(seed), step=step, files=files))
+                info = await checkpoints.save(make_state(seed), step=step, files=files)
                 self.tell(acked=Path(info.url).name, seed=seed)
 
     async def exported(self, run: Path) -> None:
@@ -109,7 +112,7 @@ class _Child:
         export = sidestream.HF(run.with_name("exports") / "step-{step}", select="model.*", max_shard_bytes=90_000)
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, export=export) as checkpoints:
             for step, seed in self.trial["saves"]:
-                pending = await checkpoints.save(make_state(seed), step=step)
+                pending = await checkpoints.async_save(make_state(seed), step=step)
                 info = await pending
                 self.tell(acked=Path(info.url).name, seed=seed)
                 report = await pending.exports[0]
@@ -120,7 +123,7 @@ class _Child:
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:
 
             async def one(step: int, seed: int) -> None:
-                info = await (await checkpoints.save(make_state(seed), step=step))
+                info = await checkpoints.save(make_state(seed), step=step)
                 self.tell(acked=Path(info.url).name, seed=seed)
 
             async with asyncio.TaskGroup() as group:
@@ -133,14 +136,14 @@ class _Child:
         keep = sidestream.KeepLast(2)
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, keep=keep) as checkpoints:
             for step, seed in self.trial["saves"]:
-                info = await (await checkpoints.save(make_state(seed), step=step))
+                info = await checkpoints.save(make_state(seed), step=step)
                 self.tell(acked=Path(info.url).name, seed=seed)
             self.tell(pruned=asdict(await checkpoints.prune()))
 
     async def recover(self, run: Path) -> None:
         """What somebody left who was killed is removed; nothing is saved."""
         async with self.stager() as stager, self.pruning(run, stager) as checkpoints:
-            with suppress(errors.CheckpointNotFound):
+            with suppress(errors.CheckpointNotFoundError):
                 await checkpoints.verify()
             await checkpoints.restore(blank_state(), fallback="older")
             for _ in range(3):  # what is not known to be dead is looked at twice
@@ -155,7 +158,9 @@ class _Child:
         """``save`` to a URL."""
         for step, seed in self.trial["saves"]:
             snapshot = self.trial.get("snapshot", True)
-            info = await sidestream.save(make_state(seed), run / f"plain-{step}", snapshot=snapshot)
+            info = await sidestream.save(
+                make_state(seed), run / f"plain-{step}", options=sidestream.SaveOptions(streaming=not snapshot)
+            )
             self.tell(acked=Path(info.url).name, seed=seed)
 
     async def overwriting(self, run: Path) -> None:
@@ -175,10 +180,10 @@ class _Child:
                     await asyncio.sleep(0)
                 try:
                     if number % 2:
-                        info = await (await checkpoints.save(make_state(seed), step=number))
+                        info = await checkpoints.save(make_state(seed), step=number)
                     else:
                         info = await sidestream.save(make_state(seed), run / f"plain-{number}", stager=stager)
-                except errors.Conflict:
+                except errors.CheckpointExistsError:
                     self.tell(lost=number)
                 except BaseException:
                     (run / f"ready-{number + 1}-{me}").touch()
@@ -191,24 +196,28 @@ class _Child:
         keep = sidestream.KeepLast(2)
         async with (
             self.stager() as stager,
-            sidestream.Checkpointer(run, stager=stager, keep=keep, durability="flush") as checkpoints,
+            sidestream.Checkpointer(
+                run, stager=stager, keep=keep, save=sidestream.SaveOptions(durability="flush")
+            ) as checkpoints,
         ):
             step = 0
             while not Path(self.trial["stop"]).exists():
                 step += 1
                 noted = {"seed": step}
-                await (await checkpoints.save(make_state(step), step=step, metadata=noted))
+                await checkpoints.save(make_state(step), step=step, metadata=noted)
         self.tell(published=step)
 
     async def soak(self, run: Path) -> None:
         """``saves`` of them; how much memory, how many descriptors and threads there are after every ``every``."""
         async with (
             self.stager() as stager,
-            sidestream.Checkpointer(run, stager=stager, keep=sidestream.KeepLast(2), durability="flush") as checkpoints,
+            sidestream.Checkpointer(
+                run, stager=stager, keep=sidestream.KeepLast(2), save=sidestream.SaveOptions(durability="flush")
+            ) as checkpoints,
         ):
             state = make_state(1)
             for number in range(1, self.trial["saves"] + 1):
-                await (await checkpoints.save(state, step=number))
+                await checkpoints.save(state, step=number)
                 if number % self.trial["every"] == 0:
                     await checkpoints.prune()  # a pass of retention that goes on has files open
                     self.tell(after=number, **usage())
@@ -228,7 +237,7 @@ class _Child:
         with Intercept(run, hook).installed():
             async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:
                 for step, seed in self.trial["saves"]:
-                    info = await (await checkpoints.save(make_state(seed), step=step))
+                    info = await checkpoints.save(make_state(seed), step=step)
                     self.tell(acked=Path(info.url).name, seed=seed)
         self.tell(held=here.is_set())
 
@@ -242,7 +251,7 @@ class _Child:
         keep = sidestream.KeepLast(2) | sidestream.KeepEvery(seconds=3600)
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, keep=keep) as checkpoints:
             for step, seed in self.trial["saves"]:
-                info = await (await checkpoints.save(make_state(seed), step=step))
+                info = await checkpoints.save(make_state(seed), step=step)
                 self.tell(acked=Path(info.url).name, seed=seed)
                 await checkpoints.prune()
 
@@ -300,7 +309,7 @@ class _Child:
             stager.stage({})
 
         async def use_them() -> None:
-            for use in (threads.run(int), checkpoints.steps(), checkpoints.save({}, step=1), stage()):
+            for use in (threads.run(int), checkpoints.steps(), checkpoints.async_save({}, step=1), stage()):
                 try:
                     await use
                 except errors.SidestreamError as error:

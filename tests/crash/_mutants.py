@@ -77,7 +77,7 @@ _SYNC_NEW_DIRECTORY = """        made.append(path)
 """
 _SYNC_PARENT = """            sync_directory(target.parent)
         except OSError as error:
-            raise NotDurable(
+            raise NotDurableError(
                 error.errno, "the checkpoint"""
 _TRANSLATED = """        raise from_os_error(error, "publishing", str(target)) from error
     if durability"""
@@ -107,7 +107,7 @@ MUTANTS = (
            "            _Parts(descriptor, direct, body).write(stop, threads)\n", "cuts"),
     Mutant("a deletion is not synced before it goes on", _STORE, "            sync_directory(root)\n        except",
            "            pass\n        except", "cuts", "a retention pass"),
-    Mutant("a saver process syncs nothing", "_worker/work.py", 'asked["save_id"], asked["durability"])',
+    Mutant("a writer process syncs nothing", "_worker/work.py", 'asked["save_id"], asked["durability"])',
            'asked["save_id"], "flush")', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
@@ -132,7 +132,7 @@ MUTANTS = (
            "        if self._error is not None:\n            raise self._error\n", "", "faults"),
     Mutant("a failed sync of a file is passed over", _WRITE, _SYNC_NEW,
            _SYNC_NEW.replace("os.fsync(descriptor)", _SUPPRESSED), "faults"),
-    Mutant("a failed sync of the parent is passed over", _LOCAL, """            raise NotDurable(
+    Mutant("a failed sync of the parent is passed over", _LOCAL, """            raise NotDurableError(
                 error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
             ) from error
 """, "            return\n", "faults"),
@@ -203,8 +203,8 @@ async def cuts(place: Path, chance: random.Random, first: str) -> AsyncIterator[
 
 
 async def saver_cuts(place: Path, chance: random.Random, first: str) -> AsyncIterator[list[str]]:
-    """Modelled power cuts, where a saver process writes."""
-    async for wrong in modelled(place, chance, first, CUTS, "a saver process"):
+    """Modelled power cuts, where a writer process writes."""
+    async for wrong in modelled(place, chance, first, CUTS, "a writer process"):
         yield wrong
 
 
@@ -267,7 +267,7 @@ async def reads(place: Path, chance: random.Random, first: str) -> AsyncIterator
         state = blank_state()
         with Intercept(place, short(at, 1)).installed():
             try:
-                await sidestream.load(state, place / "target", verify="manifest")
+                await sidestream.load(state, place / "target", options=sidestream.LoadOptions(verify="manifest"))
                 yield [] if same(state, make_state(11)) else ["a silent failure"]
             except sidestream.errors.SidestreamError as error:
                 yield [f"a short transfer became {error!r}"]
@@ -281,7 +281,7 @@ async def corruption(place: Path, chance: random.Random, first: str) -> AsyncIte
 
     async with sidestream.Checkpointer(place / "run") as checkpoints:
         for step, seed in ((1, 11), (2, 12)):
-            await (await checkpoints.save(make_state(seed), step=step))
+            await checkpoints.save(make_state(seed), step=step)
     for _ in range(1500):
         with damaged(place / "run" / "step-1", chance.choice(DAMAGES), chance):
             _, wrong = await judged(place / "run" / "step-1", chance.choice(OWN_READERS))
@@ -306,11 +306,11 @@ async def renamed(place: Path, chance: random.Random, first: str) -> AsyncIterat
     import sidestream
 
     async with sidestream.Checkpointer(place / "run") as checkpoints:
-        await (await checkpoints.save(make_state(1), step=1))
+        await checkpoints.save(make_state(1), step=1)
         shutil.copytree(place / "run" / "step-1", place / "run" / "step-7")
         try:
             step = await checkpoints.restore(blank_state())
-        except sidestream.errors.Corrupt:
+        except sidestream.errors.CorruptCheckpointError:
             yield []
         else:
             yield [f"the copy of step 1 is loaded as step {step}"]
@@ -325,7 +325,9 @@ async def conflicts(place: Path, chance: random.Random, first: str) -> AsyncIter
     run = place / "run"
     for number in range(20):
         async with sidestream.Checkpointer(run) as one, sidestream.Checkpointer(run) as other:
-            pending = [await each.save(make_state(2 * number + me), step=1) for me, each in enumerate((one, other))]
+            pending = [
+                await each.async_save(make_state(2 * number + me), step=1) for me, each in enumerate((one, other))
+            ]
             won = await asyncio.gather(*pending, return_exceptions=True)
         names = [Path(info.url).name for info in won if isinstance(info, sidestream.SaveInfo)]
         found = await look(run)
@@ -333,7 +335,7 @@ async def conflicts(place: Path, chance: random.Random, first: str) -> AsyncIter
         for me, info in enumerate(won):
             if isinstance(info, sidestream.SaveInfo) and found.seeds.get(Path(info.url).name) != 2 * number + me:
                 wrong.append("an acknowledged save was replaced")
-            elif isinstance(info, BaseException) and not isinstance(info, sidestream.errors.Conflict):
+            elif isinstance(info, BaseException) and not isinstance(info, sidestream.errors.CheckpointExistsError):
                 wrong.append(f"the loser got {info!r}")
         if not names:
             wrong.append("nobody won")

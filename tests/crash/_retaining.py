@@ -34,10 +34,10 @@ async def trial(run: Path, random: Any) -> list[str]:
 
 async def make(run: Path, steps: list[int], random: Any) -> list[str]:
     names = []
-    async with sidestream.Checkpointer(run, durability="flush") as checkpoints:
+    async with sidestream.Checkpointer(run, save=sidestream.SaveOptions(durability="flush")) as checkpoints:
         for step in steps:
             for _ in range(random.choice([1, 1, 2])):
-                info = await (await checkpoints.save(make_state(step), step=step))
+                info = await checkpoints.save(make_state(step), step=step)
                 names.append(Path(info.url).name)
     return names
 

@@ -73,7 +73,7 @@ def test_a_loop_that_ends_with_a_save_in_flight(turns: int, owner: str, tmp_path
     (pending,) = told
     assert pending.done()
     assert pending.outcome == "absent"
-    assert isinstance(pending.unheard, errors.Aborted)
+    assert isinstance(pending.unheard, errors.SaveAbortedError)
     assert not (tmp_path / "run" / "step-2").exists()
     assert attempts_in(tmp_path) == []
     assert descriptors(tmp_path) == []
@@ -105,7 +105,7 @@ def test_a_loop_that_ends_while_a_thread_writes(at: int, tmp_path: Path) -> None
         assert intercept.running == 0
     (pending,) = told
     assert pending.done()
-    assert isinstance(pending.unheard, errors.Aborted)
+    assert isinstance(pending.unheard, errors.SaveAbortedError)
     assert attempts_in(tmp_path) == []
     assert (pending.outcome == "committed") == (tmp_path / "run" / "step-2").exists()
     assert pending.outcome in ("committed", "absent")

@@ -36,7 +36,7 @@ from sidestream._staging.device import DeviceEngine
 from sidestream._staging.driver import CudaDriver, TorchDriver
 from sidestream._staging.registration import settle
 from sidestream._staging.runtime import CudaRuntime
-from sidestream.errors import Corrupt, SidestreamError
+from sidestream.errors import CorruptCheckpointError, SidestreamError
 
 __all__ = ["SABOTAGES", "Wrong", "program", "sabotaged"]
 
@@ -370,7 +370,10 @@ class _Program:
             while self.in_flight:
                 await self._finish()
             result: Any = sidestream.async_save(
-                self.state.root, target, stager=stager, durability="flush", timeout_s=TIMEOUT_S
+                self.state.root,
+                target,
+                stager=stager,
+                options=sidestream.SaveOptions(durability="flush", timeout_s=TIMEOUT_S),
             )
             self.in_flight.append((result, expected, what))
         else:
@@ -456,7 +459,7 @@ class _Program:
             checkpoint = await sidestream.open_checkpoint(info.url)
             try:
                 saved = await checkpoint.state_dict()
-            except Corrupt as error:  # bytes changed after their checksum was computed
+            except CorruptCheckpointError as error:  # bytes changed after their checksum was computed
                 raise Wrong(f"{what}, save: {error}") from error
             check_bytes(expected, saved, f"{what}, save")
             return

@@ -41,7 +41,14 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 import sidestream
 from sidestream.dcp import StorageReader, StorageWriter
-from sidestream.errors import Conflict, Corrupt, DtypeMismatch, InvalidOption, UnsafeObject, UnsupportedTensor
+from sidestream.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    DtypeMismatchError,
+    InvalidOptionError,
+    UnsafeObjectError,
+    UnsupportedTensorError,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled, )?unavailable.*:UserWarning"),
@@ -201,8 +208,8 @@ async def test_bytes_of_a_planner_are_handed_to_nobody_who_did_not_ask(tmp_path:
         OURS.save({"w": torch.randn(8), "config": [1]}, tmp_path / "c", JsonPlanner())
     with pytest.raises(CheckpointException) as failure:
         OURS.load({"config": [2]}, tmp_path / "c")
-    assert isinstance(only(failure), UnsafeObject)
-    with pytest.raises(UnsafeObject, match="planner wrote it"):
+    assert isinstance(only(failure), UnsafeObjectError)
+    with pytest.raises(UnsafeObjectError, match="planner wrote it"):
         await sidestream.load({"config": [2]}, tmp_path / "c")
     await sidestream.load({"w": torch.zeros(8)}, tmp_path / "c")
 
@@ -280,7 +287,7 @@ def test_plans_that_do_not_hold_are_refused(kind: Kind, tmp_path: Path) -> None:
     if kind.ours:
         with pytest.raises(CheckpointException) as failure:
             kind.save({"w": torch.ones(8)}, tmp_path / "c", planner=Lying())
-        assert isinstance(only(failure), InvalidOption)
+        assert isinstance(only(failure), InvalidOptionError)
         assert list(tmp_path.iterdir()) == []
     else:
         kind.save({"w": torch.ones(8)}, tmp_path / "c", planner=Lying())  # and nobody can load it
@@ -317,7 +324,7 @@ def test_a_target_that_is_not_empty(kind: Kind, tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
     with pytest.raises(CheckpointException) as failure:
         kind.save({"n": 3}, tmp_path / "c", overwrite=False)
-    assert isinstance(only(failure), Conflict if kind.ours else RuntimeError)
+    assert isinstance(only(failure), CheckpointExistsError if kind.ours else RuntimeError)
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
     assert hidden(tmp_path) == []
 
@@ -367,7 +374,7 @@ def test_overwriting_where_directories_cannot_be_exchanged(tmp_path: Path, monke
     monkeypatch.setattr(local, "exchanges", lambda directory: False)
     with pytest.raises(CheckpointException) as failure:
         OURS.save({"n": 2}, tmp_path / "c", overwrite=True)
-    assert isinstance(only(failure), Conflict)
+    assert isinstance(only(failure), CheckpointExistsError)
     assert OURS.load({"n": 0}, tmp_path / "c") == {"n": 1}
     assert hidden(tmp_path) == []
     OURS.save({"n": 2}, tmp_path / "d", overwrite=True)  # nothing is there to exchange
@@ -396,11 +403,11 @@ def test_what_dcp_asks_by_isinstance(tmp_path: Path) -> None:
 
 
 def test_bad_options_are_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOptionError):
         StorageWriter(tmp_path / "c", durability="maybe")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOptionError):
         StorageReader(tmp_path / "c", trust="yes")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption):
+    with pytest.raises(InvalidOptionError):
         StorageWriter("/")
 
 
@@ -428,7 +435,7 @@ def test_dtypes_that_differ(kind: Kind, tmp_path: Path) -> None:
     if kind.ours:
         with pytest.raises(CheckpointException) as failure:
             kind.load(target, tmp_path / "c")
-        assert isinstance(only(failure), DtypeMismatch)
+        assert isinstance(only(failure), DtypeMismatchError)
         assert_same({"w": torch.zeros(8, dtype=torch.int8)}, target)
     else:  # stock cuts the fractions off, in silence
         assert_same({"w": torch.ones(8, dtype=torch.int8)}, kind.load(target, tmp_path / "c"))
@@ -448,7 +455,7 @@ def test_an_altered_byte(writer: Kind, kind: Kind, tmp_path: Path) -> None:
         with pytest.raises(CheckpointException) as failure:
             kind.load(target, tmp_path / "c")
         error = only(failure)
-        assert isinstance(error, Corrupt)
+        assert isinstance(error, CorruptCheckpointError)
         assert (error.file, error.fqn) == (shard.name, "w")
     else:  # stock loads it
         assert not torch.equal(kind.load(target, tmp_path / "c")["w"], state["w"])
@@ -499,13 +506,13 @@ async def test_objects(kind: Kind, tmp_path: Path) -> None:
         assert_same(state, kind.load(blank(state), tmp_path / "c"))
     with pytest.raises(CheckpointException) as failure:
         OURS.load(blank(state), tmp_path / "c")
-    assert isinstance(only(failure), UnsafeObject)
+    assert isinstance(only(failure), UnsafeObjectError)
     assert_same(state, OURS.load(blank(state), tmp_path / "c", allow=[Config]))
     assert_same(state, OURS.load(blank(state), tmp_path / "c", trust="pickle"))
     target = blank(state)
-    await sidestream.load(target, tmp_path / "c", allow=[Config])
+    await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(safe_globals=[Config]))
     assert_same(state, target)
-    with pytest.raises(UnsafeObject, match="Config"):
+    with pytest.raises(UnsafeObjectError, match="Config"):
         await sidestream.load(blank(state), tmp_path / "c")
 
 
@@ -516,7 +523,7 @@ def test_code_in_a_checkpoint(kind: Kind, tmp_path: Path) -> None:
     if kind.ours:
         with pytest.raises(CheckpointException) as failure:
             kind.load({"n": 0}, tmp_path / "c")
-        assert isinstance(only(failure), UnsafeObject)
+        assert isinstance(only(failure), UnsafeObjectError)
         assert ran == []
     else:
         kind.load({"n": 0}, tmp_path / "c")
@@ -541,7 +548,7 @@ def test_tensors_that_have_no_bytes_are_refused_by_name(layout: str, tmp_path: P
     tensor = torch.eye(3).to_sparse() if layout == "sparse" else torch.empty(3, device="meta")
     with pytest.raises(CheckpointException) as failure:
         OURS.save({"deep": {"odd": tensor}}, tmp_path / "c")
-    assert isinstance(only(failure), UnsupportedTensor)
+    assert isinstance(only(failure), UnsupportedTensorError)
     assert "deep.odd" in str(only(failure))
     assert list(tmp_path.iterdir()) == []
 
@@ -627,7 +634,10 @@ async def test_object_storage(bucket: str) -> None:
     assert_same(state, target)
     files = {Path(name).name for name in fsspec.filesystem("memory").ls(f"{bucket}/c", detail=False)}
     assert {place.relative_path for place in written.storage_data.values()} <= files
-    for overwrite, error in ((False, Conflict), (True, InvalidOption)):  # memory:// has no puts on a condition
+    for overwrite, error in (
+        (False, CheckpointExistsError),
+        (True, InvalidOptionError),
+    ):  # memory:// has no puts on a condition
         with pytest.raises(CheckpointException) as failure:
             dcp.save(state, storage_writer=StorageWriter(f"{bucket}/c", overwrite=overwrite))
         assert isinstance(only(failure), error)

@@ -108,7 +108,9 @@ async def load(table: Table) -> None:
         shutil.copytree(saved, copy)
         damage(copy)
         await table.tries(f"damage: {name}", sidestream.load(template(), copy))
-        await table.tries(f"damage, atomic: {name}", sidestream.load(template(), copy, atomic=True))
+        await table.tries(
+            f"damage, atomic: {name}", sidestream.load(template(), copy, options=sidestream.LoadOptions(atomic=True))
+        )
     for name, options in {
         "good": {},
         "good, atomic": {"atomic": True},
@@ -163,7 +165,7 @@ def _tied() -> dict[str, Any]:
 
 
 async def _foreign(table: Table) -> None:
-    """Files of other programs that are refused, or read with ``trust=`` or ``allow=`` only."""
+    """Files of other programs that are refused, or read with ``trust=`` or ``safe_globals=`` only."""
     folder = table.folder / "foreign"
     folder.mkdir()
     dcp.save({"v": timedelta(hours=1)}, storage_writer=dcp.FileSystemWriter(folder / "object"), no_dist=True)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import sidestream
 import sidestream.blocking
-from sidestream.errors import RankFailures
+from sidestream.errors import RankFailuresError
 
 _STEP = re.compile(r"(rank \d+ )\([a-z ]+\)")
 _FAILURE = re.compile(r"\n  (?=rank \d+ \([a-z ]+\): )")
@@ -38,7 +38,7 @@ _SHORT_BYTES = 200
 
 
 class _RankTable(Table):
-    """Records also of ``RankFailures`` which errors could be made again, and the cause on a rank that failed."""
+    """Records also of ``RankFailuresError`` which errors could be made again, and the cause on a rank that failed."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder)
@@ -49,7 +49,7 @@ class _RankTable(Table):
 
     def error(self, error: BaseException) -> dict[str, Any]:
         entry = super().error(error)
-        if isinstance(error, RankFailures):
+        if isinstance(error, RankFailuresError):
             entry["rebuilt"] = [None if one.error is None else type(one.error).__name__ for one in error.failures]
             if error.__cause__ is not None and any(one.rank == self._rank for one in error.failures):
                 entry["cause"] = super().error(error.__cause__)

@@ -125,7 +125,7 @@ async def run(rank: Rank) -> None:
 
         async def saved(step: int, state: Any = None, **options: Any) -> Any:
             state = rank.state(float(step)) if state is None else state
-            return await (await checkpoints.save(state, step=step, **options))
+            return await checkpoints.save(state, step=step, **options)
 
         async def restored(**options: Any) -> Any:
             target = rank.blank()
@@ -160,7 +160,7 @@ async def run(rank: Rank) -> None:
         for name, call in calls.items():
             await rank.tries(name, call)
         rank.note("restored", checkpoints.restored)
-        pending = await checkpoints.save(rank.state(9.0), step=9)
+        pending = await checkpoints.async_save(rank.state(9.0), step=9)
     await rank.tries("a save that the exit has awaited", lambda: awaited(pending))
     async with sidestream.Checkpointer(folder, keep=KeepLast(3)) as pruning:
         for name, dry_run in {"prune, a dry run": True, "prune": False, "prune again": False}.items():
@@ -168,9 +168,9 @@ async def run(rank: Rank) -> None:
             if rank.number == 0:
                 await rank.tries_alone(name, lambda d=dry_run: pruning.prune(dry_run=d))
         await rank.tries("prune, by all", pruning.prune)
-        pending = await pruning.save(rank.state(10.0), step=10)
+        pending = await pruning.async_save(rank.state(10.0), step=10)
     await rank.tries("a save after which the exit has pruned", lambda: awaited(pending))
-    await rank.tries("closed", lambda: checkpoints.save(rank.state(), step=10))
+    await rank.tries("closed", lambda: checkpoints.async_save(rank.state(), step=10))
 
 
 async def _health(checkpoints: sidestream.Checkpointer) -> Any:
@@ -181,7 +181,7 @@ async def run_damaged(rank: Rank) -> None:
     folder = rank.folder / "run"
     async with sidestream.Checkpointer(folder) as checkpoints:
         for step in (1, 2, 3):
-            await (await checkpoints.save(rank.state(float(step)), step=step))
+            await checkpoints.save(rank.state(float(step)), step=step)
     await rank.together()
     if rank.number == 0:
         altered("__1_1.distcp")(folder / "step-3")
@@ -212,7 +212,7 @@ async def run_damaged(rank: Rank) -> None:
 
 async def _one_step(rank: Rank, folder: Path, step: int, **options: Any) -> Any:
     async with sidestream.Checkpointer(folder, **options) as checkpoints:
-        return await (await checkpoints.save(rank.state(float(step)), step=step))
+        return await checkpoints.save(rank.state(float(step)), step=step)
 
 
 async def run_overlapping(rank: Rank) -> None:
@@ -220,19 +220,19 @@ async def run_overlapping(rank: Rank) -> None:
     for policy in ("wait", "skip", "latest", "fail"):
         gate, began = Gate(rank, f"go-{policy}"), Gate(rank, f"began-{policy}")
         planner = one_of(rank, 1, GatedPlanner(gate, began), DefaultSavePlanner())
-        async with sidestream.Checkpointer(rank.folder / policy, overlap=policy, in_flight=1) as checkpoints:
-            first = await checkpoints.save(rank.state(), step=1, planner=planner)
+        async with sidestream.Checkpointer(rank.folder / policy, when_full=policy, slots=1) as checkpoints:
+            first = await checkpoints.async_save(rank.state(), step=1, planner=planner)
             await asyncio.to_thread(began.wait)
             if policy == "wait":
                 await rank.together()
                 gate.open()
             second = await rank.tries(
-                f"{policy}: save", lambda c=checkpoints: c.save(rank.state(), step=2), files=False
+                f"{policy}: save", lambda c=checkpoints: c.async_save(rank.state(), step=2), files=False
             )
             third = None
             if policy == "latest":
                 third = await rank.tries(
-                    f"{policy}: a third one", lambda c=checkpoints: c.save(rank.state(), step=3), files=False
+                    f"{policy}: a third one", lambda c=checkpoints: c.async_save(rank.state(), step=3), files=False
                 )
             await rank.together()
             gate.open()

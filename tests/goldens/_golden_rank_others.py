@@ -47,7 +47,7 @@ async def apart(rank: Rank) -> None:
     await rank.tries("planner", lambda: saved("planner", "step 8", planner=DefaultSavePlanner()))
     bad = failing(DefaultSavePlanner, "resolve_data")
     await rank.tries("a planner that raises", lambda: saved("bad", "step 9", planner=bad))
-    await rank.tries("saver process", lambda: saved("bad", "step 10", saver="process"))
+    await rank.tries("writer process", lambda: saved("bad", "step 10", saver="process"))
     if rank.number == 0:
         for path in sorted((folder / "c").iterdir()):
             rank.table.entries[f"c, {path.name}"] = _described(path, planned=True)
@@ -60,7 +60,7 @@ async def blocking(rank: Rank) -> None:
 
     def in_run() -> Any:
         with sidestream.blocking.Checkpointer(folder / "run") as checkpoints:
-            saved = checkpoints.save(rank.state(), step=1).result()
+            saved = checkpoints.save(rank.state(), step=1)
             target = rank.blank()
             return [saved, checkpoints.restore(target), local(target), checkpoints.steps()]
 
@@ -130,7 +130,7 @@ async def storages(rank: Rank) -> None:
         "save, short files on rank 1": short,
         "save, not closed": unclosed,
         "save, closed": lambda: kept[0].close(),
-        "save, saver process": lambda: save("process", saver="process"),
+        "save, writer process": lambda: save("process", options=sidestream.SaveOptions(writer="process")),
         "load, a key is missing on rank 1": lambda: load("c", **one_of(rank, 1, {"more": torch.zeros(1)}, {})),
         "load, nothing there": lambda: load("none"),
         "load, nothing there on rank 1": lambda: load(one_of(rank, 1, "none", "c")),
@@ -167,9 +167,19 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
             await rank.tries("call", lambda: sidestream.save(bad, f"{url}/c", **keywords))
         elif kind == "planner":
             planner = DefaultSavePlanner()
-            await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", planner=planner, **keywords))
+            await rank.tries(
+                "call",
+                lambda: sidestream.save(
+                    rank.state(), f"{url}/c", options=sidestream.SaveOptions(planner=planner), **keywords
+                ),
+            )
         elif kind == "a planner that raises":
-            await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", planner=raising, **keywords))
+            await rank.tries(
+                "call",
+                lambda: sidestream.save(
+                    rank.state(), f"{url}/c", options=sidestream.SaveOptions(planner=raising), **keywords
+                ),
+            )
         elif kind == "a run":
             async with sidestream.Checkpointer(f"{url}/run", **keywords) as checkpoints:
                 for step in (1, 2):
@@ -179,4 +189,4 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
 
 
 async def _saved_in(checkpoints: sidestream.Checkpointer, rank: Rank, step: int) -> Any:
-    return await (await checkpoints.save(rank.state(), step=step))
+    return await checkpoints.save(rank.state(), step=step)

@@ -130,7 +130,7 @@ async def save_refused(rank: Rank) -> None:
         "a bad saver": {"saver": other("fork", "thread")},
         "a bad stager": {"stager": other(3, None)},
         "a stager that raises": {"stager": other(RefusingStager(), BlockingAsyncStager())},
-        "a stager with snapshot=False": other({"snapshot": False, "stager": BlockingAsyncStager()}, {}),
+        "a stager with streaming=True": other({"snapshot": False, "stager": BlockingAsyncStager()}, {}),
     }
     for name, option in options.items():
         await rank.tries(f"option: {name}", lambda o=option: sidestream.save(good, folder / "bad", **o))
@@ -156,7 +156,10 @@ async def save_refused(rank: Rank) -> None:
     await rank.tries("after all", lambda: sidestream.save(good, folder / "after"))
     group: Any = other("all", None)  # rank 1 does not even reach the group, so the ranks do not count alike any more
     await rank.tries(
-        "no group on rank 1", lambda: sidestream.save(good, folder / "bad", process_group=group, rank_wait_s=0.5)
+        "no group on rank 1",
+        lambda: sidestream.save(
+            good, folder / "bad", process_group=group, options=sidestream.SaveOptions(rank_wait_s=0.5)
+        ),
     )
 
 
@@ -170,22 +173,35 @@ async def save_planned(rank: Rank) -> None:
     """``planner=``, and in which threads its methods are called."""
     folder = rank.folder
     planner = TracedSave()
-    await rank.tries("good", lambda: sidestream.save(rank.state(), folder / "good", planner=planner))
+    await rank.tries(
+        "good", lambda: sidestream.save(rank.state(), folder / "good", options=sidestream.SaveOptions(planner=planner))
+    )
     rank.note("save, threads", sorted(planner.threads))
     loader = TracedLoad()
     await rank.tries("load", lambda: loaded(rank, folder / "good", rank.state(), planner=loader))
     rank.note("load, threads", sorted(loader.threads))
     for step in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
         bad = one_of(rank, int(step != "create_global_plan"), failing(DefaultSavePlanner, step), DefaultSavePlanner())
-        await rank.tries(f"save: {step} raises", lambda p=bad: sidestream.save(rank.state(), folder / "bad", planner=p))
+        await rank.tries(
+            f"save: {step} raises",
+            lambda p=bad: sidestream.save(rank.state(), folder / "bad", options=sidestream.SaveOptions(planner=p)),
+        )
     for step in ("create_local_plan", "create_global_plan", "finish_plan", "load_bytes", "resolve_tensor"):
         bad = one_of(rank, int(step != "create_global_plan"), failing(DefaultLoadPlanner, step), DefaultLoadPlanner())
-        await rank.tries(f"load: {step} raises", lambda p=bad: sidestream.load(rank.own(), folder / "good", planner=p))
+        await rank.tries(
+            f"load: {step} raises",
+            lambda p=bad: sidestream.load(rank.own(), folder / "good", options=sidestream.LoadOptions(planner=p)),
+        )
     value = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
-    await rank.tries("save: a value", lambda: sidestream.save(value, folder / "bad", planner=DefaultSavePlanner()))
+    await rank.tries(
+        "save: a value",
+        lambda: sidestream.save(value, folder / "bad", options=sidestream.SaveOptions(planner=DefaultSavePlanner())),
+    )
     await rank.tries(
         "save: the target is there",
-        lambda: sidestream.save(rank.state(), folder / "good", planner=DefaultSavePlanner()),
+        lambda: sidestream.save(
+            rank.state(), folder / "good", options=sidestream.SaveOptions(planner=DefaultSavePlanner())
+        ),
     )
 
 
@@ -210,7 +226,9 @@ async def cancelled(rank: Rank) -> None:
         planner = one_of(rank, 1 - number, GatedPlanner(gate, began), DefaultSavePlanner())
 
         async def call(number: int = number, planner: Any = planner, began: Gate = began, gate: Gate = gate) -> Any:
-            task = asyncio.ensure_future(sidestream.save(rank.state(), folder / "bad", planner=planner))
+            task = asyncio.ensure_future(
+                sidestream.save(rank.state(), folder / "bad", options=sidestream.SaveOptions(planner=planner))
+            )
             if rank.number == number:
                 await asyncio.to_thread(began.wait)
                 task.cancel()
@@ -235,7 +253,10 @@ async def objects(rank: Rank) -> None:
         state = {"o": one_of(rank, number, Refusing("load_state_dict"), Holder()), "deep": [Holder()]}
         for atomic in (False, True):
             name = f"load, an object that raises on rank {number}{', atomic' if atomic else ''}"
-            await rank.tries(name, lambda s=state, a=atomic: sidestream.load(s, folder / "c", atomic=a))
+            await rank.tries(
+                name,
+                lambda s=state, a=atomic: sidestream.load(s, folder / "c", options=sidestream.LoadOptions(atomic=a)),
+            )
         state = {"o": one_of(rank, number, Refusing("state_dict"), Holder()), "deep": [Holder()]}
         name = f"load, an object whose state_dict raises on rank {number}"
         await rank.tries(name, lambda s=state: sidestream.load(s, folder / "c"))
@@ -256,26 +277,39 @@ async def not_awaited(rank: Rank) -> None:
     await rank.tries("async_save", dropped)
     checkpoints = sidestream.Checkpointer(rank.folder / "run")
     async with checkpoints:
-        pending = await checkpoints.save(bad, step=1)
+        pending = await checkpoints.async_save(bad, step=1)
         await pending.ended()
-        await rank.tries("Checkpointer, the next save", lambda: checkpoints.save(rank.state(), step=2), free="ranks")
-        pending = await checkpoints.save(rank.state(), step=3)
+        await rank.tries(
+            "Checkpointer, the next save", lambda: checkpoints.async_save(rank.state(), step=2), free="ranks"
+        )
+        pending = await checkpoints.async_save(rank.state(), step=3)
         await rank.tries("Checkpointer, the one after that", lambda: awaited(pending))
-        pending = await checkpoints.save(bad, step=4)
+        pending = await checkpoints.async_save(bad, step=4)
         await pending.ended()
         await rank.tries("Checkpointer, closed", checkpoints.aclose)
 
 
 async def saver_process(rank: Rank) -> None:
     folder = rank.folder
-    await rank.tries("save", lambda: sidestream.save(rank.state(), folder / "c", saver="process"))
+    await rank.tries(
+        "save", lambda: sidestream.save(rank.state(), folder / "c", options=sidestream.SaveOptions(writer="process"))
+    )
     await rank.tries("load", lambda: loaded(rank, folder / "c", rank.state()))
     other = one_of(rank, 1, "process", "thread")
-    await rank.tries("on rank 1 only", lambda: sidestream.save(rank.state(), folder / "d", saver=other))
+    await rank.tries(
+        "on rank 1 only",
+        lambda: sidestream.save(rank.state(), folder / "d", options=sidestream.SaveOptions(writer=other)),
+    )
     value = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
-    await rank.tries("a value on rank 1", lambda: sidestream.save(value, folder / "bad", saver="process"))
+    await rank.tries(
+        "a value on rank 1",
+        lambda: sidestream.save(value, folder / "bad", options=sidestream.SaveOptions(writer="process")),
+    )
     large = rank.state() | {"large": rank.placed(torch.zeros(1000, 4), Shard(0))}
-    await rank.tries("the target is there", lambda: sidestream.save(large, folder / "c", saver="process"))
+    await rank.tries(
+        "the target is there",
+        lambda: sidestream.save(large, folder / "c", options=sidestream.SaveOptions(writer="process")),
+    )
     if rank.number == 0:
         first, second = ([path.read_bytes() for path in sorted((folder / one).glob("__*"))] for one in "cd")
         rank.note("the same bytes as a thread writes", [a == b for a, b in zip(first, second, strict=True)])

@@ -26,7 +26,7 @@ def blank() -> dict[str, Any]:
 async def _saved(run: Path, *steps: int, **options: Any) -> None:
     async with Checkpointer(run, **options) as checkpoints:
         for step in steps:
-            await (await checkpoints.save(STATE, step=step, metadata={"loss": 1.0 / (step + 1)}))
+            await checkpoints.save(STATE, step=step, metadata={"loss": 1.0 / (step + 1)})
 
 
 def _alter(step: Path) -> None:
@@ -89,11 +89,13 @@ async def _full(table: Table, run: Path) -> None:
         await table.tries("save, the same step again", _saved_by(checkpoints, 1))
         await table.tries("save, metadata", _saved_by(checkpoints, 2, metadata={"loss": 0.5}))
         calls: dict[str, Callable[[], Any]] = {
-            "save, step -1": lambda: checkpoints.save(STATE, step=-1),
-            "save, step True": lambda: checkpoints.save(STATE, step=True),
-            "save, step '1'": lambda: checkpoints.save(STATE, step="1"),  # type: ignore[arg-type]
+            "save, step -1": lambda: checkpoints.async_save(STATE, step=-1),
+            "save, step True": lambda: checkpoints.async_save(STATE, step=True),
+            "save, step '1'": lambda: checkpoints.async_save(STATE, step="1"),  # type: ignore[arg-type]
             "save, an object": lambda: _saved_by(checkpoints, 3, {"a": object()}),
-            "save, metadata with a tensor": lambda: checkpoints.save(STATE, step=3, metadata={"a": torch.ones(1)}),
+            "save, metadata with a tensor": lambda: checkpoints.async_save(
+                STATE, step=3, metadata={"a": torch.ones(1)}
+            ),
             "restore": lambda: checkpoints.restore(blank()),
             "restore, a step": lambda: checkpoints.restore(blank(), 1),
             "restore, another step": lambda: checkpoints.restore(blank(), 7),
@@ -119,7 +121,7 @@ async def _full(table: Table, run: Path) -> None:
 
 
 async def _saved_by(checkpoints: Checkpointer, step: int, state: Any = STATE, **options: Any) -> Any:
-    return await (await checkpoints.save(state, step=step, **options))
+    return await checkpoints.save(state, step=step, **options)
 
 
 async def _overlapping(table: Table, run: Path) -> None:
@@ -127,9 +129,9 @@ async def _overlapping(table: Table, run: Path) -> None:
         for policy in ("skip", "fail"):
             held = await stager.stage({"t": torch.zeros(200_000)})
             run_of = run / policy
-            async with Checkpointer(run_of, overlap=policy, in_flight=1, stager=stager) as checkpoints:
-                first = await checkpoints.save({"t": torch.zeros(200_000)}, step=1)
-                second = await table.tries(f"overlap={policy}: save", lambda c=checkpoints: c.save(STATE, step=2))
+            async with Checkpointer(run_of, when_full=policy, slots=1, stager=stager) as checkpoints:
+                first = await checkpoints.async_save({"t": torch.zeros(200_000)}, step=1)
+                second = await table.tries(f"overlap={policy}: save", lambda c=checkpoints: c.async_save(STATE, step=2))
                 if second is not None:
                     await table.tries(f"overlap={policy}: saved", _awaited(second))
                     table.note(f"overlap={policy}: outcome", second.outcome)
@@ -186,7 +188,7 @@ async def _opened_on_a_step(table: Table, folder: Path) -> None:
     before = asyncio.all_tasks()
     unheard = Checkpointer(folder)
     async with unheard:
-        pending = await unheard.save({"a": object()}, step=9)
+        pending = await unheard.async_save({"a": object()}, step=9)
         await pending.ended()
         await table.tries("a failed save that nobody awaited", unheard.aclose)
     assert asyncio.all_tasks() <= before
@@ -200,9 +202,9 @@ async def _restored_from(path: Path) -> Any:
 async def _ends(table: Table, run: Path) -> None:
     """Failed saves, cancelled calls and bodies that raise."""
     async with Checkpointer(run) as checkpoints:
-        pending = await checkpoints.save({"a": object()}, step=1)
+        pending = await checkpoints.async_save({"a": object()}, step=1)
         await pending.ended()
-        await table.tries("after a failed save: the next one", checkpoints.save(STATE, step=2))
+        await table.tries("after a failed save: the next one", checkpoints.async_save(STATE, step=2))
         await table.tries("after a failed save: the one after that", _saved_by(checkpoints, 3))
         await table.tries("after a failed save: health", lambda: checkpoints.health())
         await table.tries("after a failed save: awaited", _awaited(pending))
@@ -210,9 +212,9 @@ async def _ends(table: Table, run: Path) -> None:
     table.note("the body raises: the run", sorted(path.name for path in run.iterdir() if path.name != ".leases"))
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         held = await stager.stage({"t": torch.zeros(200_000)})
-        async with Checkpointer(run, in_flight=1, stager=stager) as checkpoints:
-            first = await checkpoints.save({"t": torch.zeros(200_000)}, step=5)
-            task = asyncio.ensure_future(checkpoints.save(STATE, step=6))  # waits for the slot
+        async with Checkpointer(run, slots=1, stager=stager) as checkpoints:
+            first = await checkpoints.async_save({"t": torch.zeros(200_000)}, step=5)
+            task = asyncio.ensure_future(checkpoints.async_save(STATE, step=6))  # waits for the slot
             await asyncio.sleep(0)
             task.cancel()
             await table.tries("cancelled while it waits for a slot", task)
@@ -225,5 +227,5 @@ async def _ends(table: Table, run: Path) -> None:
 
 async def _body_raises(run: Path) -> None:
     async with Checkpointer(run) as checkpoints:
-        await (await checkpoints.save(STATE, step=4))
+        await checkpoints.save(STATE, step=4)
         raise KeyError("the body")

@@ -136,7 +136,7 @@ async def save(table: Table) -> None:
     table.note("left behind by all of these", sorted(path.name for path in folder.iterdir()))
     await _targets(table)
     await table.tries("without a loop", asyncio.to_thread(sidestream.async_save, SMALL, folder / "c"))
-    await table.tries("snapshot=False with a stager", _streaming_with_stager(folder / "c"))
+    await table.tries("streaming=True with a stager", _streaming_with_stager(folder / "c"))
     for name, options in {
         "good": {},
         "good, flushed": {"durability": "flush"},
@@ -144,7 +144,7 @@ async def save(table: Table) -> None:
         "good, metadata": {"metadata": {"loss": 0.5}},
         "good, digest": {"digest": "blake3"},
         "good, planner": {"planner": DefaultSavePlanner()},
-        "good, saver process": {"saver": "process"},
+        "good, writer process": {"saver": "process"},
     }.items():
         await table.tries(name, lambda n=name, o=options: sidestream.save(SMALL, folder / n, **o))
     for name in ("good, part", "same part again"):
@@ -163,7 +163,7 @@ async def save(table: Table) -> None:
         "affinity": {"affinity": {-1}},
         "retries": {"retries": -1},
     }.items():
-        await table.tries(f"SaverProcess: {name}", lambda o=options: sidestream.SaverProcess(**o))
+        await table.tries(f"WriterProcess: {name}", lambda o=options: sidestream.WriterProcess(**o))
     for name, options in {
         "engine": {"engine": "boto"},
         "retries": {"retries": -1},
@@ -178,7 +178,7 @@ async def save(table: Table) -> None:
 
 async def _streaming_with_stager(path: Path) -> None:
     async with sidestream.AsyncStager() as stager:
-        await sidestream.save(SMALL, path, snapshot=False, stager=stager)
+        await sidestream.save(SMALL, path, stager=stager, options=sidestream.SaveOptions(streaming=True))
 
 
 async def _targets(table: Table) -> None:
@@ -214,7 +214,7 @@ async def _users_code(table: Table) -> None:
     """What a save calls of its user's code, and in which thread."""
     holder, planner, stager = Holder(1.0), TracedSave(), TracedStager()
     await sidestream.save({"o": holder, "deep": [{"o": holder}]}, table.folder / "users")
-    await sidestream.save(SMALL, table.folder / "users, planner", planner=planner)
+    await sidestream.save(SMALL, table.folder / "users, planner", options=sidestream.SaveOptions(planner=planner))
     await sidestream.save(SMALL, table.folder / "users, stager", stager=stager)
     held = Holder(1.0)
     await asyncio.to_thread(sidestream.blocking.save, {"o": held}, table.folder / "users, blocking")
@@ -225,7 +225,8 @@ async def _users_code(table: Table) -> None:
     for step in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"):
         bad = failing(DefaultSavePlanner, step)
         await table.tries(
-            f"planner: {step} raises", lambda b=bad: sidestream.save(SMALL, table.folder / "bad", planner=b)
+            f"planner: {step} raises",
+            lambda b=bad: sidestream.save(SMALL, table.folder / "bad", options=sidestream.SaveOptions(planner=b)),
         )
     table.note("left behind by user code that raises", (table.folder / "bad").exists())
 
@@ -313,14 +314,16 @@ async def files(table: Table) -> None:
     calls: tuple[Callable[[], Awaitable[Any]], ...] = (
         lambda: sidestream.save(SMALL, folder / "small"),
         lambda: sidestream.save(SMALL, folder / "metadata", metadata={"loss": 0.25, "tags": ["a"]}),
-        lambda: sidestream.save(SMALL, folder / "digest", digest="blake3"),
-        lambda: sidestream.save(SMALL, folder / "saver process", saver="process"),
-        lambda: sidestream.save(SMALL, folder / "streamed", snapshot=False),
+        lambda: sidestream.save(SMALL, folder / "digest", options=sidestream.SaveOptions(digest="blake3")),
+        lambda: sidestream.save(SMALL, folder / "writer process", options=sidestream.SaveOptions(writer="process")),
+        lambda: sidestream.save(SMALL, folder / "streamed", options=sidestream.SaveOptions(streaming=True)),
         lambda: sidestream.save(blocks(), folder / "blocks"),
         lambda: sidestream.save(tensors(), folder / "tensors"),
         lambda: sidestream.save(training(), folder / "training"),
         lambda: sidestream.save({"a": counted(5), "values": {"n": 1}}, folder / "values"),
-        lambda: sidestream.save(SMALL, folder / "planner", planner=DefaultSavePlanner()),
+        lambda: sidestream.save(
+            SMALL, folder / "planner", options=sidestream.SaveOptions(planner=DefaultSavePlanner())
+        ),
         lambda: async_save_part(SMALL, folder / "part", part),
         lambda: _step(folder / "run", {"loss": 1.5}),
         lambda: _step(folder / "run", None),
@@ -341,7 +344,7 @@ async def files(table: Table) -> None:
 
 async def _step(run: Path, metadata: dict[str, Any] | None) -> None:
     async with sidestream.Checkpointer(run) as checkpoints:
-        await (await checkpoints.save(SMALL, step=3, metadata=metadata))
+        await checkpoints.save(SMALL, step=3, metadata=metadata)
 
 
 def _described(path: Path, *, planned: bool) -> dict[str, Any]:

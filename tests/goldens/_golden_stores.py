@@ -120,7 +120,7 @@ async def _names(url: str, options: dict[str, Any]) -> list[str]:
 
 async def _run_save(place: Place, step: int, state: dict[str, Any] = SMALL) -> Any:
     async with sidestream.Checkpointer(place.base, keep=KeepLast(1), **place.keywords) as checkpoints:
-        return await (await checkpoints.save(state, step=step))
+        return await checkpoints.save(state, step=step)
 
 
 async def _run_restore(place: Place) -> Any:
@@ -182,7 +182,7 @@ async def _other_writers(stores: Stores) -> None:
         "metadata and digest": {"metadata": {"loss": 0.5}, "digest": "blake3"},
     }
     if stores.engine == "obstore":
-        ways["saver process"] = {"saver": "process"}
+        ways["writer process"] = {"saver": "process"}
     for name, options in ways.items():
         place = stores.fresh()
         await stores.tries(f"save, {name}", lambda p=place, o=options: _save(p.url(), **p.keywords, **o))

@@ -84,7 +84,7 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
 
     async def restored() -> None:
         async with sidestream.Checkpointer(url, **limit) as checkpoints:
-            await (await checkpoints.save(state, step=3))
+            await checkpoints.save(state, step=3)
             assert await checkpoints.restore(target) == 3
 
     def blocking() -> None:
@@ -114,9 +114,9 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
         for one in made:
             one.inner = None
         flat = {key: Collective(key, saving) for key, item in state.items() if isinstance(item, Collective)}
-        await sidestream.save(flat, url, planner=save_planner, **limit, **options)
+        await sidestream.save(flat, url, options=sidestream.SaveOptions(planner=save_planner), **limit, **options)
         into = {key: item for key, item in target.items() if isinstance(item, Collective)}
-        await sidestream.load(into, url, planner=load_planner, **limit)
+        await sidestream.load(into, url, options=sidestream.LoadOptions(planner=load_planner), **limit)
 
     ways[way]()
     assert [one.loaded for one in made if one.name in ("10", "2", "b")] == ["10", "2", "b"]
@@ -135,9 +135,9 @@ def by_parts(rank: int, world: int, directory: Path) -> list[list[str]]:
     state = {name: Alone(name, log) for name in (names if rank else reversed(names))}
 
     async def work() -> None:
-        await sidestream.save(state, directory / "saved", timeout_s=TIMEOUT_S)
+        await sidestream.save(state, directory / "saved", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         log.append("|")
-        await sidestream.load(state, directory / "saved", timeout_s=TIMEOUT_S)
+        await sidestream.load(state, directory / "saved", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
 
     run(work())
     return [log]
@@ -189,8 +189,8 @@ def stuck(rank: int, world: int, directory: Path, method: str, who: int) -> dict
     async def load() -> list[Any]:
         target = {"m": {"thing": Stuck()}}
         try:
-            await sidestream.load(target, directory / "saved", timeout_s=7.0)
-        except sidestream.errors.RankFailures as failures:
+            await sidestream.load(target, directory / "saved", options=sidestream.LoadOptions(timeout_s=7.0))
+        except sidestream.errors.RankFailuresError as failures:
             return [[one.rank, one.step, one.kind] for one in failures.failures]
         finally:
             (desk / str(rank)).touch() if rank != who else None
@@ -227,16 +227,16 @@ def never_comes(
                 if verb == "restore":
                     await checkpoints.restore(state)
                 else:
-                    await (await checkpoints.save(state, step=2))
+                    await checkpoints.save(state, step=2)
 
     async def work() -> None:
         if before:
-            await sidestream.save(state, directory / "before", timeout_s=TIMEOUT_S)
+            await sidestream.save(state, directory / "before", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
         if rank in who:
             return
         try:
             await call()
-        except sidestream.errors.RankFailures as failures:
+        except sidestream.errors.RankFailuresError as failures:
             told["failures"] = [[one.rank, one.step, one.kind, one.text] for one in failures.failures]
 
     with events.observe(lambda event: seen.append(event) if isinstance(event, events.RanksMissing) else None):
@@ -251,7 +251,7 @@ def never_comes(
 
 async def _one_step(state: dict[str, Any], run_at: Path) -> None:
     async with sidestream.Checkpointer(run_at, process_group="alone") as checkpoints:
-        await (await checkpoints.save(state, step=1))
+        await checkpoints.save(state, step=1)
 
 
 def comes_late(rank: int, world: int, directory: Path) -> dict[str, Any]:
@@ -262,7 +262,9 @@ def comes_late(rank: int, world: int, directory: Path) -> dict[str, Any]:
         if rank == 1:
             while not (directory / "warned").exists():
                 await asyncio.sleep(0.02)
-        saving = asyncio.ensure_future(sidestream.save({"t": torch.ones(3)}, directory / "a", timeout_s=TIMEOUT_S))
+        saving = asyncio.ensure_future(
+            sidestream.save({"t": torch.ones(3)}, directory / "a", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S))
+        )
         if rank == 0:
             assert await asyncio.to_thread(handler.come.wait, TIMEOUT_S)
             (directory / "warned").touch()
@@ -276,13 +278,20 @@ def load_events(rank: int, world: int, directory: Path) -> list[Any]:
     seen: list[events.LoadEvent] = []
 
     async def work() -> None:
-        async with sidestream.Checkpointer(directory / "run", timeout_s=TIMEOUT_S) as checkpoints:
-            await (await checkpoints.save({f"t{rank}": torch.ones(3)}, step=4))
+        async with sidestream.Checkpointer(
+            directory / "run",
+            timeout_s=TIMEOUT_S,
+            save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
+            load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
+        ) as checkpoints:
+            await checkpoints.save({f"t{rank}": torch.ones(3)}, step=4)
             await checkpoints.restore({f"t{rank}": torch.zeros(3)})
         other = {f"t{rank}": torch.zeros(3 + rank)}
         try:
-            await sidestream.load(other, directory / "run" / "step-4", timeout_s=TIMEOUT_S)
-        except sidestream.errors.RankFailures:
+            await sidestream.load(
+                other, directory / "run" / "step-4", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S)
+            )
+        except sidestream.errors.RankFailuresError:
             return
         raise AssertionError("the load of another shape")
 

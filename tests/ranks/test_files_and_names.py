@@ -27,7 +27,7 @@ async def test_the_files_of_rank_0_and_a_load_with_names(groups: Groups, tmp_pat
 
 async def test_ranks_save_under_other_names_and_with_other_dtypes(groups: Groups, tmp_path: Path) -> None:
     results = groups.run("saved_as", 2, tmp_path).results
-    assert results == [[[1, "KeyCollision"]]] * 2
+    assert results == [[[1, "KeyCollisionError"]]] * 2
     assert not (tmp_path / "none").exists()
     torch.manual_seed(3)
     whole, replica = torch.randn(601, 1001), torch.randn(200, 300)

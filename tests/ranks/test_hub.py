@@ -22,7 +22,7 @@ from sidestream._group.hub import Hub, Spoke
 from sidestream._group.operation import Exchange, Operation
 from sidestream._group.rendezvous import deadline_of
 from sidestream._runtime.threads import Deadline
-from sidestream.errors import RankFailures
+from sidestream.errors import RankFailuresError
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ async def test_a_cancel_before_the_publish_ends_the_save_for_all(three: Ranks, w
         await asyncio.sleep(LONG_S)
         return b""
 
-    async def rank(operation: Operation) -> RankFailures:
+    async def rank(operation: Operation) -> RankFailuresError:
         try:
             await operation.aexchange("commit", b"", decide)
         except (Stopped, asyncio.CancelledError) as error:
@@ -118,7 +118,7 @@ async def test_what_was_sent_is_forgotten_with_the_verdict(three: Ranks) -> None
         await stopped.wait()
         return b"late"
 
-    async def rank(operation: Operation) -> RankFailures:
+    async def rank(operation: Operation) -> RankFailuresError:
         try:
             await operation.aexchange("share", b"x" * 100, decide)
         except Stopped as error:

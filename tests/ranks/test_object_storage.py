@@ -20,7 +20,7 @@ async def test_ranks_save_to_a_bucket(groups: Groups, tmp_path: Path) -> None:
         results = groups.run("object_storage", 2, tmp_path, url=url, options=server.options).results
         assert all(told == results[0] for told in results)
         ids, restored, failures = results[0]
-        assert (restored, failures) == (1, [[1, "UnsafeObject"]])
+        assert (restored, failures) == (1, [[1, "UnsafeObjectError"]])
         report = await sidestream.verify(f"{url}/run/step-1", storage_options=server.options)
         assert report.ok, report.damaged
         assert report.save_id == ids[1]
@@ -34,7 +34,7 @@ async def test_ranks_replace_a_checkpoint_in_a_bucket(groups: Groups, tmp_path: 
         assert all(told == results[0] for told in results)
         ids, failures = results[0]
         assert len(set(ids)) == 3
-        assert failures == [[0, "Conflict"]]
+        assert failures == [[0, "CheckpointExistsError"]]
         target = {"other": torch.zeros(3)}
         report = await sidestream.load(target, url, **where)
         assert target["other"].tolist() == [1.0] * 3

@@ -21,7 +21,7 @@ from sidestream._run.starting import JointTurn, Starts
 from sidestream._runtime.threads import Deadline
 from sidestream._save.pending import PendingSave, SaveInfo, SaveProgress
 from sidestream._storage.transaction import Outcome
-from sidestream.errors import RankFailures, Skipped
+from sidestream.errors import RankFailuresError, SkippedError
 
 WORLD = 3
 SAVES = 8
@@ -96,7 +96,7 @@ class Rank:
     async def outcome(self, step: int) -> str:
         try:
             await self.pendings[step]
-        except (Skipped, RankFailures, asyncio.CancelledError) as error:
+        except (SkippedError, RankFailuresError, asyncio.CancelledError) as error:
             return f"{type(error).__name__} {error}"
         return "committed"
 
@@ -122,8 +122,8 @@ async def test_ranks_agree_at_any_speed(seed: int, three: Ranks) -> None:
     for step, on_ranks in enumerate(outcomes):
         told = [one for number, one in enumerate(on_ranks) if cancelled.get(step) != number]
         assert len(set(told)) == 1, (step, told)
-        assert told[0] == "committed" or step in cancelled or told[0].startswith("Skipped"), told
-        assert step not in promised or not told[0].startswith("Skipped"), told
+        assert told[0] == "committed" or step in cancelled or told[0].startswith("SkippedError"), told
+        assert step not in promised or not told[0].startswith("SkippedError"), told
     assert outcomes[-1] == ["committed"] * WORLD
     for rank in ranks:
         assert rank.begun == sorted(rank.begun)
@@ -151,7 +151,7 @@ async def test_the_time_of_one_that_is_suspended_does_not_run_out(three: Ranks) 
         operation.on_stop(lambda operation=operation: operation.report(Stopped()))  # type: ignore[misc]
     operations[0].resume(Deadline.after(0.05))
     verdict = await asyncio.wait_for(asyncio.wrap_future(operations[0].verdict), LONG_S)
-    assert {one.kind for one in verdict.failures} == {"DeadlineExceeded"}
+    assert {one.kind for one in verdict.failures} == {"DeadlineExceededError"}
 
 
 async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
@@ -217,5 +217,5 @@ async def waiting_for_rank_0(rank: Rank) -> tuple[Operation, asyncio.Task[Any]]:
 async def gives_up(rank: Rank, coming: asyncio.Task[Any]) -> None:
     await asyncio.wait([coming], timeout=LONG_S)
     in_owner(rank.group.shut)  # a cancel would not end what has not ended by now
-    with pytest.raises(RankFailures, match=r"rank 0 .*did not answer within timeout_s"):
+    with pytest.raises(RankFailuresError, match=r"rank 0 .*did not answer within timeout_s"):
         await coming

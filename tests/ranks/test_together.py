@@ -20,16 +20,16 @@ def test_disagreements(groups: Groups, tmp_path: Path) -> None:
     for told in results[1:]:
         assert told == results[0]
     assert kinds["good"] == []
-    assert kinds["conflict"] == [[0, "Conflict"]]
+    assert kinds["conflict"] == [[0, "CheckpointExistsError"]]
     for case in ("names", "values", "shapes"):
-        assert kinds[case] == [[0, "InvalidOption"]], results[0][case]
+        assert kinds[case] == [[0, "InvalidOptionError"]], results[0][case]
     assert "loss" in results[0]["values"][0][2]
-    assert {kind for _, kind in kinds["partial"]} == {"UnsupportedTensor"}
-    assert kinds["one_rank"] == [[1, "UnsafeObject"]]
-    assert kinds["option"] == [[0, "InvalidOption"]]
-    assert kinds["not_shared"] == [[1, "NotShared"]]
-    assert {kind for _, kind in kinds["missing"]} == {"CheckpointNotFound"}
-    assert kinds["keys"] == [[1, "MissingKeys"]]
+    assert {kind for _, kind in kinds["partial"]} == {"UnsupportedTensorError"}
+    assert kinds["one_rank"] == [[1, "UnsafeObjectError"]]
+    assert kinds["option"] == [[0, "InvalidOptionError"]]
+    assert kinds["not_shared"] == [[1, "StorageNotSharedError"]]
+    assert {kind for _, kind in kinds["missing"]} == {"CheckpointNotFoundError"}
+    assert kinds["keys"] == [[1, "MissingKeysError"]]
     left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".group")}
     assert left <= {"good", "disk0"}
 
@@ -41,7 +41,7 @@ def test_stages_in_one_checkpoint(groups: Groups, tmp_path: Path) -> None:
 
 def test_names_that_ranks_share_in_part(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("shared_names", 3, tmp_path).results:
-        assert told == [["opt", "raw", "w"], [[0, "InvalidOption"]]]
+        assert told == [["opt", "raw", "w"], [[0, "InvalidOptionError"]]]
 
 
 def test_groups_save_at_once(groups: Groups, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_run(groups: Groups, tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_shared(groups: Groups, tmp_path: Path) -> None:
     for told in groups.run("own_disks", 3, tmp_path).results:
-        assert told == [[[0, "NotShared"]], [1]]
+        assert told == [[[0, "StorageNotSharedError"]], [1]]
 
 
 def test_a_cancelled_save(groups: Groups, tmp_path: Path) -> None:

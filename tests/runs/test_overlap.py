@@ -12,14 +12,14 @@ from _run import Held, leases_in, state_of, until
 
 import sidestream
 from sidestream._run.slots import OwnTurn, Slots
-from sidestream.errors import Busy, Conflict, InvalidOption, Skipped
+from sidestream.errors import CheckpointExistsError, InvalidOptionError, SkippedError, TooManySavesError
 
 
 async def test_wait(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
-        second = asyncio.create_task(checkpoints.save(state_of(2), step=2))
+    async with sidestream.Checkpointer(tmp_path, slots=1, stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
+        second = asyncio.create_task(checkpoints.async_save(state_of(2), step=2))
         await until(lambda: bool(held.held), "the first stage")
         assert not second.done()
         held.let_go()
@@ -31,14 +31,14 @@ async def test_wait(tmp_path: Path) -> None:
 
 async def test_skip(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="skip", stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
-        second = await checkpoints.save(state_of(2), step=2)
+    async with sidestream.Checkpointer(tmp_path, slots=1, when_full="skip", stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
+        second = await checkpoints.async_save(state_of(2), step=2)
         await second.staged
-        with pytest.raises(Skipped, match="1 saves are in flight"):
+        with pytest.raises(SkippedError, match="1 saves are in flight"):
             await second
         assert second.outcome == "absent"
-        third = await checkpoints.save(state_of(3), step=3)
+        third = await checkpoints.async_save(state_of(3), step=3)
         held.let_go()
         await first
         await third.ended()
@@ -48,10 +48,10 @@ async def test_skip(tmp_path: Path) -> None:
 
 async def test_fail(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="fail", stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
-        with pytest.raises(Busy, match="step-2 was not saved"):
-            await checkpoints.save(state_of(2), step=2)
+    async with sidestream.Checkpointer(tmp_path, slots=1, when_full="fail", stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
+        with pytest.raises(TooManySavesError, match="step-2 was not saved"):
+            await checkpoints.async_save(state_of(2), step=2)
         held.let_go()
         await first
         assert (await _saved(checkpoints, held, 3)).step == 3
@@ -59,13 +59,13 @@ async def test_fail(tmp_path: Path) -> None:
 
 async def test_latest(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
+    async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
         await until(lambda: bool(held.held), "the first stage")
-        waiting = [await checkpoints.save(state_of(step), step=step, metadata={"n": step}) for step in (2, 3, 4)]
+        waiting = [await checkpoints.async_save(state_of(step), step=step, metadata={"n": step}) for step in (2, 3, 4)]
         for superseded in waiting[:2]:
             await superseded.staged
-            with pytest.raises(Skipped, match="a newer save came"):
+            with pytest.raises(SkippedError, match="a newer save came"):
                 await superseded
         assert not waiting[2].done()
         assert checkpoints.health().in_flight == 2
@@ -115,9 +115,9 @@ async def test_a_queued_save_has_its_place_from_its_call_on() -> None:
 
 async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
-        second = await checkpoints.save(state_of(2), step=2)
+    async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
+        second = await checkpoints.async_save(state_of(2), step=2)
         await asyncio.sleep(0)
         assert second.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -131,11 +131,11 @@ async def test_a_queued_save_can_be_cancelled_and_gives_no_slot_away(tmp_path: P
 
 async def test_a_queued_save_keeps_no_state_once_it_has_been_copied(tmp_path: Path) -> None:
     held = Held()
-    async with sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held) as checkpoints:
-        first = await checkpoints.save(state_of(1), step=1)
+    async with sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held) as checkpoints:
+        first = await checkpoints.async_save(state_of(1), step=1)
         state = state_of(2)
         tensor = weakref.ref(state["t"])
-        second = await checkpoints.save(state, step=2)
+        second = await checkpoints.async_save(state, step=2)
         del state
         held.let_go()
         await first
@@ -149,10 +149,10 @@ async def test_a_queued_save_keeps_no_state_once_it_has_been_copied(tmp_path: Pa
 
 async def test_closing_waits_for_a_queued_save(tmp_path: Path) -> None:
     held = Held()
-    checkpoints = sidestream.Checkpointer(tmp_path, in_flight=1, overlap="latest", stager=held)
+    checkpoints = sidestream.Checkpointer(tmp_path, slots=1, when_full="latest", stager=held)
     async with checkpoints:
-        await checkpoints.save(state_of(1), step=1)
-        second = await checkpoints.save(state_of(2), step=2)
+        await checkpoints.async_save(state_of(1), step=1)
+        second = await checkpoints.async_save(state_of(2), step=2)
         await until(lambda: bool(held.held), "the first stage")
         closing = asyncio.create_task(checkpoints.aclose())
         await asyncio.sleep(0)
@@ -167,11 +167,11 @@ async def test_closing_waits_for_a_queued_save(tmp_path: Path) -> None:
 
 async def test_options_are_checked(tmp_path: Path) -> None:
     for overlap in ("block", None, True):
-        with pytest.raises(InvalidOption, match="overlap"):
-            sidestream.Checkpointer(tmp_path, overlap=overlap)  # type: ignore[arg-type]
+        with pytest.raises(InvalidOptionError, match="overlap"):
+            sidestream.Checkpointer(tmp_path, when_full=overlap)  # type: ignore[arg-type]
     for seconds in (0, -1, "1"):
         for name in ("lease_s", "abandoned_after_s"):
-            with pytest.raises(InvalidOption):
+            with pytest.raises(InvalidOptionError):
                 sidestream.Checkpointer(tmp_path, **{name: seconds})  # type: ignore[arg-type]
 
 
@@ -182,7 +182,7 @@ async def test_two_writers_of_one_step(tmp_path: Path) -> None:
         sidestream.Checkpointer(tmp_path, stager=ours) as one,
         sidestream.Checkpointer(tmp_path, stager=theirs) as other,
     ):
-        pendings = [await one.save(state_of(1), step=5), await other.save(state_of(2), step=5)]
+        pendings = [await one.async_save(state_of(1), step=5), await other.async_save(state_of(2), step=5)]
         await until(lambda: bool(ours.held) and bool(theirs.held), "both stages")
         ours.let_go()
         theirs.let_go()
@@ -191,7 +191,7 @@ async def test_two_writers_of_one_step(tmp_path: Path) -> None:
         outcomes = sorted(str(pending.outcome) for pending in pendings)
         assert outcomes == ["absent", "committed"]
         loser, winner = sorted(pendings, key=lambda pending: str(pending.outcome))
-        with pytest.raises(Conflict):
+        with pytest.raises(CheckpointExistsError):
             await loser
         assert (await winner).generation == 1
         state = state_of(0)
@@ -204,7 +204,7 @@ async def test_two_writers_of_one_step(tmp_path: Path) -> None:
 
 async def _saved(checkpoints: sidestream.Checkpointer, held: Held, step: int) -> sidestream.SaveInfo:
     before = len(held.held)
-    pending = await checkpoints.save(state_of(step), step=step)
+    pending = await checkpoints.async_save(state_of(step), step=step)
     await until(lambda: len(held.held) > before, "the stage")
     held.let_go()
     return await pending

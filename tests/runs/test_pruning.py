@@ -24,7 +24,7 @@ from sidestream._storage import Attempt, LocalStore, ReadRange
 from sidestream._storage.bodies import BytesBody
 from sidestream._storage.local.read import LocalSource
 from sidestream._storage.names import attempt_name
-from sidestream.errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
+from sidestream.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 
 
 def entries(run: Path) -> list[str]:
@@ -56,7 +56,7 @@ async def test_nothing_goes_without_a_policy(tmp_path: Path) -> None:
             await save_steps(checkpoints, 1, 2, 2)
     assert len(entries(tmp_path)) == 9
     for keep in (3, KeepLast, "last"):
-        with pytest.raises(InvalidOption, match="KeepLast"):
+        with pytest.raises(InvalidOptionError, match="KeepLast"):
             sidestream.Checkpointer(tmp_path, keep=keep)  # type: ignore[arg-type]
 
 
@@ -96,15 +96,15 @@ async def test_damage_that_retention_finds_is_told_once(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, 1, 2, 9)
     flip(tmp_path / "step-9")
-    with pytest.raises(Corrupt, match="step-9 does not verify"):
+    with pytest.raises(CorruptCheckpointError, match="step-9 does not verify"):
         async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
             await save_steps(checkpoints, 3)
             await until(lambda: bool(checkpoints.health().damaged), "retention to find it")
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(2)) as checkpoints:
         await save_steps(checkpoints, 4)
         await until(lambda: checkpoints.health().retention is not None, "retention to find it")
-        with pytest.raises(Corrupt, match="step-9"):
-            await checkpoints.save(state_of(5), step=5)
+        with pytest.raises(CorruptCheckpointError, match="step-9"):
+            await checkpoints.async_save(state_of(5), step=5)
         await save_steps(checkpoints, 5, 6)
     assert entries(tmp_path) == ["step-5", "step-6", "step-9"]
 
@@ -197,7 +197,7 @@ async def test_a_leased_step_stays_until_its_reader_is_done(tmp_path: Path) -> N
         assert leases_in(tmp_path) == []
         await writer.prune()  # or the pass that follows the save does it first
         assert await writer.steps() == [2]
-        with pytest.raises(CheckpointNotFound, match="no committed step 1; it has"):
+        with pytest.raises(CheckpointNotFoundError, match="no committed step 1; it has"):
             async with reader.open(1):
                 pass
     assert entries(tmp_path) == ["step-2"]
@@ -239,7 +239,9 @@ async def test_a_clock_that_was_set_forward_ends_no_lease_of_the_living(tmp_path
 
 async def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -> None:
     """Its lease comes second, so it does not read what is about to go."""
-    async with sidestream.Checkpointer(tmp_path, timeout_s=60) as reader:
+    async with sidestream.Checkpointer(
+        tmp_path, timeout_s=60, save=sidestream.SaveOptions(timeout_s=60), load=sidestream.LoadOptions(timeout_s=60)
+    ) as reader:
         await save_steps(reader, 1, 2)
         (tmp_path / ".leases").mkdir()
         deleter = tmp_path / ".leases" / f"step-1.delete300.{'0' * 32}"
@@ -251,7 +253,7 @@ async def test_a_reader_gives_way_to_a_deletion_that_has_begun(tmp_path: Path) -
         with time_limit(Deadline.after(60)):
             await LocalStore(tmp_path).retire("step-1", durability="flush")
         deleter.unlink()
-        with pytest.raises(CheckpointNotFound):
+        with pytest.raises(CheckpointNotFoundError):
             await reading
         assert await reader.restore(blank()) == 2
 
@@ -305,7 +307,7 @@ async def test_an_attempt_of_the_dead_is_collected_and_one_of_the_living_is_not(
         sidestream.Checkpointer(tmp_path, lease_s=1, stager=held) as slow,
         sidestream.Checkpointer(tmp_path, lease_s=1, abandoned_after_s=3600) as other,
     ):
-        pending = await slow.save(state_of(5), step=5)
+        pending = await slow.async_save(state_of(5), step=5)
         await until(lambda: any("save" in name for name in leases_in(tmp_path)), "its lease")
         living = tmp_path / called("step-5", "d" * 32)  # a second attempt at the leased step, as old as the dead one
         for path in (dead, living, unleased, foreign):
@@ -388,7 +390,7 @@ async def test_a_policy_that_fails_is_heard_of(tmp_path: Path) -> None:
 async def test_after_going_back_what_was_saved_last_stays(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
         await save_steps(checkpoints, 100, 51)
-        last = [await checkpoints.save(state_of(step), step=step) for step in (52, 53)]
+        last = [await checkpoints.async_save(state_of(step), step=step) for step in (52, 53)]
         await asyncio.gather(*last)
     assert set(entries(tmp_path)) >= {"step-100", "step-53"}
 
@@ -425,7 +427,7 @@ async def test_of_two_saves_that_overlap_the_one_begun_later_is_the_last(tmp_pat
         await save_steps(checkpoints, 100)
     held = Held()
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1), stager=held) as checkpoints:
-        begun = [await checkpoints.save(state_of(step), step=step) for step in (52, 53)]
+        begun = [await checkpoints.async_save(state_of(step), step=step) for step in (52, 53)]
         await until(lambda: len(held.held) == 2, "both stages")
         for at in (1, 0):
             held.let_go(at)

@@ -74,7 +74,7 @@ def until() -> Until:
 
 @pytest.fixture
 def children() -> Callable[[], list[int]]:
-    """The saver processes of this one."""
+    """The writer processes of this one."""
 
     def find() -> list[int]:
         found = []

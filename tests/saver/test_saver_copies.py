@@ -1,4 +1,4 @@
-"""Host memory that the saver process copies: what it reads, when it lets go, and who copies when it cannot."""
+"""Host memory that the writer process copies: what it reads, when it lets go, and who copies when it cannot."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from sidestream._worker.client import saver_process
 from sidestream._worker.copying import Copier
 from sidestream._worker.filling import LinkFiller
 from sidestream._worker.wire import PIECE, Kind
-from sidestream.errors import Closed, UnsupportedTensor
-from sidestream.options import SaverProcess
+from sidestream.errors import ClosedError, UnsupportedTensorError
+from sidestream.options import WriterProcess
 
 Until = Callable[[Callable[[], bool]], None]
 Children = Callable[[], list[int]]
@@ -76,16 +76,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
     return answers
 
 
-async def up(options: SaverProcess | None = None) -> None:
+async def up(options: WriterProcess | None = None) -> None:
     with time_limit(Deadline.after(60)):
-        await saver_process(options or SaverProcess()).up()
+        await saver_process(options or WriterProcess()).up()
 
 
 async def test_it_copies_what_lies_in_rows(tmp_path: Path, asked: list[bool | None]) -> None:
     await up()
     state = state_of(1.0)
     async with AsyncStager(backing="shared") as stager:
-        await sidestream.save(state, tmp_path / "c", saver="process", stager=stager)
+        await sidestream.save(state, tmp_path / "c", stager=stager, options=sidestream.SaveOptions(writer="process"))
         assert stager.statistics().leased_bytes == 0
     assert asked
     assert set(asked) == {True}
@@ -98,7 +98,7 @@ async def test_within_any_budget(budget_mib: int, tmp_path: Path, asked: list[bo
     await up()
     state = state_of(2.0)
     async with AsyncStager(budget_bytes=budget_mib * MIB) as stager:
-        await sidestream.save(state, tmp_path / "c", saver="process", stager=stager)
+        await sidestream.save(state, tmp_path / "c", stager=stager, options=sidestream.SaveOptions(writer="process"))
         assert stager.statistics().peak_leased_bytes <= budget_mib * MIB
     assert set(asked) == {True}
     assert_same(state, await back(tmp_path / "c"))
@@ -107,7 +107,7 @@ async def test_within_any_budget(budget_mib: int, tmp_path: Path, asked: list[bo
 async def test_the_sources_may_change_once_it_has_copied(tmp_path: Path, asked: list[bool | None]) -> None:
     await up()
     state = {"w": torch.ones(8 * MIB), "v": torch.ones(MIB)}
-    pending = sidestream.async_save(state, tmp_path / "c", saver=SaverProcess())
+    pending = sidestream.async_save(state, tmp_path / "c", options=sidestream.SaveOptions(writer=WriterProcess()))
     await pending.staged
     for tensor in state.values():
         tensor.zero_()
@@ -117,17 +117,17 @@ async def test_the_sources_may_change_once_it_has_copied(tmp_path: Path, asked: 
 
 
 async def test_one_that_is_not_up_is_not_waited_for(tmp_path: Path, asked: list[bool | None]) -> None:
-    assert saver_process(SaverProcess()).filler() is None
-    await sidestream.save(state_of(1.0), tmp_path / "c", saver="process")
+    assert saver_process(WriterProcess()).filler() is None
+    await sidestream.save(state_of(1.0), tmp_path / "c", options=sidestream.SaveOptions(writer="process"))
     assert asked == []
 
 
 async def test_one_that_the_system_does_not_let_read(tmp_path: Path, asked: list[bool | None]) -> None:
-    saver = saver_process(SaverProcess())
+    saver = saver_process(WriterProcess())
     await up()
     assert saver._current().reads_memory
     saver._current().reads_memory = False
-    await sidestream.save(state_of(1.0), tmp_path / "c", saver="process")
+    await sidestream.save(state_of(1.0), tmp_path / "c", options=sidestream.SaveOptions(writer="process"))
     assert asked == []
     assert_same(state_of(1.0), await back(tmp_path / "c"))
 
@@ -136,7 +136,9 @@ async def test_paced_and_snapshot_stages_are_copied_here(tmp_path: Path, asked: 
     await up()
     for name, options in {"paced": {"max_bytes_per_second": 1e9}, "snapshot": {"mode": "snapshot"}}.items():
         async with AsyncStager(**options) as stager:  # type: ignore[arg-type]
-            await sidestream.save(state_of(1.0), tmp_path / name, saver="process", stager=stager)
+            await sidestream.save(
+                state_of(1.0), tmp_path / name, stager=stager, options=sidestream.SaveOptions(writer="process")
+            )
     assert asked == []
 
 
@@ -144,7 +146,7 @@ async def test_one_that_is_killed_while_it_copies(tmp_path: Path, asked: list[bo
     await up()
     (pid,) = children()
     os.kill(pid, signal.SIGSTOP)
-    pending = sidestream.async_save(state_of(3.0), tmp_path / "c", saver="process")
+    pending = sidestream.async_save(state_of(3.0), tmp_path / "c", options=sidestream.SaveOptions(writer="process"))
     async with asyncio.timeout(60):
         while not asked:
             await asyncio.sleep(0.01)
@@ -159,12 +161,14 @@ async def test_one_that_is_stopped_while_it_copies_and_a_cancel(
     tmp_path: Path, asked: list[bool | None], children: Children, until: Until
 ) -> None:
     """Memory comes back when the process cannot write into it any more: it is gone."""
-    saver = SaverProcess(silence_s=3600)
+    saver = WriterProcess(silence_s=3600)
     await up(saver)
     (pid,) = children()
     os.kill(pid, signal.SIGSTOP)
     async with AsyncStager(backing="shared") as stager:
-        pending = sidestream.async_save(state_of(3.0), tmp_path / "c", saver=saver, stager=stager)
+        pending = sidestream.async_save(
+            state_of(3.0), tmp_path / "c", stager=stager, options=sidestream.SaveOptions(writer=saver)
+        )
         async with asyncio.timeout(60):
             while not asked:
                 await asyncio.sleep(0.01)
@@ -175,14 +179,16 @@ async def test_one_that_is_stopped_while_it_copies_and_a_cancel(
         assert pid not in children()
         until(lambda: stager.statistics().leased_bytes == 0)
         assert list(tmp_path.iterdir()) == []
-        await sidestream.save(state_of(4.0), tmp_path / "c", saver=saver, stager=stager)
+        await sidestream.save(
+            state_of(4.0), tmp_path / "c", stager=stager, options=sidestream.SaveOptions(writer=saver)
+        )
     assert_same(state_of(4.0), await back(tmp_path / "c"))
 
 
 async def test_a_source_that_it_cannot_read(children: Children) -> None:
     """Whoever asked is told, nothing else happens, and the process goes on."""
     await up()
-    saver = saver_process(SaverProcess())
+    saver = saver_process(WriterProcess())
     filler, source = saver.filler(), torch.arange(5 * MIB, dtype=torch.float32)
     assert filler is not None
     async with AsyncStager(backing="shared") as stager:
@@ -307,7 +313,7 @@ async def test_a_source_that_moves_meanwhile_is_an_error() -> None:
 
     async with AsyncStager(backing="shared") as stager:
         staging = launched(stager, {"t": moved}, Moving(move))
-        with pytest.raises(UnsupportedTensor, match="resized"):
+        with pytest.raises(UnsupportedTensorError, match="resized"):
             await staging.copied
         staging.release()
         assert stager.statistics().leased_bytes == 0
@@ -315,11 +321,11 @@ async def test_a_source_that_moves_meanwhile_is_an_error() -> None:
 
 async def test_what_it_raises_ends_the_stage_and_gives_memory_back() -> None:
     def stop() -> bool:
-        raise Closed("stopped")
+        raise ClosedError("stopped")
 
     async with AsyncStager(backing="shared") as stager:
         staging = launched(stager, {"t": torch.ones(MIB)}, Moving(stop))
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await staging.copied
         staging.release()
         assert stager.statistics().leased_bytes == 0
@@ -338,5 +344,7 @@ async def test_a_stage_that_skips_does_not_skip_once_it_has_begun(tmp_path: Path
     await up()
     for when in ("skip", "fail"):
         async with AsyncStager(budget_bytes=24 * MIB, when_full=when) as stager:  # type: ignore[arg-type]
-            await sidestream.save(state_of(2.0), tmp_path / when, saver="process", stager=stager)
+            await sidestream.save(
+                state_of(2.0), tmp_path / when, stager=stager, options=sidestream.SaveOptions(writer="process")
+            )
     assert set(asked) == {True}

@@ -106,7 +106,7 @@ async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
     with pytest.raises(errors.StorageError):
         await store.retire("step-1", durability="fsync")
     s3.fault = lambda request: None
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.open_checkpoint(place.url("step-1"), **place.keywords)
     (found,) = await store.leftovers()
     assert (found.kind, found.name) == ("retired", "step-1/retired")
@@ -119,7 +119,7 @@ async def test_a_run_keeps_what_its_policy_says(s3: S3Server) -> None:
     target = {"large": torch.zeros(3 << 20), "step": 0}
     async with sidestream.Checkpointer(place.base, keep=sidestream.KeepLast(1), **place.keywords) as checkpoints:
         for step in (1, 2, 3):
-            await (await checkpoints.save(STATE, step=step))
+            await checkpoints.save(STATE, step=step)
         assert await checkpoints.restore(target) == 3
     # A lease whose removal failed expires by itself, and is no step.
     assert {name.split("/")[1] for name in s3.objects} - {".leases"} == {"step-3"}

@@ -71,7 +71,7 @@ async def test_we_read_what_stock_dcp_wrote(place: Place) -> None:
     report = await sidestream.load(target, place.url(), **place.keywords)
     assert_same(state(), target)
     assert report.unverified == ()
-    with pytest.raises(errors.Conflict):
+    with pytest.raises(errors.CheckpointExistsError):
         await sidestream.save(state(), place.url(), **place.keywords)
 
 
@@ -131,15 +131,15 @@ async def test_web_servers_are_read_from(web: str, tmp_path: Path) -> None:
     assert_same(state(), target)
     opened = await sidestream.open_checkpoint(f"{web}/run/ckpt")
     assert torch.equal(await opened.tensor("bf16", slice(3, 9)), state()["bf16"][3:9])
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.load(blank(), f"{web}/run/other")
-    with pytest.raises(errors.InvalidOption, match="not written"):
+    with pytest.raises(errors.InvalidOptionError, match="not written"):
         await sidestream.save(state(), f"{web}/run/new")
 
 
 async def test_web_servers_name_no_files_of_others(web: str, tmp_path: Path) -> None:
     dcp.save(state(), checkpoint_id=tmp_path / "stock", no_dist=True)
-    with pytest.raises(errors.UnsupportedCheckpoint, match="listings"):
+    with pytest.raises(errors.UnsupportedCheckpointError, match="listings"):
         await sidestream.load(blank(), f"{web}/stock")
 
 
@@ -174,7 +174,7 @@ async def test_a_file_system_that_only_looks_first(tmp_path: Path) -> None:
     with events.observe(seen.append):
         for name in ("one", "two"):
             await sidestream.save(state(), f"run/{name}", storage=sidestream.Storage(filesystem=filesystem))
-    lost = [one for one in seen if isinstance(one, events.PromiseLost)]
+    lost = [one for one in seen if isinstance(one, events.GuaranteeLost)]
     assert len(lost) == 1
     assert "conditional" in lost[0].promise
     target = blank()

@@ -1,4 +1,4 @@
-"""Object storage, written by a saver process: through both clients, with what happens to it on the way."""
+"""Object storage, written by a writer process: through both clients, with what happens to it on the way."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ async def back(place: Place, name: str) -> object:
 async def test_round_trip_and_overlapping_saves(place_on_s3: Place) -> None:
     place = place_on_s3
     saves = [
-        sidestream.async_save(state(float(n)), place.url(f"c{n}"), saver="process", **place.keywords) for n in range(2)
+        sidestream.async_save(
+            state(float(n)), place.url(f"c{n}"), options=sidestream.SaveOptions(writer="process"), **place.keywords
+        )
+        for n in range(2)
     ]
     await asyncio.gather(*saves)
     for number in range(2):
@@ -49,9 +52,11 @@ async def test_round_trip_and_overlapping_saves(place_on_s3: Place) -> None:
 async def test_killed_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Server) -> None:
     """The upload that it had begun is not left open, and a new process does it once more."""
     place = place_on_s3
-    saver = sidestream.SaverProcess(rate_bytes_per_s=10e6)
+    saver = sidestream.WriterProcess(rate_bytes_per_s=10e6)
     async with sidestream.AsyncStager(backing="shared") as stager:
-        pending = sidestream.async_save(state(1.0), place.url("c"), saver=saver, stager=stager, **place.keywords)
+        pending = sidestream.async_save(
+            state(1.0), place.url("c"), stager=stager, options=sidestream.SaveOptions(writer=saver), **place.keywords
+        )
         while not s3.uploads and not pending.done():
             await asyncio.sleep(0.005)
         pid = saver_process(saver).pid
@@ -64,9 +69,11 @@ async def test_killed_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Serve
 
 async def test_cancelled_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Server) -> None:
     place = place_on_s3
-    saver = sidestream.SaverProcess(rate_bytes_per_s=5e6)
+    saver = sidestream.WriterProcess(rate_bytes_per_s=5e6)
     async with sidestream.AsyncStager(backing="shared") as stager:
-        pending = sidestream.async_save(state(1.0), place.url("c"), saver=saver, stager=stager, **place.keywords)
+        pending = sidestream.async_save(
+            state(1.0), place.url("c"), stager=stager, options=sidestream.SaveOptions(writer=saver), **place.keywords
+        )
         while not s3.uploads and not pending.done():
             await asyncio.sleep(0.005)
         pending.cancel()
@@ -81,6 +88,11 @@ async def test_cancelled_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Se
 async def test_a_file_system_that_can_be_made_again(s3: S3Server) -> None:
     filesystem = fsspec.filesystem("s3", **s3.options)
     url = f"{s3.bucket}/handed/c"
-    await sidestream.save(state(2.0), url, saver="process", storage=sidestream.Storage(filesystem=filesystem))
+    await sidestream.save(
+        state(2.0),
+        url,
+        storage=sidestream.Storage(filesystem=filesystem),
+        options=sidestream.SaveOptions(writer="process"),
+    )
     checkpoint = await sidestream.open_checkpoint(url, storage=sidestream.Storage(filesystem=filesystem))
     assert_same(state(2.0), await checkpoint.state_dict())

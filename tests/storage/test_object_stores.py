@@ -48,18 +48,18 @@ async def test_round_trip(place: Place) -> None:
     opened = await sidestream.open_checkpoint(place.url(), **place.keywords)
     assert_same(source, await opened.state_dict())
     assert torch.equal(await opened.tensor("rows", slice(100, 900)), source["rows"][100:900])
-    with pytest.raises(errors.InvalidOption, match="not on this machine"):
+    with pytest.raises(errors.InvalidOptionError, match="not on this machine"):
         await opened.state_dict(memory="mapped")
 
 
 async def test_what_stands_there_is_not_touched(place: Place) -> None:
     await sidestream.save(state(1), place.url(), **place.keywords)
-    with pytest.raises(errors.Conflict):
+    with pytest.raises(errors.CheckpointExistsError):
         await sidestream.save(state(2), place.url(), **place.keywords)
     target = blank()
     await sidestream.load(target, place.url(), **place.keywords)
     assert_same(state(1), target)
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.load(blank(), place.url("other"), **place.keywords)
 
 
@@ -68,7 +68,7 @@ async def test_a_run(place: Place) -> None:
     async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
         assert await checkpoints.restore(target) is None
         for step in (1, 2, 2):
-            await (await checkpoints.save(state(step), step=step))
+            await checkpoints.save(state(step), step=step)
         assert await checkpoints.steps() == [1, 2]
         assert await checkpoints.restore(target) == 2
         assert_same(state(2), target)
@@ -96,7 +96,7 @@ async def test_an_export_beside_a_save(place_on_s3: Place) -> None:
     assert torch.equal(found["large"], state(4)["large"].to(torch.bfloat16))
     assert torch.equal(found["rows"], state(4)["rows"].to(torch.bfloat16))
     again = await sidestream.save(state(5), place.url("again"), **place.keywords, export=export)
-    assert isinstance(again.exports[0], errors.Conflict)
+    assert isinstance(again.exports[0], errors.CheckpointExistsError)
     assert server.uploads == {}
 
 
@@ -108,7 +108,7 @@ async def test_two_writers_one_winner(place_on_s3: Place) -> None:
     results = await asyncio.gather(*saves, return_exceptions=True)
     won = [seed for seed, result in enumerate(results, 1) if isinstance(result, sidestream.SaveInfo)]
     assert len(won) == 1
-    assert all(isinstance(one, (errors.Conflict, sidestream.SaveInfo)) for one in results)
+    assert all(isinstance(one, (errors.CheckpointExistsError, sidestream.SaveInfo)) for one in results)
     target = blank()
     await sidestream.load(target, place.url(), **place.keywords)
     assert_same(state(won[0]), target)
@@ -143,5 +143,5 @@ async def test_listings_are_never_stale(s3: S3Server) -> None:
         assert await reader.steps() == []
         for step in (1, 2):
             async with sidestream.Checkpointer(writer.base, **writer.keywords) as checkpoints:
-                await (await checkpoints.save({"t": torch.ones(4)}, step=step))
+                await checkpoints.save({"t": torch.ones(4)}, step=step)
             assert await reader.latest() == step

@@ -78,7 +78,7 @@ async def test_a_large_file_is_sent_in_parts(store: DirectoryStore, tmp_path: Pa
 async def test_windows_of_a_streamed_state_are_cut_into_parts(store: DirectoryStore) -> None:
     """Parts and windows have different sizes."""
     source = {str(number): torch.full((5 << 18,), float(number)) for number in range(7)}
-    await sidestream.save(source, URL, snapshot=False, **keywords(Wrapped(store)))
+    await sidestream.save(source, URL, options=sidestream.SaveOptions(streaming=True), **keywords(Wrapped(store)))
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     await sidestream.load(target, URL, **keywords(store))
     assert all(torch.equal(tensor, target[name]) for name, tensor in source.items())
@@ -90,7 +90,7 @@ async def test_a_run(store: DirectoryStore) -> None:
     async with sidestream.Checkpointer("run", keep=sidestream.KeepLast(2), **keywords(wrapped)) as checkpoints:
         assert await checkpoints.restore(target) is None
         for step in (1, 2, 3):
-            await (await checkpoints.save(state(), step=step))
+            await checkpoints.save(state(), step=step)
         assert await checkpoints.restore(target) == 3
     assert torch.equal(target["large"], state()["large"])
     assert {name.split("/")[1] for name in files(store.blobs)} - {".leases"} == {"step-2", "step-3"}
@@ -108,7 +108,11 @@ def test_blocking(store: DirectoryStore) -> None:
 async def test_two_writers_one_winner(store: DirectoryStore) -> None:
     saves = [sidestream.save(state(), URL, **keywords(Wrapped(store, seed=seed))) for seed in range(3)]
     results = await asyncio.gather(*saves, return_exceptions=True)
-    assert sorted(type(one).__name__ for one in results) == ["Conflict", "Conflict", "SaveInfo"]
+    assert sorted(type(one).__name__ for one in results) == [
+        "CheckpointExistsError",
+        "CheckpointExistsError",
+        "SaveInfo",
+    ]
     await assert_loads(store)
     assert len(files(store.blobs)) == 4
     assert files(store.parts) == []
@@ -126,11 +130,11 @@ async def test_without_create_only_it_is_looked_first(store: DirectoryStore, mon
     with events.observe(seen.append):
         await sidestream.save(state(), URL, **keywords(plain))
         await sidestream.save(state(), "run/other", **keywords(plain))
-    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.PromiseLost]
+    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.GuaranteeLost]
     assert any("Wrapped has no conditional put" in str(one) for one in seen)
     assert plain.counts["create"] == 0
     await assert_loads(store)
-    with pytest.raises(errors.Conflict):
+    with pytest.raises(errors.CheckpointExistsError):
         await sidestream.save(state(), URL, **keywords(plain))
 
 
@@ -138,9 +142,9 @@ async def test_without_listing_it_is_only_read(store: DirectoryStore) -> None:
     await sidestream.save(state(), URL, **keywords(store))
     plain = without(store, listing=False)
     await assert_loads(plain)
-    with pytest.raises(errors.InvalidOption, match="can be read and not written"):
+    with pytest.raises(errors.InvalidOptionError, match="can be read and not written"):
         await sidestream.save(state(), "run/new", **keywords(plain))
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.load(blank(), "run/none", **keywords(plain))
     async with sidestream.Checkpointer("run", **keywords(plain)) as checkpoints:
         with pytest.raises(errors.StorageError, match="Wrapped has no listings: give the URL of a checkpoint"):
@@ -160,7 +164,7 @@ async def test_with_mapping_files_are_memory(store: DirectoryStore) -> None:
 async def test_without_mapping_it_is_refused(store: DirectoryStore) -> None:
     await sidestream.save(state(), URL, **keywords(store))
     opened = await sidestream.open_checkpoint(URL, **keywords(without(store, mapping=False)))
-    with pytest.raises(errors.InvalidOption, match="not on this machine"):
+    with pytest.raises(errors.InvalidOptionError, match="not on this machine"):
         await opened.state_dict(memory="mapped")
 
 
@@ -173,7 +177,7 @@ async def test_a_mapped_file_that_was_cut_short(store: DirectoryStore) -> None:
             return await super().map(name, nbytes - 1)
 
     opened = await sidestream.open_checkpoint(URL, **keywords(Short(store.blobs.parent)))
-    with pytest.raises(errors.Corrupt, match="shorter"):
+    with pytest.raises(errors.CorruptCheckpointError, match="shorter"):
         await opened.state_dict(memory="mapped")
 
 
@@ -215,17 +219,17 @@ class _Mapping(_Reader):
     ],
 )
 async def test_what_is_no_store_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(errors.InvalidOption, match=message):
+    with pytest.raises(errors.InvalidOptionError, match=message):
         await sidestream.load(blank(), URL, storage=sidestream.Storage(filesystem=given))
 
 
 async def test_a_store_that_only_reads_needs_two_methods() -> None:
-    with pytest.raises(errors.CheckpointNotFound):
+    with pytest.raises(errors.CheckpointNotFoundError):
         await sidestream.load(blank(), URL, storage=sidestream.Storage(filesystem=_Reader()))
 
 
 async def test_a_cache_is_refused(store: DirectoryStore, tmp_path: Path) -> None:
-    with pytest.raises(errors.InvalidOption, match="cache_dir= needs an fsspec file system"):
+    with pytest.raises(errors.InvalidOptionError, match="cache_dir= needs an fsspec file system"):
         await sidestream.load(blank(), URL, **keywords(store, cache_dir=str(tmp_path / "cache")))
 
 
@@ -254,10 +258,12 @@ async def test_every_operation_that_fails(
         pending = sidestream.async_save(state(), URL, **keywords(Wrapped(store, fault, seed=number), retries=0))
         failure = (await asyncio.gather(pending, return_exceptions=True))[0]
         assert fault.reached.is_set()
-        assert isinstance(failure, (sidestream.SaveInfo, errors.StorageError, errors.OutcomeUnknown, errors.NotDurable))
+        assert isinstance(
+            failure, (sidestream.SaveInfo, errors.StorageError, errors.OutcomeUnknownError, errors.NotDurableError)
+        )
         outcomes.add(pending.outcome)
         assert files(store.parts) == [] or (kind, when) == ("upload", "after"), fault
-        if isinstance(failure, errors.OutcomeUnknown):  # the request may still be on its way
+        if isinstance(failure, errors.OutcomeUnknownError):  # the request may still be on its way
             assert (kind, when, error, pending.outcome) == ("create", "before", ConnectionError, "unknown")
             assert not any(name.endswith(".metadata") for name in files(store.blobs))
         elif isinstance(failure, errors.StorageError):
@@ -334,8 +340,10 @@ async def test_an_upload_is_aborted_when_its_parts_have_ended(store: DirectorySt
 
 
 async def test_what_hangs_ends_with_the_deadline(store: DirectoryStore) -> None:
-    with pytest.raises(errors.DeadlineExceeded):
-        await sidestream.save(state(), URL, timeout_s=1.0, **keywords(Wrapped(store, Fault("part", 3))))
+    with pytest.raises(errors.DeadlineExceededError):
+        await sidestream.save(
+            state(), URL, options=sidestream.SaveOptions(timeout_s=1.0), **keywords(Wrapped(store, Fault("part", 3)))
+        )
     assert files(store.blobs) == []
     assert files(store.parts) == []
 
@@ -349,6 +357,6 @@ async def test_a_load_that_fails(kind: str, store: DirectoryStore) -> None:
 
 
 async def test_a_refusal_is_access_denied(store: DirectoryStore) -> None:
-    with pytest.raises(errors.AccessDenied):
+    with pytest.raises(errors.AccessDeniedError):
         await sidestream.save(state(), URL, **keywords(Wrapped(store, Fault("put", 1, PermissionError))))
     assert files(store.blobs) == []

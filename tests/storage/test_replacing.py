@@ -18,7 +18,7 @@ from _s3_server import Fault, Request, S3Server
 
 import sidestream
 from sidestream import load, remove, save
-from sidestream.errors import CheckpointNotFound, Conflict, InvalidOption, SidestreamError
+from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidOptionError, SidestreamError
 from sidestream.options import BlobInfo, Capabilities, Listing
 
 
@@ -148,13 +148,13 @@ async def test_the_saver_process_replaces(s3: S3Server) -> None:
 
 
 async def test_one_of_several_wins(target: Target) -> None:
-    """The others raise ``Conflict``, and leave nothing behind."""
+    """The others raise ``CheckpointExistsError``, and leave nothing behind."""
     await target.save(0)
     for _ in range(4):
         ends = await asyncio.gather(*(target.save(seed) for seed in range(1, 6)), return_exceptions=True)
         won = [one for one in ends if isinstance(one, sidestream.SaveInfo)]
         assert won, ends
-        assert all(isinstance(one, (sidestream.SaveInfo, Conflict)) for one in ends), ends
+        assert all(isinstance(one, (sidestream.SaveInfo, CheckpointExistsError)) for one in ends), ends
         found = await target.loaded()
         assert ends[found - 1] in won
         await target.save(6)  # also what began its first file when the winner had listed
@@ -167,7 +167,7 @@ async def test_a_save_that_was_overtaken(s3: S3Server) -> None:
     await target.save(0)
     overtaken: list[sidestream.SaveInfo] = []
     other = OnceAt(s3, "put", "manifest-", lambda: overtaken.append(target.save_here(2)))
-    with pytest.raises(Conflict, match="replaced"):
+    with pytest.raises(CheckpointExistsError, match="replaced"):
         await target.save(1)
     assert not other.left
     assert await target.loaded() == 2
@@ -190,7 +190,7 @@ async def test_a_removal_meanwhile(s3: S3Server) -> None:
     first = await target.save(0)
     marker = next(key for key in s3.objects if key.endswith(".metadata"))
     OnceAt(s3, "put", "manifest-", lambda: s3.objects.pop(marker))
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await target.save(1)
     assert [name for name in target.names() if "distcp" not in name] == [f"manifest-{first.save_id}"]
 
@@ -268,7 +268,7 @@ async def test_a_reader_is_overtaken_at_each_request(kind: str, s3: S3Server) ->
 
 async def test_not_without_being_asked(target: Target) -> None:
     await target.save(1)
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await save(state_of(2), target.url, **target.how)
     assert await target.loaded() == 1
 
@@ -277,7 +277,7 @@ async def test_what_is_no_checkpoint_is_not_replaced(s3: S3Server) -> None:
     target = on_s3(s3)
     key = target.url.partition("://")[2].partition("/")[2]
     s3.objects[f"{key}/thesis.tex"], s3.modified[f"{key}/thesis.tex"] = b"years of work", datetime.now(UTC)
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await target.save(1)
     assert target.names() == ["thesis.tex"]
 
@@ -287,7 +287,7 @@ async def test_one_of_stock_dcp_is_not_replaced(s3: S3Server, tmp_path: Any) -> 
     target = on_s3(s3)
     await sidestream.copy(tmp_path / "last", target.url, target_storage=target.how["storage"])
     before = target.names()
-    with pytest.raises(Conflict, match="remove"):
+    with pytest.raises(CheckpointExistsError, match="remove"):
         await target.save(2)
     assert target.names() == before
     assert await target.loaded() == 1
@@ -317,9 +317,9 @@ async def test_dcp_replaces(s3: S3Server) -> None:
 
 
 async def test_a_client_without_conditions(s3: S3Server) -> None:
-    with pytest.raises(InvalidOption, match="obstore"):
+    with pytest.raises(InvalidOptionError, match="obstore"):
         await save(state_of(1), "memory://replacing/last", overwrite=True)
-    with pytest.raises(InvalidOption, match="fsspec"):
+    with pytest.raises(InvalidOptionError, match="fsspec"):
         await on_s3(s3, "fsspec").save(1)
     assert s3.objects == {}
 
@@ -333,7 +333,7 @@ async def test_a_server_without_conditions(s3: S3Server) -> None:
     await target.save(0)
     before = target.names()
     for _ in range(2):
-        with pytest.raises(InvalidOption, match="condition"):
+        with pytest.raises(InvalidOptionError, match="condition"):
             await target.save(1)
         assert target.names() == before
     assert await target.loaded() == 0
@@ -343,7 +343,7 @@ def test_a_store_that_lacks_the_methods() -> None:
     class Lacking(DictStore):
         replace = None  # type: ignore[assignment]
 
-    with pytest.raises(InvalidOption, match=r"replace\(\)"):
+    with pytest.raises(InvalidOptionError, match=r"replace\(\)"):
         sidestream.blocking.save(state_of(1), "run/last", storage=sidestream.Storage(filesystem=Lacking()))
 
 
@@ -367,13 +367,13 @@ async def test_an_interrupted_remove_is_continued(s3: S3Server) -> None:
     with pytest.raises(SidestreamError):
         await remove(target.url, **target.how)
     s3.fault = lambda request: None
-    with pytest.raises(CheckpointNotFound):
+    with pytest.raises(CheckpointNotFoundError):
         await target.loaded()
-    with pytest.raises(Conflict):
+    with pytest.raises(CheckpointExistsError):
         await target.save(1)
     await remove(target.url, **target.how)
     assert target.names() == []
-    with suppress(CheckpointNotFound):
+    with suppress(CheckpointNotFoundError):
         await remove(target.url, **target.how)
         pytest.fail("there is nothing any more")
     await target.save(1)

@@ -77,7 +77,7 @@ async def test_the_loop_runs_while_credentials_are_looked_up(s3: S3Server, profi
 async def test_what_cannot_be_looked_up_is_tried_again(s3: S3Server, profiles: Path) -> None:
     place = by_profile(s3, "obstore", "later")
     async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
-        with pytest.raises(errors.InvalidOption, match="later"):
+        with pytest.raises(errors.InvalidOptionError, match="later"):
             await checkpoints.steps()
         (profiles / "credentials").write_text(f"[later]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n")
         assert await checkpoints.steps() == []
@@ -164,7 +164,7 @@ async def test_uploads_that_could_not_be_listed(s3: S3Server, engine: str) -> No
     seen: list[events.Event] = []
     with events.observe(seen.append):
         await sidestream.save(STATE, place.url(), **place.keywords)
-    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.PromiseLost]
+    assert [type(one) for one in seen if not isinstance(one, events.SaveEvent)] == [events.GuaranteeLost]
     async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
         store = checkpoints._store
         with pytest.raises(errors.StorageError, match="listing the uploads"), time_limit(Deadline.after(60)):

@@ -134,7 +134,7 @@ async def test_ranges(store: Store) -> None:
         assert buffer == content[offset : offset + length]
     assert sorted(arrived) == sorted(offset for offset, length in places if length)
     for offset in (99_999, 200_000):
-        with pytest.raises(errors.Corrupt):
+        with pytest.raises(errors.CorruptCheckpointError):
             await store.read(name, [ReadRange(offset, memoryview(bytearray(2)))])
     with pytest.raises(FileNotFoundError):
         await store.read("ckpt/none", [ReadRange(0, memoryview(bytearray(2)))])
@@ -176,7 +176,7 @@ async def test_what_a_source_refuses(store: Store) -> None:
     name = transaction.committed_name("__0_0.distcp")
     two = [ReadRange(6, memoryview(bytearray(2)))]
     async with aclosing(store.source("ckpt")) as source:
-        with pytest.raises(errors.Corrupt) as short:
+        with pytest.raises(errors.CorruptCheckpointError) as short:
             await source.read(name, two)
         assert f"{store.url}/ckpt/{name} ends at byte 7" in str(short.value)
         assert short.value.file == name
@@ -210,9 +210,9 @@ async def test_what_arrives_may_fail(store: Store) -> None:
     name = f"ckpt/{transaction.committed_name('__0_0.distcp')}"
 
     def refuse() -> None:
-        raise errors.Corrupt("not this")
+        raise errors.CorruptCheckpointError("not this")
 
-    with pytest.raises(errors.Corrupt, match="not this"):
+    with pytest.raises(errors.CorruptCheckpointError, match="not this"):
         await store.read(name, [ReadRange(0, memoryview(bytearray(2)), refuse)])
 
 
@@ -220,13 +220,13 @@ async def test_a_target_belongs_to_the_first(store: Store) -> None:
     transaction = written(store, {"__0_0.distcp": b"first"})
     other = written(store, {"__0_0.distcp": b"second"}, OTHER_ID)
     await publish(transaction)
-    with pytest.raises(errors.Conflict):
+    with pytest.raises(errors.CheckpointExistsError):
         await publish(other, b"another marker, of the same length as it is")
     await other.discard()
     name = transaction.committed_name("__0_0.distcp")
     assert set(await store.sizes("ckpt")) == {name, ".metadata"}
     assert await store.read_tail("ckpt/.metadata", 4096) == MARKER
-    with pytest.raises(errors.Conflict):
+    with pytest.raises(errors.CheckpointExistsError):
         written(store, {"__0_0.distcp": b"third"}, "c" * 32)
 
 
@@ -246,7 +246,7 @@ async def test_a_transaction_that_was_discarded_makes_no_attempt(kind: Kind, sto
     """A thread may come to its first write after another one has ended the save."""
     transaction = store.begin(Attempt("ckpt", kind, ID, "fsync"))
     transaction.discard_here()
-    with pytest.raises(errors.Closed, match="was discarded"):
+    with pytest.raises(errors.ClosedError, match="was discarded"):
         write(transaction, {"ckpt": b"content"})
     assert await store.leftovers() == []
     assert "ckpt" not in await store.directories()
@@ -274,7 +274,7 @@ async def test_a_transaction_that_has_committed_keeps_no_content(store: Store) -
 async def test_a_small_file_is_made_once(store: Store) -> None:
     written(store, {})  # makes the root
     await store.put("note", BytesBody(b"mine, and nobody else's"), durability="fsync")
-    with pytest.raises(errors.Conflict):
+    with pytest.raises(errors.CheckpointExistsError):
         await store.put("note", BytesBody(b"yours, as it seems to me"), durability="fsync")
     assert await store.read_tail("note", 100) == b"mine, and nobody else's"
 
@@ -298,5 +298,5 @@ async def test_nothing_there(store: Store) -> None:
 def test_a_stop_before_anything_is_written(store: Store) -> None:
     stop = Stop()
     stop.set()
-    with pytest.raises(errors.Closed):
+    with pytest.raises(errors.ClosedError):
         write(begin(store), {"__0_0.distcp": b"content"}, stop)

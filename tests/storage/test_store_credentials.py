@@ -77,7 +77,7 @@ def test_what_only_fsspec_understands(protocol: str, options: dict[str, Any], na
     with pytest.raises(Unmapped) as caught:
         client_for(protocol, "bucket", options)
     assert caught.value.names == names
-    with pytest.raises(errors.InvalidOption, match=names[0]):
+    with pytest.raises(errors.InvalidOptionError, match=names[0]):
         locate_run(f"{protocol}://bucket/run", sidestream.Storage(options, policy=policy("obstore")))
 
 
@@ -110,7 +110,9 @@ async def test_no_secret_is_ever_shown(
         for kind, fault in (("get", 500), ("get", 403), ("get", "reset"), ("list", 503)):
             s3.always(kind, fault)
             with pytest.raises((errors.SidestreamError, OSError)) as caught:
-                await sidestream.load({"step": 0}, place.url(), timeout_s=1.0, **place.keywords)
+                await sidestream.load(
+                    {"step": 0}, place.url(), options=sidestream.LoadOptions(timeout_s=1.0), **place.keywords
+                )
             error: BaseException | None = caught.value
             seen += [repr(error), str(error), *map(str, getattr(error, "__notes__", ()))]
     storage = place.keywords["storage"]
@@ -141,12 +143,12 @@ def test_urls_are_redacted() -> None:
     ],
 )
 async def test_options_that_are_none(keywords: dict[str, Any]) -> None:
-    with pytest.raises(errors.InvalidOption, match="storage"):
+    with pytest.raises(errors.InvalidOptionError, match="storage"):
         await sidestream.save({"step": 1}, "memory://none/ckpt", **keywords)
-    with pytest.raises(errors.InvalidOption, match="target_storage"):
+    with pytest.raises(errors.InvalidOptionError, match="target_storage"):
         words = {f"target_{name}": value for name, value in keywords.items()}
         await sidestream.copy("memory://none/ckpt", "memory://none/copy", **words)
-    with pytest.raises(errors.InvalidOption, match="storage"):
+    with pytest.raises(errors.InvalidOptionError, match="storage"):
         sidestream.HF("memory://none/export", **keywords)
 
 
@@ -162,7 +164,7 @@ async def test_options_that_are_none(keywords: dict[str, Any]) -> None:
     ],
 )
 def test_storages_that_are_none(keywords: dict[str, Any]) -> None:
-    with pytest.raises(errors.InvalidOption, match=next(reversed(keywords))):
+    with pytest.raises(errors.InvalidOptionError, match=next(reversed(keywords))):
         sidestream.Storage(**keywords)
 
 
@@ -189,5 +191,5 @@ def test_a_storage_shows_and_pickles_no_credentials() -> None:
     ],
 )
 def test_policies_that_are_none(options: dict[str, Any]) -> None:
-    with pytest.raises(errors.InvalidOption):
+    with pytest.raises(errors.InvalidOptionError):
         sidestream.StorePolicy(**options)

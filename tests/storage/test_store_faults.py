@@ -134,8 +134,8 @@ async def test_a_cancelled_upload_is_aborted(s3: S3Server, engine: str, monkeypa
 async def test_a_stalled_part_ends_with_the_deadline(s3: S3Server, engine: str) -> None:
     place = s3_place(s3, engine)
     s3.always("part", "stall")
-    with pytest.raises(errors.DeadlineExceeded):
-        await sidestream.save(large(), place.url(), timeout_s=2.0, **place.keywords)
+    with pytest.raises(errors.DeadlineExceededError):
+        await sidestream.save(large(), place.url(), options=sidestream.SaveOptions(timeout_s=2.0), **place.keywords)
     assert_nothing_left(s3)
 
 
@@ -183,7 +183,7 @@ async def test_a_commit_without_an_answer(s3: S3Server, engine: str) -> None:
     """It may arrive yet, so nothing may be deleted, and nobody may say what came of it."""
     place = s3_place(s3, engine, retries=1)
     s3.always("create", "reset")
-    with pytest.raises(errors.OutcomeUnknown):
+    with pytest.raises(errors.OutcomeUnknownError):
         await sidestream.save(large(), place.url(), **place.keywords)
     assert [name for name in s3.objects if name.endswith(".distcp")] != []
     assert not any(name.endswith(".metadata") for name in s3.objects)
@@ -195,8 +195,8 @@ async def test_a_stalled_read_ends_with_the_deadline(s3: S3Server, engine: str) 
     await sidestream.save(large(), place.url(), **place.keywords)
     s3.always("get", "stall", key=".distcp")
     target = {"large": torch.zeros(3 << 20), "step": 0}
-    with pytest.raises(errors.DeadlineExceeded):
-        await sidestream.load(target, place.url(), timeout_s=2.0, **place.keywords)
+    with pytest.raises(errors.DeadlineExceededError):
+        await sidestream.load(target, place.url(), options=sidestream.LoadOptions(timeout_s=2.0), **place.keywords)
 
 
 async def test_another_content_than_was_sent(s3: S3Server) -> None:

@@ -54,7 +54,7 @@ def store(run: tuple[str, dict[str, Any]]) -> Store:
 async def test_a_checkpoint_is_replaced(run: tuple[str, dict[str, Any]]) -> None:
     url, how = f"{run[0]}/last", run[1]
     if how["storage"].policy.engine == "fsspec":
-        with pytest.raises(sidestream.errors.InvalidOption):
+        with pytest.raises(sidestream.errors.InvalidOptionError):
             await sidestream.save(make_state(31), url, overwrite=True, **how)
         return
     for seed in (31, 32):
@@ -62,7 +62,7 @@ async def test_a_checkpoint_is_replaced(run: tuple[str, dict[str, Any]]) -> None
     ends = await asyncio.gather(
         *(sidestream.save(make_state(seed), url, overwrite=True, **how) for seed in (33, 34)), return_exceptions=True
     )
-    assert {type(end) for end in ends} <= {sidestream.SaveInfo, sidestream.errors.Conflict}
+    assert {type(end) for end in ends} <= {sidestream.SaveInfo, sidestream.errors.CheckpointExistsError}
     info = await sidestream.save(make_state(35), url, overwrite=True, **how)
     state = blank_state()
     await sidestream.load(state, url, **how)
@@ -71,7 +71,7 @@ async def test_a_checkpoint_is_replaced(run: tuple[str, dict[str, Any]]) -> None
         names = set(await locate_directory(url, how["storage"]).store.sizes("last"))
     assert all(info.save_id in name for name in names - {".metadata"})
     await sidestream.remove(url, **how)
-    with pytest.raises(sidestream.errors.CheckpointNotFound):
+    with pytest.raises(sidestream.errors.CheckpointNotFoundError):
         await sidestream.load(state, url, **how)
 
 
@@ -92,7 +92,7 @@ async def test_a_run_is_saved_and_restored(run: tuple[str, dict[str, Any]]) -> N
         async with sidestream.Checkpointer(url, **how) as checkpoints:
             assert await checkpoints.restore(blank_state()) is None
             for step, seed in ((1, 31), (2, 32), (2, 33)):
-                await (await checkpoints.save(make_state(seed), step=step))
+                await checkpoints.save(make_state(seed), step=step)
             assert await checkpoints.steps() == [1, 2]
         state = blank_state()
         async with sidestream.Checkpointer(url, **how) as checkpoints:
@@ -100,7 +100,7 @@ async def test_a_run_is_saved_and_restored(run: tuple[str, dict[str, Any]]) -> N
             assert seed_in(state) == 33
             assert await checkpoints.restore(state, 1) == 1
             assert seed_in(state) == 31
-        with pytest.raises(sidestream.errors.Conflict):
+        with pytest.raises(sidestream.errors.CheckpointExistsError):
             await sidestream.save(make_state(34), f"{url}/step-1", **how)
     secret = how["storage"].options.get("secret") or how["storage"].options.get("account_key")
     assert secret is None or secret not in repr(told)

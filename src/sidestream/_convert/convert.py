@@ -30,7 +30,7 @@ from .._save.layouts import commit_files, sidecar_files, with_sidecars
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
 from .._storage import Kind, Location, locate_directory
-from ..errors import InvalidOption
+from ..errors import InvalidOptionError
 from ..options import (
     Dtypes,
     Durability,
@@ -133,10 +133,11 @@ async def convert(
     file that is larger than a part (``StorePolicy``) is not created conditionally there: of two conversions to one
     name at the same time, one may replace the other's.
 
-    Raises what opening ``source`` raises; ``MissingKeys`` if a pattern matches nothing; ``UnsupportedCheckpoint`` if
-    the selection has a tensor of a kind that this version does not read; ``KeyCollision``; ``InvalidOption``, for
-    safetensors also where the selection has plain values, which they cannot hold; ``UnsupportedTensor``; ``Conflict``
-    if ``target`` is there; ``Corrupt``, ``StorageError``, ``DeadlineExceeded``: then nothing is visible, and what was
+    Raises what opening ``source`` raises; ``MissingKeysError`` if a pattern matches nothing;
+    ``UnsupportedCheckpointError`` if the selection has a tensor of a kind that this version does not read;
+    ``KeyCollisionError``; ``InvalidOptionError``, for safetensors also where the selection has plain values, which they
+    cannot hold; ``UnsupportedTensorError``; ``CheckpointExistsError`` if ``target`` is there;
+    ``CorruptCheckpointError``, ``StorageError``, ``DeadlineExceededError``: then nothing is visible, and what was
     written has been removed. The same holds for a cancel.
     """
     running_loop("convert")
@@ -174,7 +175,7 @@ async def convert_opened(opened: Source, selection: Selection, where: Location, 
     values = [value.fqn for value in selection.values if not value.empty] if chosen == "safetensors" else []
     if values:
         listed = ", ".join(values[:5])
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"safetensors files hold only tensors, and {listed} are values: leave them out with select="
         )
     name = where.name if single else None
@@ -349,7 +350,7 @@ def _check_options(
     check_timeout(timeout_s)
     check_count("budget_bytes", budget_bytes)
     if budget_bytes < _LEAST_BYTES:
-        raise InvalidOption(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
+        raise InvalidOptionError(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
     if shard_bytes is not None:
         check_count("shard_bytes", shard_bytes)
     check_dtype(dtype)

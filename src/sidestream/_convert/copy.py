@@ -38,7 +38,7 @@ from .._runtime.threads import (
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
 from .._storage import Location, RangeSource, ReadRange, Transaction, id_of, locate_directory
-from ..errors import CheckpointNotFound, Corrupt, InvalidOption, StorageError
+from ..errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError, StorageError
 from ..options import Durability, Progress, Storage, check_choice, check_count, check_timeout, storage_of
 from .operation import run_here
 from .windows import WINDOWS, WindowedFile, Windows
@@ -90,16 +90,17 @@ async def copy(
     single file is visible before it has been read back, and so is the last of a directory without a ``.metadata``: the
     index of safetensors, if they have one.
 
-    Raises ``CheckpointNotFound``; ``Conflict`` if ``target`` is there; ``Corrupt`` for damage of the source;
-    ``StorageError`` also where other bytes came back than were written; ``DeadlineExceeded``: then nothing is visible,
-    and what was written has been removed. The same holds for a cancel.
+    Raises ``CheckpointNotFoundError``; ``CheckpointExistsError`` if ``target`` is there; ``CorruptCheckpointError`` for
+    damage of the source; ``StorageError`` also where other bytes came back than were written;
+    ``DeadlineExceededError``: then nothing is visible, and what was written has been removed. The same holds for a
+    cancel.
     """
     running_loop("copy")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
     check_count("budget_bytes", budget_bytes)
     if budget_bytes < _LEAST_BYTES:
-        raise InvalidOption(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
+        raise InvalidOptionError(f"budget_bytes={budget_bytes} has to be {_LEAST_BYTES} at least")
     deadline = Deadline.after(timeout_s)
     where = locate_directory(target, storage_of(target_storage_options, target_storage, "target_"))
     location = locate_directory(source, storage_of(storage_options, storage))
@@ -142,8 +143,8 @@ async def remove(
         storage_options, storage: as for ``save``.
 
     Raises:
-        CheckpointNotFound: there is no ``.metadata``; nothing was removed.
-        StorageError, AccessDenied, DeadlineExceeded: files may be left behind, which are no checkpoint any more.
+        CheckpointNotFoundError: there is no ``.metadata``; nothing was removed. StorageError, AccessDeniedError,
+        DeadlineExceededError: files may be left behind, which are no checkpoint any more.
     """
     running_loop("remove")
     check_choice("durability", durability, Durability)
@@ -155,7 +156,7 @@ async def remove(
         except FileNotFoundError:
             there = set()
         if not there:
-            raise CheckpointNotFound(
+            raise CheckpointNotFoundError(
                 f"no checkpoint at {location.url}: there is no {METADATA_NAME}; nothing was removed"
             )
         await location.store.retire(location.name, durability=durability)
@@ -182,13 +183,13 @@ class _Found:
 async def _look(source: RangeSource, location: Location, manifest: Manifest) -> _Found:
     single, url = source.name != location.name, location.url
     if not single and not location.store.capabilities.listing:
-        raise InvalidOption(f"{url}: a server without listings does not say which files are in a directory")
+        raise InvalidOptionError(f"{url}: a server without listings does not say which files are in a directory")
     verification = Verification(source, url, manifest)
     pieces, left_out = await io_threads().run(_apart, await verification.plan())
     await verification.check_whole_items()
     if verification.damages:
         first = next(iter(verification.damages.values()))
-        raise Corrupt(f"{url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
+        raise CorruptCheckpointError(f"{url}: {first.message}", file=first.file, fqn=first.fqn, offset=first.offset)
     names = await io_threads().run(_names, manifest)
     unverified = frozenset(verification.unverified | verification.unreadable | left_out)
     if single:
@@ -323,7 +324,9 @@ class _Copy:
         found, nbytes = self.found, self.found.sizes[METADATA_NAME]
         raw = await read_file(found.source, METADATA_NAME, nbytes)
         if crc32(raw) != found.marker_crc:
-            raise Corrupt(f"{found.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME)
+            raise CorruptCheckpointError(
+                f"{found.url}: {METADATA_NAME} has changed while it was copied", file=METADATA_NAME
+            )
         self._tell(2 * nbytes)
         return bytes(raw)
 
@@ -338,7 +341,9 @@ class _Copy:
             try:
                 await found.source.read(names[file.name], ranges)
             except FileNotFoundError as error:
-                raise Corrupt(f"{error.filename} was deleted while it was copied", file=names[file.name]) from error
+                raise CorruptCheckpointError(
+                    f"{error.filename} was deleted while it was copied", file=names[file.name]
+                ) from error
             self._tell(len(view))
 
         await Windows(fill).write(files, into)
@@ -356,7 +361,7 @@ class _Copy:
                 name = into.path_of(file.name)
                 try:
                     await self.where.store.read(name, [ReadRange(start, view)])
-                except (Corrupt, FileNotFoundError) as error:
+                except (CorruptCheckpointError, FileNotFoundError) as error:
                     raise StorageError(errno.EIO, f"what was written did not arrive: {error}", name) from error
                 if await io_threads().run(crc32, view) != file.crcs[index]:
                     raise StorageError(errno.EIO, f"other bytes came back than were written, from {start} on", name)

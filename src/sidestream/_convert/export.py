@@ -25,7 +25,7 @@ from .._runtime.torch_probes import dtype_from_name
 from .._save.order import SaveOrder
 from .._staging import SnapshotReader, memory_behind
 from .._storage import Body, BytesBody, FileSource, Location, is_plain_name, locate_directory, read_sources
-from ..errors import InvalidOption, Skipped, SnapshotLost, allocating
+from ..errors import InvalidOptionError, SkippedError, SnapshotLostError, allocating
 from ..options import Dtypes, Durability, Names, Storage, check_count, check_dtype, check_names, storage_of
 from .convert import ConvertReport, How, Selection, convert_opened
 from .source import SourceTensor, open_source_at
@@ -53,8 +53,8 @@ class HF:
     Args:
         url: the directory, which must not exist. In the ``export=`` of a ``Checkpointer`` it may contain ``{step}``,
             and then a step that is saved again replaces its export where the storage has directories.
-        select: patterns of names (``"model.*"``) to export; None for every tensor.
-        names: the names in the export (``Names``); two tensors with one name are a ``KeyCollision``. ``strip_prefix``
+        select: patterns of names (``"model.*"``) to export; None for every tensor. names: the names in the export
+        (``Names``); two tensors with one name are a ``KeyCollisionError``. ``strip_prefix``
             makes a function that removes prefixes.
         dtype: what floating-point tensors become, or patterns of names in the export (``Dtypes``).
         max_shard_bytes: where the next file begins.
@@ -63,7 +63,7 @@ class HF:
         storage_options, storage: for ``url``, as for ``save``.
 
     Raises:
-        InvalidOption: for a name in ``files`` that is no plain file name, and for other wrong arguments.
+        InvalidOptionError: for a name in ``files`` that is no plain file name, and for other wrong arguments.
     """
 
     url: str | os.PathLike[str]
@@ -82,7 +82,9 @@ class HF:
         check_names(self.names)
         for name in self.files:
             if not is_plain_name(name) or name.endswith(SUFFIX) or name == INDEX_NAME:
-                raise InvalidOption(f"files={name!r} has to be a plain file name, and no name of the export itself")
+                raise InvalidOptionError(
+                    f"files={name!r} has to be a plain file name, and no name of the export itself"
+                )
 
     @property
     def counts_steps(self) -> bool:
@@ -90,10 +92,10 @@ class HF:
         return _STEP in os.fspath(self.url).rstrip("/").rpartition("/")[2]
 
     def sink(self, *, step: int | None, durability: Durability) -> _Sink:
-        """Return what writes the export of one save. Called by the save. Raises ``InvalidOption``."""
+        """Return what writes the export of one save. Called by the save. Raises ``InvalidOptionError``."""
         in_run = _STEP in os.fspath(self.url)
         if in_run and step is None:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"{self.url}: only the export of a Checkpointer may contain {_STEP}: a save has no step"
             )
         location = self._at(step)
@@ -136,7 +138,8 @@ class _Chosen:
 
 
 def _choose(export: HF, candidates: Sequence[_Candidate], url: str) -> _Chosen:
-    """In a thread. Raises ``MissingKeys``, ``KeyCollision``, ``InvalidOption``, ``UnsupportedTensor``."""
+    """In a thread. Raises ``MissingKeysError``, ``KeyCollisionError``, ``InvalidOptionError``,
+    ``UnsupportedTensorError``."""
     taken = set(selected([one.fqn for one in candidates], export.select, url))
     identities = {one.fqn: one.identity for one in candidates}
     chosen = [one.fqn for one in candidates if one.fqn in taken]
@@ -188,7 +191,7 @@ class _Sink:
         tensors = [by_item[item] for item in sorted(by_item)]  # as they lie in the snapshot
         laid, index = safetensors_layout(tensors, None, self.export.max_shard_bytes, chosen.aliases)
         if any(sum(one.nbytes for one in file.late) > _MOST_HELD_BYTES for file in laid):
-            raise SnapshotLost(f"{self.url}: too many tensors have to be kept back for the end of their file")
+            raise SnapshotLostError(f"{self.url}: too many tensors have to be kept back for the end of their file")
         dtypes = {one.fqn: one.dtype for one in candidates}
         sources = {one.fqn: dtypes[chosen.origin[one.fqn]] for one in tensors}
         stream = _Stream(_pieces(snapshot, plan, by_item, sources, stop))
@@ -226,8 +229,8 @@ class _Sink:
     async def undo(self, error: BaseException) -> None:
         order = self._order
         if order is not None:
-            starts_over = isinstance(error, SnapshotLost)
-            order.lifecycle.failed(Skipped(str(error)) if starts_over else error, order.outcome)
+            starts_over = isinstance(error, SnapshotLostError)
+            order.lifecycle.failed(SkippedError(str(error)) if starts_over else error, order.outcome)
             await order.transaction.clean_up(error)
 
     async def read_checkpoint(self, checkpoint: Location) -> ConvertReport:

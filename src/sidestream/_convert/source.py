@@ -43,7 +43,7 @@ from .._runtime.tasks import in_parallel
 from .._runtime.threads import Steps, burst, gathered, io_threads, sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, locate_directory
-from ..errors import SidestreamError, UnsupportedCheckpoint, allocating
+from ..errors import SidestreamError, UnsupportedCheckpointError, allocating
 from ..options import Progress, Storage, Verify
 from .targets import Slice, TargetFile
 from .windows import WindowedFile, Windows
@@ -101,7 +101,7 @@ class Source:
     sidecars: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     async def contents(self, verify: Verify) -> dict[str, bytes]:
-        """Return the content of the sidecar files. Raises ``Corrupt``."""
+        """Return the content of the sidecar files. Raises ``CorruptCheckpointError``."""
         found = {name: bytearray(entry.nbytes) for name, entry in self.sidecars.items()}
         wanted = [
             Wanted(name, entry, whole(entry), torch.frombuffer(found[name], dtype=torch.uint8))
@@ -147,7 +147,7 @@ async def _of_manifest(files: RangeSource, url: str, manifest: Manifest) -> Sour
             for fqn, entry in queue:
                 try:
                     located[fqn] = await locate_tensor(files, fqn, entry)
-                except UnsupportedCheckpoint as error:
+                except UnsupportedCheckpointError as error:
                     refused[fqn] = error
 
         await in_parallel(work)
@@ -189,8 +189,8 @@ def _described(
 
 @sliced
 def _check_views(manifest: Manifest, url: str) -> Steps[None]:
-    """Raise ``UnsupportedCheckpoint`` if views of the same storage would take far more bytes than the file has. Every
-    target format stores each view separately."""
+    """Raise ``UnsupportedCheckpointError`` if views of the same storage would take far more bytes than the file has.
+    Every target format stores each view separately."""
     distinct: dict[object, int] = {}
     for entry in manifest.entries.values():
         yield
@@ -198,7 +198,7 @@ def _check_views(manifest: Manifest, url: str) -> Steps[None]:
             distinct[entry.dtype, entry.chunks] = entry.nbytes
     nbytes, there = sum(distinct.values()), sum(manifest.files.values())
     if nbytes > _VIEWS_ANYHOW_BYTES + _VIEWS_RATIO * there:
-        raise UnsupportedCheckpoint(
+        raise UnsupportedCheckpointError(
             f"{url}: its tensors are views of the same storages; written one by one they would take {nbytes} bytes, "
             f"and the file has {there}: clone() the tensors that are needed and save them again"
         )

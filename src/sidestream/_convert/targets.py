@@ -218,7 +218,7 @@ def safetensors_layout(
     tensors: Sequence[OutTensor], name: str | None, shard_bytes: int | None, aliases: Mapping[str, str]
 ) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
     """Return one file called ``name``, or files as transformers names them, and the index of these if there are
-    several. ``aliases``: further names of the tensors. Raises ``UnsupportedTensor``."""
+    several. ``aliases``: further names of the tensors. Raises ``UnsupportedTensorError``."""
     by_name = {one.fqn: one for one in tensors}
     named = [Named(one.fqn, one.dtype, one.shape, one.nbytes) for one in tensors]
     shards = shards_of_sizes(named, None if name is not None else shard_bytes)

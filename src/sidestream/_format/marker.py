@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from zlib import crc32
 
-from ..errors import Corrupt
+from ..errors import CorruptCheckpointError
 from .pickles import write as p
 
 __all__ = [
@@ -78,16 +78,17 @@ def attribute_end(name: str, value: str) -> bytes:
 def find_marker(tail: bytes) -> Marker | None:
     """The marker in the last ``TAIL_BYTES`` (or all) of a ``.metadata``; None if another writer made the file.
 
-    Raises ``Corrupt`` if there is one and it is damaged, or if the file is cut off.
+    Raises ``CorruptCheckpointError`` if there is one and it is damaged, or if the file is cut off.
     """
     told = find_attribute(tail, ATTRIBUTE, METADATA_NAME)
     return None if told is None else _parse(told)
 
 
 def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | None:
-    """What ``last_attribute`` has put at the end of ``file``; None if it has none of that name. Raises ``Corrupt``."""
+    """What ``last_attribute`` has put at the end of ``file``; None if it has none of that name. Raises
+    ``CorruptCheckpointError``."""
     if not tail.endswith(b"."):
-        raise Corrupt(f"{file} is cut off: it does not end as a pickle does", file=file)
+        raise CorruptCheckpointError(f"{file} is cut off: it does not end as a pickle does", file=file)
     name = p.text(attribute)
     at = tail.rfind(name + b"X")
     if at < 0:
@@ -104,7 +105,7 @@ def find_attribute(tail: bytes, attribute: str, file: str) -> dict[str, Any] | N
         if type(told) is not dict:
             raise ValueError
     except (ValueError, RecursionError):
-        raise Corrupt(f"the commit marker in {file} is damaged", file=file) from None
+        raise CorruptCheckpointError(f"the commit marker in {file} is damaged", file=file) from None
     return told
 
 
@@ -112,12 +113,12 @@ def _parse(told: dict[str, Any]) -> Marker:
     try:
         marker = Marker(**told)
     except TypeError:
-        raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
+        raise CorruptCheckpointError("the commit marker in .metadata is damaged", file=METADATA_NAME) from None
     numbers = [marker.manifest_bytes, marker.manifest_crc, marker.generation, marker.saved_at]
     numbers += [marker.metadata_bytes, marker.metadata_crc]
     numbers += [] if marker.step is None else [marker.step]
     valid = all(type(number) is int and number >= 0 for number in numbers)
     valid = valid and marker.metadata_bytes <= min(marker.manifest_bytes, MAX_METADATA_BYTES)
     if not valid or _SAVE_ID.fullmatch(str(marker.save_id)) is None:
-        raise Corrupt("the commit marker in .metadata is damaged", file=METADATA_NAME)
+        raise CorruptCheckpointError("the commit marker in .metadata is damaged", file=METADATA_NAME)
     return marker

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from .._runtime.steps import Steps, collected
-from ..errors import Corrupt
+from ..errors import CorruptCheckpointError
 from .pickles.keys import name_of
 from .records import Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
 
@@ -115,12 +115,12 @@ def _line(content: object) -> bytes:
 
 
 def parse_part(raw: bytes | bytearray) -> Steps[Part]:
-    """Raises ``Corrupt``."""
+    """Raises ``CorruptCheckpointError``."""
     chunks: dict[tuple[int, str], Chunk] = {}
     values: dict[int, tuple[str, int, int, Node]] = {}
     lines = cast(list[bytes], raw.split(b"\n"))
     if lines.pop() != b"":
-        raise Corrupt("a part of the manifest is cut off")
+        raise CorruptCheckpointError("a part of the manifest is cut off")
     try:
         for line in lines:
             yield
@@ -141,26 +141,26 @@ def parse_part(raw: bytes | bytearray) -> Steps[Part]:
                 digests=None if digest is None else base64.b64decode(digest, validate=True),
             )  # fmt: skip
     except (ValueError, TypeError, RecursionError, AttributeError) as error:
-        if isinstance(error, Corrupt):
+        if isinstance(error, CorruptCheckpointError):
             raise
-        raise Corrupt(f"a part of the manifest is damaged: {type(error).__name__}") from None
+        raise CorruptCheckpointError(f"a part of the manifest is damaged: {type(error).__name__}") from None
     return Part(chunks, values)
 
 
 def _check(*numbers: Any) -> None:
     if any(type(number) is not int for number in numbers):
-        raise Corrupt("a part of the manifest has something else where a number belongs")
+        raise CorruptCheckpointError("a part of the manifest has something else where a number belongs")
 
 
 def _check_row(number: Any) -> None:
     """Check a row. Rows are keys of dicts, and unbounded integers could all have the same hash."""
     if type(number) is not int or not 0 <= number < _MOST_ROWS:
-        raise Corrupt("a part of the manifest has a row number that is not a valid integer")
+        raise CorruptCheckpointError("a part of the manifest has a row number that is not a valid integer")
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise Corrupt("a part of the manifest has something else where a name belongs")
+        raise CorruptCheckpointError("a part of the manifest has something else where a name belongs")
     return value
 
 
@@ -184,7 +184,7 @@ def row_lines(shared: Shared) -> Iterator[bytes]:
 
 
 def parse_patterns(lines: Sequence[bytes], ranks: int) -> Steps[tuple[tuple[Placed, ...], ...]]:
-    """Raises ``Corrupt`` and what ``json`` raises."""
+    """Raises ``CorruptCheckpointError`` and what ``json`` raises."""
     patterns = (tuple(_placed(one, ranks) for one in json.loads(line.decode())) for line in lines)
     return tuple((yield from collected(patterns, 1)))
 
@@ -193,7 +193,7 @@ def _placed(one: Any, ranks: int) -> Placed:
     rank, offsets, sizes = one
     _check(rank, *offsets, *sizes)
     if not 0 <= rank < ranks or len(offsets) != len(sizes):
-        raise Corrupt("the manifest has a box that is none")
+        raise CorruptCheckpointError("the manifest has a box that is none")
     return Placed(rank, tuple(offsets), tuple(sizes))
 
 
@@ -201,13 +201,13 @@ def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None =
     """The manifest, whole, from its root and the parts of all ranks.
 
     With ``wanted`` rows, those alone have chunks, and of them only the boxes of the ranks that ``parts`` has. Raises
-    ``Corrupt`` where a part lacks what the root says that it has.
+    ``CorruptCheckpointError`` where a part lacks what the root says that it has.
     """
     entries: dict[str, Entry] = {}
     for number, row in enumerate(root.shared.rows):
         yield
         if row.fqn in entries:
-            raise Corrupt(f"the manifest has {row.fqn!r} twice", fqn=row.fqn)
+            raise CorruptCheckpointError(f"the manifest has {row.fqn!r} twice", fqn=row.fqn)
         if row.kind == "tensor":
             here = wanted is None or number in wanted
             chunks = tuple(_chunks(root, parts, number, row, wanted is None)) if here else ()
@@ -218,7 +218,7 @@ def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None =
             if found is not None:
                 entries[row.fqn] = ValueEntry(row.path, *found)
             elif wanted is None or part is not None:
-                raise Corrupt(f"{row.fqn}: no part of the manifest has it", fqn=row.fqn)
+                raise CorruptCheckpointError(f"{row.fqn}: no part of the manifest has it", fqn=row.fqn)
             else:
                 entries[row.fqn] = ValueEntry(row.path, "", 0, 0)
         else:
@@ -237,5 +237,7 @@ def _chunks(root: Root, parts: Mapping[int, Part], number: int, row: SharedRow, 
             continue
         chunk = None if part is None else part.chunks.get((number, name_of(placed.offsets)))
         if chunk is None or chunk.sizes != placed.sizes:
-            raise Corrupt(f"{row.fqn}: no part of the manifest has its box at {placed.offsets}", fqn=row.fqn)
+            raise CorruptCheckpointError(
+                f"{row.fqn}: no part of the manifest has its box at {placed.offsets}", fqn=row.fqn
+            )
         yield chunk

@@ -40,7 +40,8 @@ class Part:
 
 
 async def together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
-    """Do ``work``, which every rank does, so that it ends alike for all. Raises ``RankFailures``, or its own cancel."""
+    """Do ``work``, which every rank does, so that it ends alike for all. Raises ``RankFailuresError``, or its own
+    cancel."""
     watched = watch(Part(operation))
     try:
         result = await work(operation)
@@ -57,7 +58,8 @@ async def together(work: Callable[[Operation], Awaitable[T]], operation: Operati
 
 
 async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
-    """Do what precedes an operation's own work; if that fails here, it fails everywhere. Raises ``RankFailures``."""
+    """Do what precedes an operation's own work; if that fails here, it fails everywhere. Raises
+    ``RankFailuresError``."""
     watched = watch(Part(operation))
     try:
         return await work()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .. import errors
-from ..errors import RankFailure, RankFailures, SidestreamError
+from ..errors import RankFailure, RankFailuresError, SidestreamError
 
 __all__ = ["Stopped", "died", "failure_of", "pack", "pack_all", "unpack", "unpack_all"]
 
@@ -55,7 +55,9 @@ def _again(kind: str, args: Any) -> SidestreamError | None:
         return None
     try:
         return found(*args)
-    except Exception:  # some are made of more than data, such as RankFailures; the name and the words are told anyway
+    except (
+        Exception
+    ):  # some are made of more than data, such as RankFailuresError; the name and the words are told anyway
         return None
 
 
@@ -78,5 +80,5 @@ def _args(error: SidestreamError) -> list[Any]:
     return list(pack(0, "", error).get("args", [str(error)]))
 
 
-def unpack_all(raw: bytes) -> RankFailures:
-    return RankFailures([unpack(told) for told in json.loads(raw)])
+def unpack_all(raw: bytes) -> RankFailuresError:
+    return RankFailuresError([unpack(told) for told in json.loads(raw)])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from ..errors import Corrupt
+from ..errors import CorruptCheckpointError
 
 __all__ = ["Frame", "Frames", "Kind", "encode"]
 
@@ -69,14 +69,15 @@ class Frames:
         self.trusted = True
 
     def feed(self, piece: bytes) -> Iterator[Frame]:
-        """The frames that are complete now. Raises ``Corrupt`` where the other side does not speak this language."""
+        """The frames that are complete now. Raises ``CorruptCheckpointError`` where the other side does not speak this
+        language."""
         self._buffer += piece
         start = 0
         try:
             while len(self._buffer) - start >= _HEAD.size:
                 nbytes, op, kind, name_bytes = _HEAD.unpack_from(self._buffer, start)
                 if nbytes > (_MAX_BYTES if self.trusted else _MAX_GREETING_BYTES) or name_bytes > nbytes:
-                    raise Corrupt("a connection to this rank does not speak sidestream's language")
+                    raise CorruptCheckpointError("a connection to this rank does not speak sidestream's language")
                 body = start + _HEAD.size
                 if len(self._buffer) - body < nbytes:
                     return
@@ -91,4 +92,4 @@ def _frame(buffer: bytearray, op: int, kind: int, body: int, name_bytes: int, en
         name = buffer[body : body + name_bytes].decode("ascii")
         return Frame(Kind(kind), op, name, bytes(memoryview(buffer)[body + name_bytes : end]))
     except ValueError:
-        raise Corrupt("a connection to this rank does not speak sidestream's language") from None
+        raise CorruptCheckpointError("a connection to this rank does not speak sidestream's language") from None

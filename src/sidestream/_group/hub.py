@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from .._runtime.threads import Deadline, look_for_abandoned
-from ..errors import ForkedProcess, RankFailure, RankFailures
+from ..errors import ForkedProcessError, RankFailure, RankFailuresError
 from ..options import RANK_WAIT_S
 from .absence import NOTICE_S, Coming, give_notice, remedy
 from .failure import Stopped, died, pack, pack_all, unpack, unpack_all
@@ -56,7 +56,7 @@ class Group(ABC):
     def begin(self, kind: str, deadline: Deadline, rank_wait_s: float = RANK_WAIT_S) -> Operation:
         """The next operation of this group. Every rank has to begin the same ones in the same order; does not block."""
         if os.getpid() != self._pid:
-            raise ForkedProcess("ranks do not save from a forked child; save in the process that joined the group")
+            raise ForkedProcessError("ranks do not save from a forked child; save in the process that joined the group")
         with self._lock:
             self._number += 1
             operation = Operation(self, self._number, kind, deadline, rank_wait_s)
@@ -264,7 +264,7 @@ class Hub(Group):
         for rank in sorted(set(range(self.world)) - state.came):
             connected = "" if rank == 0 or rank in self._links else ", and never connected"
             text = f"it did not join this {coming.kind} within rank_wait_s={coming.rank_wait_s:g}{connected}{advice}"
-            self._note(state, RankFailure(rank, "start", "DeadlineExceeded", text))
+            self._note(state, RankFailure(rank, "start", "DeadlineExceededError", text))
             advice = ""
 
     def _step(self, operation: Operation, exchange: Exchange) -> None:
@@ -340,11 +340,11 @@ class Hub(Group):
         if told.get("start_over"):
             state.would_start_over.add(failure.rank)
         for parts in state.parts.values():
-            if failure.kind == "DeadlineExceeded" and failure.rank in parts:
+            if failure.kind == "DeadlineExceededError" and failure.rank in parts:
                 missing |= set(range(self.world)) - set(parts)
         for rank in sorted(missing):
             text = "it did not come to this step in time"
-            self._note(state, RankFailure(rank, next(iter(state.parts)), "DeadlineExceeded", text))
+            self._note(state, RankFailure(rank, next(iter(state.parts)), "DeadlineExceededError", text))
         if not missing:
             self._note(state, failure)
 
@@ -392,7 +392,7 @@ class Hub(Group):
         if not others and not missing and len(state.came) == self.world:
             self._all_start_over(state)
             return
-        verdict = RankFailures(others or list(state.failures.values()))
+        verdict = RankFailuresError(others or list(state.failures.values()))
         state.verdict = pack_all(verdict.failures)
         for link in list(self._links.values()):
             link.send(Frame(Kind.VERDICT, state.number, "", state.verdict))
@@ -429,7 +429,7 @@ class Hub(Group):
             text = f"it did not come to this step within timeout_s={limit:g}" + (
                 "" if here else ", and never connected"
             )
-            self._note(state, RankFailure(rank, step, "DeadlineExceeded", text))
+            self._note(state, RankFailure(rank, step, "DeadlineExceededError", text))
 
 
 # --- everybody else ------------------------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ class Spoke(Group):
         """Rank 0 was not found. The next operation looks again."""
         self._unsent.clear()
         for operation in list(self._operations.values()):
-            self._judge_alone(operation, RankFailure(0, "start", "DeadlineExceeded", why))
+            self._judge_alone(operation, RankFailure(0, "start", "DeadlineExceededError", why))
 
     def _begin(self, operation: Operation) -> None:
         self._begun = operation.number
@@ -570,11 +570,11 @@ class Spoke(Group):
             return
         limit = operation.deadline.timeout_s
         text = f"it did not answer within timeout_s={limit:g}"
-        self._judge_alone(operation, RankFailure(0, _UNKNOWN, "DeadlineExceeded", text))
+        self._judge_alone(operation, RankFailure(0, _UNKNOWN, "DeadlineExceededError", text))
 
     def _judge_alone(self, operation: Operation, failure: RankFailure) -> None:
         self._forget(operation)
-        operation.judge(RankFailures([failure]))
+        operation.judge(RankFailuresError([failure]))
 
 
 def _judged_by(operation: Operation) -> float:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from .._runtime.gil import awaited
 from .._runtime.threads import Deadline
-from ..errors import RankFailures
+from ..errors import RankFailuresError
 from .failure import Stopped, pack
 
 __all__ = ["Decide", "Exchange", "Operation"]
@@ -81,7 +81,7 @@ class Operation:
         self.began_at = time.monotonic()
         self.step = "start"
         """What this rank is doing, for its errors."""
-        self.verdict: Future[RankFailures | None] = Future()
+        self.verdict: Future[RankFailuresError | None] = Future()
         """How it failed, the same on all ranks; None if they start over. Then the next round has a future of its own.
         """
         self.went_on = False
@@ -212,7 +212,7 @@ class Operation:
             self._ended = True
         self.group.close(self)
 
-    async def failed(self, error: BaseException) -> RankFailures:
+    async def failed(self, error: BaseException) -> RankFailuresError:
         """This rank has stopped, because of ``error`` or because others did: the verdict. Waits for it through cancels;
         the caller raises its own."""
         if not self.went_on:
@@ -302,7 +302,7 @@ class Operation:
         judged.set_result(None)
         return self._final
 
-    def judge(self, verdict: RankFailures) -> None:
+    def judge(self, verdict: RankFailuresError) -> None:
         self.stop()
         if not self.verdict.done():
             self.verdict.set_result(verdict)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..errors import Corrupt
+from ..errors import CorruptCheckpointError
 from .frames import Frame, Frames, encode
 
 __all__ = ["Link", "Owner", "keep_from_children", "owner"]
@@ -144,7 +144,7 @@ class Link:
         try:
             for frame in self.frames.feed(piece):
                 self.on_frame(frame)
-        except Corrupt as error:
+        except CorruptCheckpointError as error:
             self.close(str(error))
 
     def _write(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 
 from .._runtime.threads import Deadline
 from .._runtime.torch_probes import group_store
-from ..errors import InvalidOption, SidestreamError
+from ..errors import InvalidOptionError, SidestreamError
 from ..options import RANK_WAIT_S, check_seconds
 from .absence import remedy
 from .frames import Frame, Kind
@@ -102,25 +102,25 @@ def deadline_of(timeout_s: object) -> Deadline:
 def _accepted(name: str, seconds: object, otherwise: float) -> float:
     try:
         check_seconds(name, seconds)
-    except InvalidOption:
+    except InvalidOptionError:
         return otherwise
     assert isinstance(seconds, (int, float))
     return seconds
 
 
 def group_of(process_group: GroupChoice) -> Member | None:
-    """The group that saves or loads together; None where this process is by itself. Raises ``InvalidOption``."""
+    """The group that saves or loads together; None where this process is by itself. Raises ``InvalidOptionError``."""
     if process_group == "alone":
         return None
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         if process_group is None:
             return None
-        raise InvalidOption("process_group= needs torch.distributed.init_process_group() first")
+        raise InvalidOptionError("process_group= needs torch.distributed.init_process_group() first")
     if process_group is None:
         process_group = dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"process_group={process_group!r} has to be a ProcessGroup that this rank is in, None for all ranks, or "
             '"alone"'
         )

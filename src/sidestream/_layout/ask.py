@@ -10,7 +10,7 @@ import torch
 
 from .._runtime.caller import call
 from .._runtime.state_dict_calls import asked_in_order
-from ..errors import InvalidOption
+from ..errors import InvalidOptionError
 from .flatten import is_mapping, is_stateful
 
 __all__ = ["Answers"]
@@ -50,8 +50,8 @@ class Answers:
             raise self._changed() from None
 
     @staticmethod
-    def _changed() -> InvalidOption:
-        return InvalidOption("the target was changed while it was being loaded into; leave its structure alone")
+    def _changed() -> InvalidOptionError:
+        return InvalidOptionError("the target was changed while it was being loaded into; leave its structure alone")
 
     def _look(self, value: Any) -> Iterable[tuple[Any, Any]] | None:
         if type(value) is tuple or isinstance(value, torch.Tensor):

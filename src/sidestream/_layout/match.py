@@ -24,13 +24,13 @@ from .._format.records import (
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import Stateful, check_tensor, dtype_name
 from ..errors import (
-    DtypeMismatch,
-    KindMismatch,
-    Mismatch,
-    MissingKeys,
-    ShapeMismatch,
-    UnexpectedKeys,
-    UnsupportedTensor,
+    DtypeMismatchError,
+    KindMismatchError,
+    MissingKeysError,
+    ShapeMismatchError,
+    StateMismatchError,
+    UnexpectedKeysError,
+    UnsupportedTensorError,
     printable,
 )
 from .ask import Answers
@@ -104,7 +104,7 @@ class _Findings:
 
     strict: frozenset[str]
     names: Renamed
-    offenders: dict[type[Mismatch], list[str]] = field(default_factory=dict)
+    offenders: dict[type[StateMismatchError], list[str]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
@@ -114,7 +114,7 @@ class _Findings:
     unexpected: list[str] | None = None
     """Where other ranks may ask for what this one does not expect."""
 
-    def add(self, kind: type[Mismatch], line: str) -> None:
+    def add(self, kind: type[StateMismatchError], line: str) -> None:
         self.offenders.setdefault(kind, []).append(line)
 
     def add_missing(self, fqn: str, what: str = _ABSENT) -> None:
@@ -125,7 +125,7 @@ class _Findings:
                 self.absent.append(fqn)
             name = self.names.saved.get(fqn, fqn)
             told = "" if name == fqn else f" as {name}" if name else ": names= gives no name for it"
-            self.add(MissingKeys, f"{fqn}: in the target, {what}{told}")
+            self.add(MissingKeysError, f"{fqn}: in the target, {what}{told}")
 
     def add_unexpected(self, fqn: str, where: str) -> None:
         fqn = self.names.told(fqn)
@@ -134,7 +134,7 @@ class _Findings:
         elif self.unexpected is not None:
             self.unexpected.append(fqn)
         else:
-            self.add(UnexpectedKeys, f"{fqn}: in the checkpoint, not in the {where}")
+            self.add(UnexpectedKeysError, f"{fqn}: in the checkpoint, not in the {where}")
 
     def raise_if_any(self, url: str, targets: Callable[[], Collection[str]], saved: Collection[str]) -> Steps[None]:
         """Raise an error if there are findings. ``targets`` returns the names of the target, ``saved`` are those in the
@@ -142,7 +142,7 @@ class _Findings:
         if not self.offenders:
             return
         lines = [line for found in self.offenders.values() for line in found]
-        kind = next(iter(self.offenders)) if len(self.offenders) == 1 else Mismatch
+        kind = next(iter(self.offenders)) if len(self.offenders) == 1 else StateMismatchError
         shown = [printable(line) for line in lines[:50]] + (
             [f"... and {len(lines) - 50} more"] if len(lines) > 50 else []
         )
@@ -175,8 +175,9 @@ def match(
     ``others``: other ranks load with this one, so what is unexpected here is noted and not an error. ``names``: the
     names in the checkpoint of those in ``state``.
 
-    Raises a ``Mismatch`` that lists every missing or unexpected key and every tensor of another shape, dtype or kind,
-    as far as ``strict`` does not let them pass; ``KeyCollision`` where ``names`` gives one name to several.
+    Raises a ``StateMismatchError`` that lists every missing or unexpected key and every tensor of another shape, dtype
+    or kind, as far as ``strict`` does not let them pass; ``KeyCollisionError`` where ``names`` gives one name to
+    several.
     """
     saved_names, called = manifest.entries.keys(), Renamed(manifest)
     if names is not None:
@@ -311,7 +312,7 @@ def _check_fresh(statefuls: Iterable[StatefulLoad | None], tensors: Mapping[str,
             continue
         for fqn, entry in stateful.entries.items():
             if isinstance(entry, TensorEntry) and entry.shape and fqn not in tensors:
-                raise UnsupportedTensor(
+                raise UnsupportedTensorError(
                     f"{fqn}: the optimizer of sharded parameters has no such state yet, and nobody knows how it is to "
                     "be sharded: load what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict() gives "
                     "instead of the optimizer"
@@ -343,13 +344,15 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
     elif isinstance(entry, OpaqueEntry):
         findings.opaque.append(leaf.fqn)
     elif not isinstance(entry, TensorEntry):
-        findings.add(KindMismatch, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
+        findings.add(KindMismatchError, f"{leaf.fqn}: a tensor in the target, a plain value in the checkpoint")
     elif global_shape(tensor) != entry.shape:
-        findings.add(ShapeMismatch, f"{leaf.fqn}: shape {global_shape(tensor)} in the target, {entry.shape} saved")
+        findings.add(ShapeMismatchError, f"{leaf.fqn}: shape {global_shape(tensor)} in the target, {entry.shape} saved")
     elif not distributed and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
-        findings.add(Mismatch, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it")
+        findings.add(
+            StateMismatchError, f"{leaf.fqn}: expanded in the target (several elements share memory); clone() it"
+        )
     else:
         return _dtype_fits(leaf.fqn, dtype_name(tensor.dtype), entry.dtype, findings)
     return False
@@ -361,8 +364,8 @@ def _dtype_fits(fqn: str, here: str, saved: str, findings: _Findings) -> bool:
     if "cast" in findings.strict and castable(saved, here):
         findings.cast.append(fqn)
         return True
-    remedy = "which torch does not convert into it" if "cast" in findings.strict else 'strict={"cast"} converts'
-    findings.add(DtypeMismatch, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
+    remedy = "which torch does not convert into it" if "cast" in findings.strict else "allow_cast=True converts"
+    findings.add(DtypeMismatchError, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
     return False
 
 
@@ -378,13 +381,17 @@ def _tied(tensors: Mapping[str, Local], manifest: Manifest, findings: _Findings)
         view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box) if tensor.numel() else fqn
         leaders[fqn] = leader = first.setdefault(view, fqn)
         if leader != fqn and exact and _content(manifest.entries[fqn]) != _content(manifest.entries[leader]):
-            findings.add(Mismatch, f"{fqn}: shares its memory with {leader}, but they were saved with different values")
+            findings.add(
+                StateMismatchError, f"{fqn}: shares its memory with {leader}, but they were saved with different values"
+            )
         if leader == fqn and tensor.numel() and tensor.is_contiguous():
             extents.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, fqn))
     extents.sort()
     for (_, end, fqn), (start, _, other) in pairwise(extents):
         if start < end:
-            findings.add(Mismatch, f"{other}: overlaps with {fqn} in the memory of the target; clone() one of them")
+            findings.add(
+                StateMismatchError, f"{other}: overlaps with {fqn} in the memory of the target; clone() one of them"
+            )
     return leaders
 
 
@@ -445,11 +452,13 @@ def _match_value(
         if isinstance(leaf.holder, MutableMapping | list):
             values.append((leaf, entry))
         else:
-            findings.add(Mismatch, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed")
+            findings.add(
+                StateMismatchError, f"{leaf.fqn}: its {type(leaf.holder).__name__} in the target cannot be changed"
+            )
     elif not (isinstance(entry, EmptyEntry) and empty):
         kinds = {TensorEntry: "a tensor", ValueEntry: "a plain value", EmptyEntry: "an empty dict"}
         here = "an empty dict" if empty else f"a {type(leaf.value).__name__}"
-        findings.add(KindMismatch, f"{leaf.fqn}: {here} in the target, {kinds[type(entry)]} in the checkpoint")
+        findings.add(KindMismatchError, f"{leaf.fqn}: {here} in the target, {kinds[type(entry)]} in the checkpoint")
 
 
 def _claimed(

@@ -10,7 +10,7 @@ from typing import Any
 from .._format.records import DictKey, Key
 from .._runtime.steps import Steps
 from .._runtime.torch_probes import dtype_from_name, dtype_name
-from ..errors import InvalidOption, KeyCollision, UnsupportedTensor, printable
+from ..errors import InvalidOptionError, KeyCollisionError, UnsupportedTensorError, printable
 from ..options import Dtypes, Names
 from .cast import castable
 
@@ -31,8 +31,8 @@ def new_names(
     """Return the new name of each of ``fqns``, in their order; None for those that have none.
 
     Names with one ``identity`` are tied, and may get one new name. ``others``: a mapping may contain names of other
-    ranks. Raises ``KeyCollision``, which lists all new names that several of ``fqns`` would get; ``InvalidOption`` for
-    names of a mapping that are not among ``fqns``, and for what is no name.
+    ranks. Raises ``KeyCollisionError``, which lists all new names that several of ``fqns`` would get;
+    ``InvalidOptionError`` for names of a mapping that are not among ``fqns``, and for what is no name.
     """
     found: dict[str, str | None] = {}
     taken: dict[str, list[str]] = {}
@@ -44,7 +44,7 @@ def new_names(
     if isinstance(names, Mapping) and not others and not names.keys() <= found.keys():
         unknown = [str(name) for name in names if name not in found]
         rest = f", and {len(unknown) - _FEW} more" if len(unknown) > _FEW else ""
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{url}: names= has names that are not among those to be renamed: {', '.join(unknown[:_FEW])}{rest}"
         )
     collisions = []
@@ -56,7 +56,7 @@ def new_names(
         shown = [printable(line) for line in collisions[:_SHOWN]]
         more = [f"... and {len(collisions) - _SHOWN} more"] if len(collisions) > _SHOWN else []
         text = "\n  ".join([*shown, *more])
-        raise KeyCollision(f"{url}: names= gives one name to several entries:\n  {text}")
+        raise KeyCollisionError(f"{url}: names= gives one name to several entries:\n  {text}")
     return found
 
 
@@ -65,9 +65,9 @@ def _new_name(names: Names, fqn: str) -> str | None:
     if new is None:
         return None
     if type(new) is not str:
-        raise InvalidOption(f"names= gives {new!r} for {fqn!r}, which is no name")
+        raise InvalidOptionError(f"names= gives {new!r} for {fqn!r}, which is no name")
     if not new:
-        raise InvalidOption(f"names= gives an empty name for {fqn!r}")
+        raise InvalidOptionError(f"names= gives an empty name for {fqn!r}")
     return str(new)
 
 
@@ -99,8 +99,8 @@ def renamed_path(path: tuple[Key, ...], old: str, new: str, *, nested: bool = Fa
 
 def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> Steps[dict[str, tuple[Key, ...]]]:
     """Return the path of each FQN, after some entries were renamed or left out. A list that has lost elements, or got
-    other entries, becomes a dict with the same keys. Raises ``KeyCollision`` if an entry lies where others have their
-    container."""
+    other entries, becomes a dict with the same keys. Raises ``KeyCollisionError`` if an entry lies where others have
+    their container."""
     numbers: dict[tuple[Key, ...], set[Key]] = {}
     containers: set[tuple[Key, ...]] = set()
     for path in paths.values():
@@ -111,7 +111,7 @@ def consistent(paths: Mapping[str, tuple[Key, ...]], url: str) -> Steps[dict[str
         yield
     for fqn, path in paths.items():
         if path in containers:
-            raise KeyCollision(f"{url}: names= gives the name {fqn} to an entry, and names below it to others")
+            raise KeyCollisionError(f"{url}: names= gives the name {fqn} to an entry, and names below it to others")
         for depth, key in enumerate(path) if numbers else ():
             if path[:depth] in numbers:
                 numbers[path[:depth]].add(key)
@@ -130,12 +130,13 @@ def _plain(path: tuple[Key, ...], depth: int, broken: set[tuple[Key, ...]]) -> K
 
 
 def target_dtype(name: str, saved: str, dtype: Dtypes | None) -> str:
-    """Return what the tensor ``name`` becomes, which was saved with dtype ``saved``. Raises ``UnsupportedTensor``."""
+    """Return what the tensor ``name`` becomes, which was saved with dtype ``saved``. Raises
+    ``UnsupportedTensorError``."""
     if isinstance(dtype, Mapping):
         dtype = next((one for pattern, one in dtype.items() if fnmatchcase(name, pattern)), None)
     if dtype is None or not dtype_from_name(saved).is_floating_point:
         return saved
     wanted = dtype_name(dtype)
     if not castable(saved, wanted):
-        raise UnsupportedTensor(f"{name}: torch does not convert {saved} to {wanted}")
+        raise UnsupportedTensorError(f"{name}: torch does not convert {saved} to {wanted}")
     return wanted

@@ -23,7 +23,7 @@ def renamed_state(
     """Return ``captured`` as it is to be saved: every leaf under its new name, and the dtypes of tensors that are
     converted while they are staged. ``others``: a mapping may contain names of other ranks.
 
-    Raises ``KeyCollision``, ``InvalidOption``, ``UnsupportedTensor``, and what ``leaves_of`` raises.
+    Raises ``KeyCollisionError``, ``InvalidOptionError``, ``UnsupportedTensorError``, and what ``leaves_of`` raises.
     """
     leaves = {leaf.fqn: leaf for leaf in (yield from collected(leaves_of(captured.root)))}
     root = captured.root

@@ -19,7 +19,7 @@ from .._format.values import pickle_node
 from .._runtime.steps import Steps, chunked, collected, in_turn
 from .._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_key, view_key
 from .._staging import Captured, Composite, Copy, ImageLayout, PlanCache, fingerprint, raw_start
-from ..errors import UnsupportedTensor
+from ..errors import UnsupportedTensorError
 from .flatten import Leaf, LeafKind, leaves_of
 from .structure import outline_of
 from .values import encode_value
@@ -87,7 +87,7 @@ class _Layout:
     newest: tuple[tuple[Any, ...], _Said] | None = None
 
     def said(self, outline: tuple[Any, ...], leaves: Callable[[], Steps[Sequence[Leaf]]]) -> Steps[_Said]:
-        """Of a state dict with these tensors. Raises ``UnsafeObject`` and ``KeyCollision``."""
+        """Of a state dict with these tensors. Raises ``UnsafeObjectError`` and ``KeyCollisionError``."""
         newest = self.newest  # another save may put its own there meanwhile
         if newest is None or newest[0] != outline:
             fqns: list[str] = []
@@ -216,9 +216,9 @@ def plan_save(
 
     It is staged and written in windows, of which several fit into ``budget_bytes``.
 
-    Takes some 10 us per tensor, 3 us if the plan is known. Tensors that are the same view of
-    the same storage (tied weights) share one item. Raises ``UnsafeObject``, ``UnsupportedTensor`` or ``KeyCollision``,
-    naming the FQN.
+    Takes some 10 us per tensor, 3 us if the plan is known. Tensors that are the same view of the same storage (tied
+    weights) share one item. Raises ``UnsafeObjectError``, ``UnsupportedTensorError`` or ``KeyCollisionError``, naming
+    the FQN.
     """
     outline = yield from outline_of(captured.root)
     tensors = outline.tensors
@@ -272,7 +272,9 @@ def _lay_out(
         check_tensor(tensor, leaf.fqn, held=bool(copied) and storage_key(tensor) in copied)
         dtype, shape = captured.dtypes.get(leaf.fqn) or dtype_name(tensor.dtype), tuple(tensor.shape)
         if dtype not in DTYPES:
-            raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
+            raise UnsupportedTensorError(
+                f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it"
+            )
         identity = (*view_key(tensor), dtype)
         number = known.get(identity) if tensor.numel() else None
         if number is None:
@@ -313,7 +315,7 @@ def _start(copy: Copy) -> int | None:
 
 def _place_value(fqn: str, path: tuple[Key, ...], value: Any, content: bytearray) -> ValueEntry:
     if isinstance(value, Composite):
-        raise UnsupportedTensor(
+        raise UnsupportedTensorError(
             f"{fqn}: cannot save {value.kind}: this version saves plain tensors of one process; save the "
             "tensors that it is made of (to_local(), indices and values) or a dense, full one"
         )

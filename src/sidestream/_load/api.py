@@ -60,31 +60,32 @@ async def load(
     first, those that it lacks (the moments of a fresh optimizer) come as new tensors. Those two methods are called on
     the event loop, everything else happens in threads; leave the structure of ``state`` alone until this returns.
 
-    Everything is checked before anything is changed: a ``Mismatch`` lists every missing key, unexpected key (inside the
-    top-level keys of ``state``), shape, dtype and kind that differs. ``strict`` names what may differ, ``"partial"``,
-    ``"cast"``, ``"ignore_unexpected"``, and the report lists what did. ``progress(done, total)`` is called on the loop
-    with bytes. Raises ``CheckpointNotFound``; ``Corrupt``, also for altered bytes (``verify``), which may be found
-    after some tensors were written: ``error.written`` lists them. With ``atomic=True`` everything is read into memory
-    of its own first, so that a failure leaves ``state`` untouched. The same holds for a cancel, ``StorageError`` and
-    ``DeadlineExceeded``; a cancel that comes when all has been read is raised after ``state`` has changed as a whole.
+    Everything is checked before anything is changed: a ``StateMismatchError`` lists every missing key, unexpected key
+    (inside the top-level keys of ``state``), shape, dtype and kind that differs. ``strict`` names what may differ,
+    ``"partial"``, ``"cast"``, ``"ignore_unexpected"``, and the report lists what did. ``progress(done, total)`` is
+    called on the loop with bytes. Raises ``CheckpointNotFoundError``; ``CorruptCheckpointError``, also for altered
+    bytes (``verify``), which may be found after some tensors were written: ``error.written`` lists them. With
+    ``atomic=True`` everything is read into memory of its own first, so that a failure leaves ``state`` untouched. The
+    same holds for a cancel, ``StorageError`` and ``DeadlineExceededError``; a cancel that comes when all has been read
+    is raised after ``state`` has changed as a whole.
 
     ``names``: the FQN in the checkpoint of an FQN in ``state``, as a function or a mapping (``Names``), where they
     differ: ``names=sidestream.add_prefix("module.")`` reads ``"weight"`` from ``"module.weight"``. It is asked once for
-    each name in ``state`` and in the ``state_dict()`` of its objects, in a thread. Raises ``KeyCollision``, which lists
-    all names that would be given to two tensors of different memory. Unexpected keys are then those inside the
+    each name in ``state`` and in the ``state_dict()`` of its objects, in a thread. Raises ``KeyCollisionError``, which
+    lists all names that would be given to two tensors of different memory. Unexpected keys are then those inside the
     top-level keys of the new names.
 
     Of other writers' values only plain data is read, and objects of the types in ``allow``: those, and no others, are
-    made again by their own code from what was saved. Anything else raises ``UnsafeObject``. ``trust="pickle"``
+    made again by their own code from what was saved. Anything else raises ``UnsafeObjectError``. ``trust="pickle"``
     unpickles those values instead, and so runs whatever code the file brings: only for files that you would run as a
     program. It concerns values of other writers alone; metadata, tensors and our own checkpoints are data all the same.
 
     Where ``torch.distributed`` is initialized this is a call of all ranks together, as ``save`` is: each reads what its
-    own tensors need, and all ranks raise the same ``RankFailures``. ``process_group="alone"`` loads into this process
-    only; ``rank_wait_s`` is as for ``save``.
+    own tensors need, and all ranks raise the same ``RankFailuresError``. ``process_group="alone"`` loads into this
+    process only; ``rank_wait_s`` is as for ``save``.
 
     ``planner``, a ``LoadPlanner`` of torch, decides what is read, and into what: names, missing keys and dtypes are its
-    affair then (``docs/ranks.md``). It is asked in threads, one call after the other; ``PlannerFailed`` is what it
+    affair then (``docs/ranks.md``). It is asked in threads, one call after the other; ``PlannerError`` is what it
     raises.
 
     ``storage_options`` and ``storage`` are as for ``save``; ``http(s)://`` can be read too.

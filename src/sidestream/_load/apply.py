@@ -19,7 +19,7 @@ from .._layout.match import LoadPlan, StatefulLoad, plain_path
 from .._runtime.caller import call
 from .._runtime.state_dict_calls import key_order, watched
 from .._runtime.threads import Steps, run_sliced, sliced
-from ..errors import StatefulRefused, indented
+from ..errors import LoadStateDictError, indented
 
 __all__ = ["Handover", "hand_over", "prepare"]
 
@@ -44,7 +44,8 @@ class Handover:
 def prepare(
     plan: LoadPlan, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, own: bool
 ) -> Steps[Handover]:
-    """In a thread, before anything is read into ``tensors``. Raises ``Corrupt`` for paths that do not fit together."""
+    """In a thread, before anything is read into ``tensors``. Raises ``CorruptCheckpointError`` for paths that do not
+    fit together."""
     plain: list[tuple[Leaf, Any]] = []
     assigned: list[tuple[Leaf, Any]] = []
     for leaf, _ in plan.values:
@@ -107,7 +108,7 @@ def _load_stateful(stateful: StatefulLoad, state_dict: dict[Any, Any]) -> None:
         with mode:
             stateful.instance.load_state_dict(state_dict)
     except Exception as error:
-        raise StatefulRefused(
+        raise LoadStateDictError(
             f"{stateful.fqn}: {type(stateful.instance).__name__}.load_state_dict raised {type(error).__name__}: "
             f"{indented(error)}"
         ) from error

@@ -55,7 +55,7 @@ def memory_of(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
 
 
 class Check:
-    """Compares a range with its checksums, if it has any, while it is read. Raises ``Corrupt``."""
+    """Compares a range with its checksums, if it has any, while it is read. Raises ``CorruptCheckpointError``."""
 
     __slots__ = ("_crc", "_done", "_range")
 

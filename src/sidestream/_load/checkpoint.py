@@ -30,7 +30,7 @@ from .._runtime.threads import (
 )
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import Location, RangeSource, locate_directory
-from ..errors import Corrupt, InvalidOption, MissingKeys, UnsupportedCheckpoint
+from ..errors import CorruptCheckpointError, InvalidOptionError, MissingKeysError, UnsupportedCheckpointError
 from ..options import (
     Dtypes,
     Progress,
@@ -82,8 +82,8 @@ async def open_checkpoint(
     """Read and validate what the checkpoint at ``url`` says about itself, and no payload.
 
     ``timeout_s`` is for this call and for each one on the result, ``allow``, ``trust`` and the rest as for ``load``.
-    Raises ``CheckpointNotFound``, ``Corrupt``, ``UnsupportedCheckpoint``. The result holds nothing open and needs no
-    closing.
+    Raises ``CheckpointNotFoundError``, ``CorruptCheckpointError``, ``UnsupportedCheckpointError``. The result holds
+    nothing open and needs no closing.
     """
     location = locate_directory(url, storage_of(storage_options, storage))
     return await open_from(location, verify=verify, timeout_s=timeout_s, allow=allow, trust=trust)
@@ -151,12 +151,13 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
     async def file(self, name: str) -> bytes:
         """Return the content of a sidecar file, compared with its checksums unless ``verify`` says otherwise.
 
-        Raises ``MissingKeys`` if the checkpoint has no such file, ``Corrupt``. A cancel leaves nothing behind.
+        Raises ``MissingKeysError`` if the checkpoint has no such file, ``CorruptCheckpointError``. A cancel leaves
+        nothing behind.
         """
         entry = self._manifest.sidecars.get(name)
         if entry is None:
             there = ", ".join(self.files) or "none"
-            raise MissingKeys(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
+            raise MissingKeysError(f"{self.url} has no file {name!r}; its sidecar files: {there}", [name])
         content = bytearray(entry.nbytes)
         async with self._files() as source:
             if content:
@@ -181,18 +182,19 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         return sum(1 for _ in self)
 
     def info(self, fqn: str) -> TensorInfo:
-        """Dtype and shape of a tensor. Raises ``MissingKeys``; ``InvalidOption`` if it is a plain value."""
+        """Dtype and shape of a tensor. Raises ``MissingKeysError``; ``InvalidOptionError`` if it is a plain value."""
         info = self[fqn]
         if info is None:
-            raise InvalidOption(f"{fqn} is a plain value; await value({fqn!r})")
+            raise InvalidOptionError(f"{fqn} is a plain value; await value({fqn!r})")
         return info
 
     async def tensor(self, fqn: str, rows: slice | None = None, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """The tensor, or those ``rows`` of its first dimension, as a new one on ``device``.
 
-        Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. Raises ``MissingKeys``,
-        ``InvalidOption`` for a slice with a step or a device that this machine does not have, ``UnsupportedCheckpoint``
-        for a tensor of a kind that this version does not read, ``Corrupt``. A cancel leaves nothing behind.
+        Only the rows asked for are read, extended to whole checksum blocks of 1 MiB. Raises ``MissingKeysError``,
+        ``InvalidOptionError`` for a slice with a step or a device that this machine does not have,
+        ``UnsupportedCheckpointError`` for a tensor of a kind that this version does not read,
+        ``CorruptCheckpointError``. A cancel leaves nothing behind.
         """
         if isinstance(one := self._entry(fqn), OpaqueEntry):
             async with self._files() as source:
@@ -215,7 +217,8 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
             return target
 
     async def value(self, fqn: str) -> Any:
-        """A plain value, or a tensor like ``tensor()``. Raises ``MissingKeys``, ``UnsafeObject`` (other writers)."""
+        """A plain value, or a tensor like ``tensor()``. Raises ``MissingKeysError``, ``UnsafeObjectError`` (other
+        writers)."""
         entry = self._entry(fqn)
         if isinstance(entry, TensorEntry | OpaqueEntry):
             return await self.tensor(fqn)
@@ -245,10 +248,10 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         in checkpoints of other writers that may be all of them.
 
         A checkpoint of stock DCP says neither where it had empty containers nor which keys were integers.
-        ``progress(done, total)`` is called on the loop with bytes. Raises ``Corrupt``, ``InvalidOption``,
-        ``MissingKeys`` for a pattern that matches nothing, ``UnsupportedCheckpoint`` if a tensor of a kind that this
-        version does not read is requested, ``UnsupportedTensor`` for a conversion that torch does not make. A cancel
-        leaves nothing behind.
+        ``progress(done, total)`` is called on the loop with bytes. Raises ``CorruptCheckpointError``,
+        ``InvalidOptionError``, ``MissingKeysError`` for a pattern that matches nothing, ``UnsupportedCheckpointError``
+        if a tensor of a kind that this version does not read is requested, ``UnsupportedTensorError`` for a conversion
+        that torch does not make. A cancel leaves nothing behind.
         """
         check_dtype(dtype)
         device = None if memory == "host" else _memory(memory)
@@ -273,7 +276,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         mapped = {}
         if memory == "mapped":
             if not self._location.store.capabilities.mapping:
-                raise InvalidOption(f'{self.url} is not on this machine; use memory="host"')
+                raise InvalidOptionError(f'{self.url} is not on this machine; use memory="host"')
             with self._all_there():
                 mapped = await map_tensors(source, self._manifest, [fqn for fqn in fqns if fqn not in dtypes])
         streams = await streams_of([] if device is None else [device])
@@ -301,7 +304,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
 
     @asynccontextmanager
     async def _files(self) -> AsyncIterator[RangeSource]:
-        """The files of the checkpoint, for one call and under its time limit. Raises ``Corrupt``."""
+        """The files of the checkpoint, for one call and under its time limit. Raises ``CorruptCheckpointError``."""
         with self._time_limit():
             async with aclosing(self._location.source()) as source:
                 with self._all_there():
@@ -326,7 +329,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         try:
             return self._manifest.entries[fqn]
         except KeyError:
-            raise MissingKeys(f"{self.url} has no {fqn!r}", [fqn]) from None
+            raise MissingKeysError(f"{self.url} has no {fqn!r}", [fqn]) from None
 
     async def _read(
         self, source: RangeSource, wanted: list[Wanted], progress: Progress | None, streams: Streams
@@ -341,7 +344,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         try:
             yield
         except FileNotFoundError as error:
-            raise Corrupt(f"{self.url}: {error.filename} is missing") from error
+            raise CorruptCheckpointError(f"{self.url}: {error.filename} is missing") from error
 
     async def _values(self, source: RangeSource, entries: Mapping[str, ValueEntry]) -> dict[str, Any]:
         with self._all_there():
@@ -352,7 +355,7 @@ def _opaque_info(fqn: str, entry: OpaqueEntry) -> TensorInfo:
     try:
         dtype = dtype_from_name(entry.dtype)
     except KeyError:
-        raise UnsupportedCheckpoint(f"{fqn} has dtype {entry.dtype}, which this torch does not know") from None
+        raise UnsupportedCheckpointError(f"{fqn} has dtype {entry.dtype}, which this torch does not know") from None
     return TensorInfo(dtype, torch.Size(entry.shape), sum(chunk.item_bytes for chunk in entry.chunks))
 
 
@@ -360,9 +363,9 @@ def _device(device: object) -> torch.device:
     try:
         found: torch.device = torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
-        raise InvalidOption(f"device={device!r} is no device: {error}") from None
+        raise InvalidOptionError(f"device={device!r} is no device: {error}") from None
     if found.type == "meta":
-        raise InvalidOption('device="meta" has no memory to load into')
+        raise InvalidOptionError('device="meta" has no memory to load into')
     return found
 
 
@@ -371,7 +374,7 @@ def _memory(memory: object) -> torch.device | None:
         return None
     if isinstance(memory, torch.device):
         return _device(memory)
-    raise InvalidOption(f'memory={memory!r} has to be "host", "mapped" or a torch.device')
+    raise InvalidOptionError(f'memory={memory!r} has to be "host", "mapped" or a torch.device')
 
 
 @sliced
@@ -404,6 +407,6 @@ def _nested(entries: Mapping[str, Entry], leaves: Mapping[str, Any]) -> dict[Any
 
 def _rows(fqn: str, shape: tuple[int, ...], rows: slice) -> Box:
     if not shape or rows.step not in (None, 1):
-        raise InvalidOption(f"{fqn}: rows={rows} needs at least one dimension and no step")
+        raise InvalidOptionError(f"{fqn}: rows={rows} needs at least one dimension and no step")
     start, stop, _ = rows.indices(shape[0])
     return Box((start, *(0 for _ in shape[1:])), (max(0, stop - start), *shape[1:]))

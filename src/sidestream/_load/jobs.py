@@ -28,8 +28,8 @@ _MOST_JOBS = 4  # where reads wait: each may hold 16 MiB of scratch memory, and 
 
 
 class Jobs(Generic[T]):
-    """``work`` on each of ``items``, in threads. It returns the number of bytes that it has read, and raises ``Closed``
-    once its ``Stop`` is set. ``progress`` is called on the loop with the sum of them."""
+    """``work`` on each of ``items``, in threads. It returns the number of bytes that it has read, and raises
+    ``ClosedError`` once its ``Stop`` is set. ``progress`` is called on the loop with the sum of them."""
 
     def __init__(
         self, items: Sequence[T], work: Callable[[T, Stop], int], progress: Callable[[int], object] | None

@@ -34,7 +34,7 @@ def new_tensors(
 ) -> Steps[NewTensors]:
     """Allocate memory for tensors that have none yet. Tied tensors (one item in the file) share memory, and so do
     several views of one storage, which is read once, as a whole. ``dtypes``: what some are converted to, each by
-    itself. Called in a worker thread. Raises ``OutOfMemory``."""
+    itself. Called in a worker thread. Raises ``OutOfMemoryError``."""
     new = NewTensors({}, [])
     shared: dict[object, torch.Tensor] = {}
     storages: dict[tuple[str, int], list[str]] = {}

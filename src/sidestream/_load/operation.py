@@ -17,7 +17,7 @@ from .._format.records import Manifest
 from .._group import Operation, Stopped, stoppable
 from .._runtime.tasks import finish
 from .._runtime.threads import io_threads, time_limit
-from ..errors import Corrupt, NotShared, SidestreamError, printable
+from ..errors import CorruptCheckpointError, SidestreamError, StorageNotSharedError, printable
 from ..events import (
     LoadApplied,
     LoadContext,
@@ -52,7 +52,7 @@ class Target(Protocol):
         rank."""
 
     async def open(self) -> Manifest:
-        """Read what the checkpoint says of itself. Raises ``CheckpointNotFound``, ``Corrupt``."""
+        """Read what the checkpoint says of itself. Raises ``CheckpointNotFoundError``, ``CorruptCheckpointError``."""
 
     async def plan(self) -> None:
         """Decide what is read, and into which memory. Nothing of the target has changed when this raises."""
@@ -211,7 +211,10 @@ class LoadOperation:
 
     async def _starts_over(self, error: Exception, restarts: int, *, opened: bool) -> bool:
         """Return whether the load starts over after ``error``, on all ranks. Waits for the others to stop."""
-        together, lost = self.together, opened and isinstance(error, (Corrupt, FileNotFoundError, NotShared))
+        together, lost = (
+            self.together,
+            opened and isinstance(error, (CorruptCheckpointError, FileNotFoundError, StorageNotSharedError)),
+        )
         if together is None:
             return lost and await self.target.replaced()
         replaced = lost and restarts < _MOST_RESTARTS and await self.target.replaced()
@@ -242,7 +245,7 @@ class LoadOperation:
             error.written = written
         return error
 
-    def _as_ours(self, error: E) -> E | Corrupt:
+    def _as_ours(self, error: E) -> E | CorruptCheckpointError:
         if isinstance(error, FileNotFoundError) and not isinstance(error, SidestreamError):
-            return Corrupt(f"{self.url}: {error.filename} is missing")
+            return CorruptCheckpointError(f"{self.url}: {error.filename} is missing")
         return error

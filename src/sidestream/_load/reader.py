@@ -94,9 +94,9 @@ class Reader:
         """Fill every target, and empty the list. Those that are row-major, on the host and of the saved dtype are read
         into directly. ``located`` is what the zips of another writer say, if that is known already.
 
-        Raises ``Corrupt``, naming file, offset and FQN, and ``MissingExtra`` before anything is read. When this raises,
-        no thread writes into a target any more, but for one that hangs in a system call: it may fill what it has asked
-        for.
+        Raises ``CorruptCheckpointError``, naming file, offset and FQN, and ``MissingExtraError`` before anything is
+        read. When this raises, no thread writes into a target any more, but for one that hangs in a system call: it may
+        fill what it has asked for.
         """
         targets = await io_threads().run(_by_fqn, wanted)
         packed = [] if own else await io_threads().run(_packed, targets)
@@ -230,7 +230,7 @@ def _ranges(one: Wanted, located: Located, verified: bool = True) -> Iterator[Ra
 
 
 def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
-    """The compressed chunks. Raises ``MissingExtra`` where there are some and nothing can decompress them."""
+    """The compressed chunks. Raises ``MissingExtraError`` where there are some and nothing can decompress them."""
     found = [
         (one, chunk)
         for one in politely(targets.values())
@@ -370,7 +370,7 @@ def _spread(
     stop: Stop,
 ) -> None:
     """In the thread that has read them: check payloads that lie side by side, and copy them to their places. Raises
-    ``Closed`` once ``stop`` is set."""
+    ``ClosedError`` once ``stop`` is set."""
     source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)), span[0][0]
     for number, (offset, nbytes, start, crcs, digests, fqn) in enumerate(politely(span)):
         if number % _MANY == 0:

@@ -10,7 +10,7 @@ from .._format.digest import DigestCheck, digest_check
 from .._format.records import Manifest
 from .._layout.objects import Allowed
 from .._runtime.public import public
-from ..errors import InvalidOption, SidestreamError
+from ..errors import InvalidOptionError, SidestreamError
 from ..options import Names, Progress, Trust, Verify, check_choice, check_names, check_timeout, check_verify
 
 __all__ = ["LoadOptions", "LoadReport", "Loaded", "PassedOver", "report_of"]
@@ -109,6 +109,8 @@ class LoadOptions:
         check_timeout(self.timeout_s)
         check_names(self.names)
         if self.planner is not None and (self.strict or self.atomic):
-            raise InvalidOption("what may differ is for the planner to say: leave out strict= and atomic= beside it")
+            raise InvalidOptionError(
+                "what may differ is for the planner to say: leave out strict= and atomic= beside it"
+            )
         if self.planner is not None and self.names is not None:
-            raise InvalidOption("names are for the planner to say: leave out names= beside it")
+            raise InvalidOptionError("names are for the planner to say: leave out names= beside it")

@@ -17,7 +17,7 @@ from .._layout.match import LoadPlan, match
 from .._runtime.threads import Steps, gathered, io_threads, let_go, politely, run_sliced, sliced
 from .._runtime.torch_probes import plain_bytes
 from .._storage import Location, RangeSource
-from ..errors import Mismatch, allocating
+from ..errors import StateMismatchError, allocating
 from .apply import Handover, hand_over, prepare
 from .device_streams import streams_of
 from .foreign.values import read_values, why_opaque
@@ -212,7 +212,7 @@ def _check_ties(prepared: _Prepared) -> None:
         leader = prepared.plan.leaders[one.fqn]
         assert one.target is not None
         if not torch.equal(plain_bytes(one.target.cpu()), plain_bytes(prepared.places[leader].cpu())):
-            raise Mismatch(
+            raise StateMismatchError(
                 f"{one.fqn} shares its memory with {leader}, but they were saved with different values: "
                 "untie them, or load only one",
                 [one.fqn],

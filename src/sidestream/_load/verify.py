@@ -44,11 +44,11 @@ from .._runtime.threads import (
 )
 from .._storage import Location, RangeSource, ReadRange, locate_directory
 from ..errors import (
-    Corrupt,
-    NotCovered,
+    CorruptCheckpointError,
+    IncompleteTensorError,
     SidestreamError,
-    UnsafeObject,
-    UnsupportedCheckpoint,
+    UnsafeObjectError,
+    UnsupportedCheckpointError,
     allocating,
     printable_lines,
 )
@@ -132,9 +132,9 @@ async def verify(
     layout, and every tensor and value with the CRC-32 in its zip, which torch itself never verifies. Everything that a
     load would report as damaged is reported. Nothing is unpickled, and no value is built.
 
-    Damage is reported and not raised. Raises ``CheckpointNotFound``, ``UnsupportedCheckpoint``, ``UnsafeObject``,
-    ``MissingExtra``, ``StorageError``, ``DeadlineExceeded``: then nothing is known. A cancel leaves nothing behind.
-    ``storage_options`` and ``storage`` are as for ``load``.
+    Damage is reported and not raised. Raises ``CheckpointNotFoundError``, ``UnsupportedCheckpointError``,
+    ``UnsafeObjectError``, ``MissingExtraError``, ``StorageError``, ``DeadlineExceededError``: then nothing is known. A
+    cancel leaves nothing behind. ``storage_options`` and ``storage`` are as for ``load``.
     """
     running_loop("verify")
     check_timeout(timeout_s)
@@ -148,7 +148,7 @@ async def verify_at(location: Location, progress: Progress | None = None) -> Ver
     with noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at):
         try:
             source, manifest = await open_manifest(location)
-        except (Corrupt, NotCovered) as damage:
+        except (CorruptCheckpointError, IncompleteTensorError) as damage:
             return VerifyReport(location.url, "", None, 1, 0, (), (), (_damage(damage),), None)
         async with aclosing(source):
             return await verify_manifest(source, location.url, manifest, progress)
@@ -303,7 +303,7 @@ class Verification:
             with self._noting(fqn):
                 try:
                     located[fqn] = await locate_tensor(self.source, fqn, entry, records="all")
-                except UnsupportedCheckpoint:
+                except UnsupportedCheckpointError:
                     self._put_aside(fqn, entry)
 
         await self._in_parallel(closed.items(), work)
@@ -335,7 +335,7 @@ class Verification:
     async def _plan_opaque(self, fqn: str, entry: OpaqueEntry) -> None:
         with self._noting(fqn):
             why = await why_opaque(self.source, fqn, entry)
-            if not isinstance(why, UnsupportedCheckpoint):
+            if not isinstance(why, UnsupportedCheckpointError):
                 raise why
             self._put_aside(fqn, entry)
 
@@ -364,7 +364,7 @@ class Verification:
             try:
                 if not await check_item_records(self.source, fqn, entry, item, self._budgets):
                     self.unverified.add(fqn)
-            except UnsupportedCheckpoint:
+            except UnsupportedCheckpointError:
                 self.unreadable.add(fqn)
         self._tell(item.item_bytes)
 
@@ -391,10 +391,12 @@ class Verification:
         """Damage is noted under the name of ``what`` is looked at, and the rest goes on."""
         try:
             yield
-        except (Corrupt, UnsafeObject) as damage:
+        except (CorruptCheckpointError, UnsafeObjectError) as damage:
             self._note(damage, what)
         except FileNotFoundError as error:
-            self._note(Corrupt(f"{error.filename} is missing", file=os.path.basename(str(error.filename))), what)
+            self._note(
+                CorruptCheckpointError(f"{error.filename} is missing", file=os.path.basename(str(error.filename))), what
+            )
 
     def _note(self, damage: SidestreamError, what: str) -> None:
         self.damages.setdefault(getattr(damage, "fqn", None) or what, _damage(damage))
@@ -420,20 +422,22 @@ def _bytes_of(pieces: Iterable[Piece], whole: Iterable[tuple[str, Entry, Chunk |
 
 def _differences(
     manifest: Manifest, raw: bytes | bytearray, attribute: str, file: str = METADATA_NAME
-) -> list[Corrupt]:
+) -> list[CorruptCheckpointError]:
     """Return the places where ``.metadata`` contradicts the manifest; ``attribute`` is the name of the one that points
     to the manifest."""
     try:
         metadata = run_sliced(read_dcp_description(raw))
-    except UnsupportedCheckpoint as error:
+    except UnsupportedCheckpointError as error:
         if not manifest.exact:
             raise
-        return [Corrupt(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
+        return [CorruptCheckpointError(f"{file}: {error.args[0]}, which sidestream never writes", file=file)]
     compared = gathered(compare_metadata(manifest, metadata))
     found = [one for one in compared if one is not None]
     pointer = metadata.attributes.get(attribute)
     if pointer is None or not raw.endswith(attribute_end(attribute, pointer)):
-        found.append(Corrupt(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file))
+        found.append(
+            CorruptCheckpointError(f"{file}: its attribute {attribute!r} does not point to this manifest", file=file)
+        )
     return found
 
 
@@ -455,6 +459,6 @@ def _runs(pieces: list[Piece]) -> Steps[list[list[Piece]]]:
 
 def _damage(error: SidestreamError) -> Damage:
     message = printable_lines(str(error.args[0]))
-    if isinstance(error, Corrupt):
+    if isinstance(error, CorruptCheckpointError):
         return Damage(message, error.file, error.fqn, error.offset)
     return Damage(message)

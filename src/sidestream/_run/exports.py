@@ -8,7 +8,7 @@ from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, time_limit
 from .._save.sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .._storage import parse_step, step_name
-from ..errors import InvalidOption
+from ..errors import InvalidOptionError
 from ..options import Durability, check_count
 from .maintenance import Upkeep
 
@@ -34,11 +34,13 @@ class Exports:
         if keep is not None:
             check_count("exports_keep", keep)
             if not all(one.counts_steps for one in self._wanted):
-                raise InvalidOption("exports_keep= needs {step} in the last part of the URL of each export")
+                raise InvalidOptionError("exports_keep= needs {step} in the last part of the URL of each export")
         for sink in sinks_of(self._wanted, f"{run}/{step_name(0, 1)}", step=0, durability=durability):
             parent, _, name = sink.url.rpartition("/")
             if parent == run and parse_step(name) is not None:
-                raise InvalidOption(f"{sink.url} would be taken for a step of the run: export to another directory")
+                raise InvalidOptionError(
+                    f"{sink.url} would be taken for a step of the run: export to another directory"
+                )
         self._every, self._keep = every, keep
         self._durability: Durability = durability
         self._timeout_s = timeout_s

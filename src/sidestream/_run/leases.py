@@ -26,7 +26,7 @@ from .._runtime.abandoned import Watched, watch
 from .._runtime.tasks import accompany, finish
 from .._runtime.threads import Deadline, time_limit
 from .._storage import BytesBody, Store
-from ..errors import AccessDenied, NoSpace, SidestreamError
+from ..errors import AccessDeniedError, NoSpaceError, SidestreamError
 
 __all__ = ["Lease", "Leases", "Seen", "parse_lease"]
 
@@ -72,8 +72,8 @@ class Leases:
         self.trouble: dict[str, str] = {}
 
     async def take(self, directory: str, kind: Kind) -> Lease:
-        """Put a lease, and keep it alive until it is released. Raises what the storage raises, ``AccessDenied`` where
-        this process may not write. A cancel leaves at most a file that expires."""
+        """Put a lease, and keep it alive until it is released. Raises what the storage raises, ``AccessDeniedError``
+        where this process may not write. A cancel leaves at most a file that expires."""
         lease = Lease(self, self._store, directory, kind, self._ttl_s / 10 if kind == "delete" else self._ttl_s)
         await lease.put()
         return lease
@@ -89,7 +89,7 @@ class Leases:
         whoever reads."""
         try:
             return await self.take(directory, "read")
-        except (AccessDenied, NoSpace):  # reading has to work there too
+        except (AccessDeniedError, NoSpaceError):  # reading has to work there too
             return None
 
     async def seen(self) -> list[Seen]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from .._save.pending import SaveInfo, SaveProgress, SaveWork
 from .._storage import Outcome, step_name
-from ..errors import Skipped
+from ..errors import SkippedError
 from ..events import SaveContext, SaveSkipped, emit
 from .leases import Lease
 
@@ -201,8 +201,8 @@ def _not_begun(run: str, step: int) -> SaveContext:
     return SaveContext("save", f"{run}/{step_name(step, 1)}", run=run, step=step)
 
 
-def _skipped(save: SaveContext, why: str) -> Skipped:
-    error = Skipped(f"{save.url} was not saved: {why}")
+def _skipped(save: SaveContext, why: str) -> SkippedError:
+    error = SkippedError(f"{save.url} was not saved: {why}")
     emit(SaveSkipped(save, str(error)))
     return error
 

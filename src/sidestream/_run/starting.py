@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from .._group import Operation, call_together, stoppable
 from .._runtime.threads import Deadline
-from ..errors import InvalidOption, RankFailures
+from ..errors import InvalidOptionError, RankFailuresError
 from ..options import Overlap
 from .slots import Slots
 
@@ -25,7 +25,7 @@ EARLIER = "an earlier save"
 
 def tells_of_earlier(error: BaseException | None) -> bool:
     """Whether a save failed for no reason of its own."""
-    return isinstance(error, RankFailures) and all(one.step == EARLIER for one in error.failures)
+    return isinstance(error, RankFailuresError) and all(one.step == EARLIER for one in error.failures)
 
 
 class Line:
@@ -103,7 +103,7 @@ class JointTurn:
 
     async def agree(self) -> bool:
         """Whether all ranks begin this save now: then a slot is held, and ``generation`` is known. Whoever starts it
-        says so with ``begun``. On rank 0, ``InvalidOption`` where ranks mean different saves."""
+        says so with ``begun``. On rank 0, ``InvalidOptionError`` where ranks mean different saves."""
         operation = self._operation
         part = json.dumps({"step": self._step, "overlap": self._overlap, "promised": self._promised}).encode()
         if operation.rank:
@@ -157,7 +157,7 @@ class JointTurn:
         for name in ("step", "overlap"):
             said = {str(one[name]) for one in told}
             if len(said) > 1:
-                raise InvalidOption(f"ranks that save together have to say the same: {name} is {sorted(said)}")
+                raise InvalidOptionError(f"ranks that save together have to say the same: {name} is {sorted(said)}")
         return "wait" if any(one["promised"] for one in told) else self._overlap
 
     async def _slot(self, policy: Overlap) -> bool:

@@ -9,7 +9,7 @@ from .._format.marker import METADATA_NAME
 from .._load.open.steps import Step, look_at, steps_among
 from .._runtime.threads import current_deadline, io_threads, politely
 from .._storage import Store
-from ..errors import InvalidOption
+from ..errors import InvalidOptionError
 
 __all__ = ["check_run", "list_generations", "list_steps", "named_steps", "next_generation", "still_listed"]
 
@@ -61,7 +61,7 @@ async def list_generations(store: Store, known: Mapping[str, Step]) -> list[Step
 
 async def named_steps(store: Store, step: int | None = None) -> list[Step]:
     """Return every directory that is named like a step, or like ``step``; newest step and highest generation first.
-    Raises ``InvalidOption`` if there is none because the root is a checkpoint and not a run."""
+    Raises ``InvalidOptionError`` if there is none because the root is a checkpoint and not a run."""
     names = await store.directories()
     found = await io_threads().run(steps_among, names)
     if not found:
@@ -70,7 +70,8 @@ async def named_steps(store: Store, step: int | None = None) -> list[Step]:
 
 
 async def check_run(store: Store) -> None:
-    """Raise ``InvalidOption`` if the root of ``store`` is a checkpoint: the checkpoints of a run are in directories."""
+    """Raise ``InvalidOptionError`` if the root of ``store`` is a checkpoint: the checkpoints of a run are in
+    directories."""
     try:
         names = await store.sizes(".")
     except FileNotFoundError:
@@ -78,7 +79,7 @@ async def check_run(store: Store) -> None:
     if METADATA_NAME not in names and not await io_threads().run(_has_own_manifest, names):
         return
     run = store.url.rstrip("/").rpartition("/")[0]
-    raise InvalidOption(
+    raise InvalidOptionError(
         f"{store.url} is a checkpoint, not a run. A run is the directory that contains its checkpoints, here {run}: "
         "use that url, or read this checkpoint with sidestream.load or open_checkpoint"
     )

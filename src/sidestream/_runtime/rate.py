@@ -25,7 +25,7 @@ class Pace:
             self._changed.notify_all()
 
     def spend(self, nbytes: int, stop: Stop) -> None:
-        """Wait until ``nbytes`` more may follow what went before. Raises ``Closed`` when ``stop`` is set."""
+        """Wait until ``nbytes`` more may follow what went before. Raises ``ClosedError`` when ``stop`` is set."""
         if self._rate is None or self._hurried:
             return
         with stop.waking(self._wake), self._changed:

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from ..errors import Corrupt, SidestreamError, WrongLoop
+from ..errors import CorruptCheckpointError, SidestreamError, WrongLoopError
 from .abandoned import keep, supervised_here
 from .threads import time_limit
 
@@ -30,29 +30,31 @@ _WORKERS = 4
 
 
 def running_loop(what: str) -> asyncio.AbstractEventLoop:
-    """The loop that runs this code. Raises ``WrongLoop`` where there is none."""
+    """The loop that runs this code. Raises ``WrongLoopError`` where there is none."""
     if runs_in_trio():
-        raise WrongLoop(
+        raise WrongLoopError(
             f"{what} needs a running event loop of asyncio, and this code runs in trio: call sidestream.blocking in a "
             "thread, with trio.to_thread.run_sync(), or run the program with asyncio"
         )
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        raise WrongLoop(f"{what} needs a running event loop; use sidestream.blocking where there is none") from None
+        raise WrongLoopError(
+            f"{what} needs a running event loop; use sidestream.blocking where there is none"
+        ) from None
 
 
 def refuse_on_a_loop(what: str) -> None:
-    """Raise ``WrongLoop`` if ``what``, which blocks its thread, would block an event loop."""
+    """Raise ``WrongLoopError`` if ``what``, which blocks its thread, would block an event loop."""
     if runs_in_trio():
-        raise WrongLoop(
+        raise WrongLoopError(
             f"{what} would block the event loop of trio: call it in a thread, with trio.to_thread.run_sync()"
         )
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise WrongLoop(f"{what} would block this event loop: await the functions of sidestream instead")
+    raise WrongLoopError(f"{what} would block this event loop: await the functions of sidestream instead")
 
 
 def runs_in_trio() -> bool:
@@ -148,10 +150,10 @@ async def in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the one error to raise for a group: ``Corrupt`` if there is one, or else the first error of sidestream, or
-    else the first error."""
+    """Return the one error to raise for a group: ``CorruptCheckpointError`` if there is one, or else the first error of
+    sidestream, or else the first error."""
     flat: list[BaseException] = []
     for error in errors.exceptions:
         flat.extend(error.exceptions if isinstance(error, BaseExceptionGroup) else [error])
     ours = [error for error in flat if isinstance(error, SidestreamError)]
-    return next((error for error in ours if isinstance(error, Corrupt)), (ours or flat)[0])
+    return next((error for error in ours if isinstance(error, CorruptCheckpointError)), (ours or flat)[0])

@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 import anyio
 
-from ..errors import Closed, DeadlineExceeded, ForkedProcess, out_of_memory
+from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, out_of_memory
 from .abandoned import hop, put_back, take_abandoned
 from .gil import awaited, burst, no_more_turns, rest, slice_s
 from .steps import Steps, chunked, collected
@@ -89,12 +89,12 @@ class Deadline:
         return max(0.0, self.at - time.monotonic())
 
     def check(self, doing: str) -> None:
-        """Raise ``DeadlineExceeded`` when the time is over."""
+        """Raise ``DeadlineExceededError`` when the time is over."""
         if self.remaining_s() == 0.0:
             raise self.exceeded(doing)
 
-    def exceeded(self, doing: str) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{doing}: not done within timeout_s={self.timeout_s:g}")
+    def exceeded(self, doing: str) -> DeadlineExceededError:
+        return DeadlineExceededError(f"{doing}: not done within timeout_s={self.timeout_s:g}")
 
 
 _deadline: ContextVar[Deadline | None] = ContextVar("sidestream_deadline", default=None)
@@ -160,9 +160,10 @@ class Stop:
         return self._event.is_set()
 
     def check(self) -> None:
-        """Raise ``Closed`` in a worker thread; the task that waits for it raises its own ``CancelledError`` instead."""
+        """Raise ``ClosedError`` in a worker thread; the task that waits for it raises its own ``CancelledError``
+        instead."""
         if self._event.is_set():
-            raise Closed("stopped before the work was done")
+            raise ClosedError("stopped before the work was done")
 
 
 class Threads(Executor):
@@ -187,10 +188,10 @@ class Threads(Executor):
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run ``fn`` in a thread, under the deadline of the caller. Raises ``Closed``, and ``ForkedProcess`` in a child
-        of the process that made it."""
+        """Run ``fn`` in a thread, under the deadline of the caller. Raises ``ClosedError``, and ``ForkedProcessError``
+        in a child of the process that made it."""
         if os.getpid() != self._pid:
-            raise ForkedProcess("this handle was made before os.fork(); make a new one in the child")
+            raise ForkedProcessError("this handle was made before os.fork(); make a new one in the child")
         look_for_abandoned()
         future: Future[T] = Future()
         deadline, name = _deadline.get(), getattr(fn, "__name__", "work").strip("_")
@@ -210,7 +211,7 @@ class Threads(Executor):
 
         with self._lock:
             if self._closed:
-                raise Closed("these threads take no more work: their owner was closed")
+                raise ClosedError("these threads take no more work: their owner was closed")
             item = _Item(work, self._left())
             self._work.put(item)
             try:
@@ -246,7 +247,8 @@ class Threads(Executor):
         """Run ``fn`` in a thread and return what it returns; when this returns or raises, the thread has left ``fn``.
 
         A cancel sets ``stop`` and is raised after the thread has ended. When the deadline passes, ``stop`` is set too,
-        and ``DeadlineExceeded`` is raised if ``fn`` then gives up. Work that no thread has begun by then is never done.
+        and ``DeadlineExceededError`` is raised if ``fn`` then gives up. Work that no thread has begun by then is never
+        done.
 
         There is one exception: a thread that sits in a system call for 5 s after the deadline is left behind, and the
         error says so (``left_behind``). So that this is safe, ``fn`` owns what it uses: it opens and closes its own
@@ -306,7 +308,7 @@ class Threads(Executor):
         if cancelled is not None:
             raise cancelled
         expired = expired or (deadline is not None and deadline.remaining_s() == 0)  # other work stopped this one then
-        if expired and deadline is not None and (waiter.cancelled() or isinstance(waiter.exception(), Closed)):
+        if expired and deadline is not None and (waiter.cancelled() or isinstance(waiter.exception(), ClosedError)):
             raise deadline.exceeded(f"{name}()")
         return waiter.result()
 
@@ -327,8 +329,8 @@ class Threads(Executor):
 
 
 def result_of(future: Future[T], stop: Stop, name: str) -> T:
-    """Wait in a thread for the result of ``future``. Raises ``Closed`` when ``stop`` is set, and ``DeadlineExceeded``,
-    which says that ``name`` was waited for."""
+    """Wait in a thread for the result of ``future``. Raises ``ClosedError`` when ``stop`` is set, and
+    ``DeadlineExceededError``, which says that ``name`` was waited for."""
     woken: Future[None] = Future()
     deadline = current_deadline()
     try:
@@ -410,9 +412,9 @@ class TorchThreads(Threads):
 
 
 class _Pause:
-    """Ends the slices of time in which a worker thread keeps the GIL. Within ``Threads.run``, ``DeadlineExceeded`` is
-    raised when the deadline of that call has passed: an event loop can stop waiting for a thread, but nothing stops the
-    thread itself.
+    """Ends the slices of time in which a worker thread keeps the GIL. Within ``Threads.run``, ``DeadlineExceededError``
+    is raised when the deadline of that call has passed: an event loop can stop waiting for a thread, but nothing stops
+    the thread itself.
 
     Pure Python keeps the GIL for a switch interval (5 ms) otherwise, again and again, and the loop waits as long each
     time; ``sleep(0)`` releases it for too short a time for another thread to acquire it.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from ..errors import UnsupportedTensor
+from ..errors import UnsupportedTensorError
 
 __all__ = [
     "TORCH_VERSION",
@@ -125,7 +125,7 @@ def check_tensor(tensor: torch.Tensor, fqn: str, verb: str = "save", *, held: bo
     if problem is not None and tensor.is_meta and verb != "save":
         problem = 'a meta tensor, which has no bytes: allocate them with module.to_empty(device="cpu")'
     if problem is not None:
-        raise UnsupportedTensor(f"{fqn}: cannot {verb} {problem}")
+        raise UnsupportedTensorError(f"{fqn}: cannot {verb} {problem}")
 
 
 attributes_of: Callable[[torch.Tensor], Any] = object.__getstate__
@@ -255,7 +255,7 @@ class HeldShard(NamedTuple):
 
 def shards_held(tensor: Any, fqn: str) -> tuple[tuple[int, ...], tuple[HeldShard, ...]]:
     """The shape of the whole, and the shards of it in ``tensor``, of which ``has_shards`` is true. Raises
-    ``UnsupportedTensor`` where the attributes contradict each other or the tensor."""
+    ``UnsupportedTensorError`` where the attributes contradict each other or the tensor."""
     try:
         shape = tuple(map(int, tensor.global_shape))
         told = zip(tensor.global_offsets, tensor.local_sizes, tensor.local_offsets, strict=True)
@@ -266,7 +266,7 @@ def shards_held(tensor: Any, fqn: str) -> tuple[tuple[int, ...], tuple[HeldShard
                 if any(begin < 0 or size < 0 or begin + size > limit for begin, size, limit in inside):
                     raise ValueError("a shard that lies outside")
     except (TypeError, ValueError) as error:
-        raise UnsupportedTensor(
+        raise UnsupportedTensorError(
             f"{fqn}: its attributes {', '.join(_SHARD_ATTRIBUTES)} do not describe shards of one tensor in a tensor of "
             f"shape {tuple(tensor.shape)}: {error}"
         ) from error

@@ -20,16 +20,16 @@ from .._runtime.tasks import finish, running_loop
 from .._runtime.threads import Deadline, run_sliced
 from .._staging import AsyncStager, Captured, PlanCache, capture
 from .._storage import FileSource, Location, check_sources, locate_directory
-from .._worker.client import Saver, choose_saver
-from ..errors import InvalidOption
+from .._worker.client import Saver, choose_worker
+from ..errors import InvalidOptionError
 from ..options import (
     RANK_WAIT_S,
     Digest,
     Dtypes,
     Durability,
     Names,
-    SaverChoice,
     Storage,
+    WriterChoice,
     check_choice,
     check_seconds,
     check_timeout,
@@ -62,7 +62,7 @@ async def save(
     timeout_s: float = 600.0,
     rank_wait_s: float = RANK_WAIT_S,
     digest: Digest | None = None,
-    saver: SaverChoice = "thread",
+    saver: WriterChoice = "thread",
     storage_options: Mapping[str, Any] | None = None,
     storage: Storage | None = None,
     process_group: GroupChoice = None,
@@ -78,12 +78,12 @@ async def save(
     ``state`` is what DCP takes: nested dicts and lists of tensors, plain values, and objects with ``state_dict()``.
     What is saved is what they hold at the call, provided that no tensor changes before it is staged (``async_save``
     tells when that is). ``stager`` brings warm memory from save to save; without one, memory is mapped for this save
-    alone. ``snapshot=False`` is for weights that nobody changes while they are saved, and for hosts with less memory
+    alone. ``streaming=True`` is for weights that nobody changes while they are saved, and for hosts with less memory
     than the state has: it passes through 256 MiB of memory, and ``staged`` is done when nearly everything is written.
     ``durability="flush"`` leaves out the syncs. ``metadata`` is a mapping of plain data (metrics, configuration) that
     can be read without the state; stock DCP ignores it. ``digest="blake3"`` keeps a cryptographic digest of each block
     beside its checksum (extra ``digest``). ``saver`` says who writes: threads of this process, or a process of its own,
-    which leaves the interpreter to the trainer (``SaverChoice``). The whole save has ``timeout_s``.
+    which leaves the interpreter to the trainer (``WriterChoice``). The whole save has ``timeout_s``.
 
     ``url`` is a path, or what fsspec understands: ``s3://``, ``gs://``, ``az://``, ``memory://`` and so on, with
     ``storage_options`` as fsspec users write them. ``storage``, a ``sidestream.Storage``, takes their place if more is
@@ -91,16 +91,16 @@ async def save(
 
     Where ``torch.distributed`` is initialized this is a call of all ranks together, or of those in ``process_group``,
     each with its own part of the state (``docs/ranks.md``); ``process_group="alone"`` saves from this process only.
-    Then everything that any rank raises becomes ``RankFailures`` on all of them. ``rank_wait_s`` is how long a rank
-    waits for the others to make the call; after 5 s it logs a warning that names the ranks that have not.
+    Then everything that any rank raises becomes ``RankFailuresError`` on all of them. ``rank_wait_s`` is how long a
+    rank waits for the others to make the call; after 5 s it logs a warning that names the ranks that have not.
 
     ``planner``, a ``SavePlanner`` of torch, decides what is saved under which name (``docs/ranks.md``). It is asked in
     a thread, about the staged copy; then the checkpoint is one that DCP's planning has made, string keys and all.
 
     ``overwrite=True`` replaces a checkpoint: readers find the old one or the new one, never neither. With several ranks
-    all give it. A directory that is not a checkpoint is a ``Conflict`` as before. On object storage it needs puts on a
-    condition, and ``InvalidOption`` is raised without them; of several saves at the same time one succeeds, the others
-    raise ``Conflict``.
+    all give it. A directory that is not a checkpoint is a ``CheckpointExistsError`` as before. On object storage it
+    needs puts on a condition, and ``InvalidOptionError`` is raised without them; of several saves at the same time one
+    succeeds, the others raise ``CheckpointExistsError``.
 
     ``files`` are sidecar files that are committed with the checkpoint: by name their content, or the path of a regular
     file of this machine, of 64 MiB at most each. Paths are read before ``staged`` is done. ``Checkpoint.file`` returns
@@ -114,12 +114,13 @@ async def save(
     ``export``, a ``sidestream.HF`` or several, is written beside the checkpoint (``docs/exports.md``). This call waits
     for it; ``SaveInfo.exports`` has its report, or the error that it failed with, which does not fail the save.
 
-    Raises ``UnsafeObject``, ``UnsupportedTensor``, ``KeyCollision``, ``InvalidOption``, ``MissingExtra`` before
-    anything is written, ``Conflict`` if the target is not empty, and ``NoSpace``, ``AccessDenied``, ``StorageError``,
-    ``ArenaExhausted``, ``SaverLost``, ``PlannerFailed``, ``DeadlineExceeded``: then nothing is visible, what was
-    written has been removed, and older checkpoints are untouched. ``NotDurable`` and ``OutcomeUnknown`` tell of a
-    commit that was sent and did not end well. Cancelling leaves nothing behind either, unless the commit had been sent:
-    then it is finished, and the checkpoint is there.
+    Raises ``UnsafeObjectError``, ``UnsupportedTensorError``, ``KeyCollisionError``, ``InvalidOptionError``,
+    ``MissingExtraError`` before anything is written, ``CheckpointExistsError`` if the target is not empty, and
+    ``NoSpaceError``, ``AccessDeniedError``, ``StorageError``, ``ArenaExhaustedError``, ``WriterProcessError``,
+    ``PlannerError``, ``DeadlineExceededError``: then nothing is visible, what was written has been removed, and older
+    checkpoints are untouched. ``NotDurableError`` and ``OutcomeUnknownError`` tell of a commit that was sent and did
+    not end well. Cancelling leaves nothing behind either, unless the commit had been sent: then it is finished, and the
+    checkpoint is there.
     """
     pending = async_save(
         state,
@@ -167,7 +168,7 @@ def async_save(
     timeout_s: float = 600.0,
     rank_wait_s: float = RANK_WAIT_S,
     digest: Digest | None = None,
-    saver: SaverChoice = "thread",
+    saver: WriterChoice = "thread",
     storage_options: Mapping[str, Any] | None = None,
     storage: Storage | None = None,
     process_group: GroupChoice = None,
@@ -191,8 +192,8 @@ def async_save(
 
     def start(operation: Operation | None) -> SaveOperation:
         if not snapshot and stager is not None:
-            raise InvalidOption(
-                "snapshot=False passes through memory of its own: leave out stager=, or give that one a budget"
+            raise InvalidOptionError(
+                "streaming=True passes through memory of its own: leave out stager=, or give that one a budget"
             )
         check_seconds("rank_wait_s", rank_wait_s)
         saved_as = SavedAs(names, dtype)
@@ -213,7 +214,7 @@ def async_save(
             digest=digest,
             operation=operation,
             member=member,
-            saver=choose_saver(saver, location.store),
+            saver=choose_worker(saver, location.store),
             planner=planner,
             exports=exports,
             overwrite=overwrite,

@@ -22,7 +22,7 @@ from .._runtime.threads import (
     time_limit,
 )
 from .._storage import Outcome
-from ..errors import NotDurable, OutcomeUnknown, RankFailures, SidestreamError
+from ..errors import NotDurableError, OutcomeUnknownError, RankFailuresError, SidestreamError
 from .group_planning import Planning, Terms
 from .operation import Committed, RankReceipt, SharedLayout, Writer, check_shared
 from .order import Lifecycle, SaveOrder
@@ -122,7 +122,7 @@ class Group:
         told = json.loads(answer)
         order.transaction.outcome = "committed"
         if "not_durable" in told:
-            raise NotDurable(told["not_durable"])
+            raise NotDurableError(told["not_durable"])
         return Committed(told["nbytes"], told["seconds"])
 
     async def _commit(self, layout: SharedLayout, packed: Sequence[bytes]) -> bytes:
@@ -139,7 +139,7 @@ class Group:
         self._reply = self._answer(receipts, times)
         try:
             await transaction.commit(files)
-        except NotDurable as error:
+        except NotDurableError as error:
             return json.dumps({"not_durable": str(error)}).encode()
         except asyncio.CancelledError:
             if transaction.outcome != "committed":
@@ -163,7 +163,7 @@ class Group:
     async def fail(self, error: BaseException) -> Committed:
         """Raise what all ranks raise; return only if the checkpoint turns out to be there."""
         operation, order = self._operation, self._order
-        if operation.went_on or (isinstance(error, NotDurable) and order.outcome == "committed"):
+        if operation.went_on or (isinstance(error, NotDurableError) and order.outcome == "committed"):
             order.transaction.outcome = "committed"
             operation.close()
             raise error
@@ -183,18 +183,18 @@ class Group:
         its place where that is not known."""
         order = self._order
         if isinstance(error, asyncio.CancelledError) and order.outcome == "unknown":
-            return OutcomeUnknown(
+            return OutcomeUnknownError(
                 f"rank 0 was cancelled after the commit of {order.location.url} was sent, and whether it took place "
                 "could not be read back. Nothing was deleted; look whether it is there"
             )
         return error
 
-    async def _look_back(self, verdict: RankFailures) -> None:
+    async def _look_back(self, verdict: RankFailuresError) -> None:
         """Find out the outcome where rank 0 has died in its commit, or does not know it."""
         order, first = self._order, verdict.failures[0]
-        if first.rank == 0 and first.kind == "OutcomeUnknown":
+        if first.rank == 0 and first.kind == "OutcomeUnknownError":
             order.transaction.outcome = "unknown"
-        alone = first.rank == 0 and first.kind in ("RankDied", "DeadlineExceeded") and first.step != "commit"
+        alone = first.rank == 0 and first.kind in ("RankDied", "DeadlineExceededError") and first.step != "commit"
         if self._operation.step != "commit" or not alone:
             return
         planned = self._planning.planned

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from .._runtime.tasks import finish
 from .._runtime.threads import io_threads, time_limit
 from .._storage import Outcome
-from ..errors import Aborted, NotShared
+from ..errors import SaveAbortedError, StorageNotSharedError
 from .order import SaveOrder
 from .pending import SaveInfo, SaveProgress
 from .sinks import PendingExport
@@ -127,8 +127,8 @@ class Coordinator(Protocol):
 
 
 async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> None:
-    """Raise ``NotShared`` if this process, which commits, does not find what the ranks have written; ``Conflict`` if
-    another save has removed it, which has replaced the target meanwhile."""
+    """Raise ``StorageNotSharedError`` if this process, which commits, does not find what the ranks have written;
+    ``CheckpointExistsError`` if another save has removed it, which has replaced the target meanwhile."""
     expected = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
     try:
         found = await order.location.store.sizes(order.transaction.path_of())
@@ -137,7 +137,7 @@ async def check_shared(order: SaveOrder, receipts: Sequence[RankReceipt]) -> Non
     lost = [name for name, nbytes in expected.items() if found.get(name) != nbytes]
     if lost:
         await order.transaction.check_not_overtaken()
-        raise NotShared(
+        raise StorageNotSharedError(
             2,
             f"ranks wrote {len(expected)} files, and rank 0 does not see {len(lost)} of them "
             f"({', '.join(lost[:4])}): save to storage that all ranks share",
@@ -273,4 +273,4 @@ class SaveOperation:
             self.writer.leave()
             self.coordinator.leave(stuck=stuck)
         finally:
-            self.order.lifecycle.failed(Aborted("the event loop has ended"), self.outcome)
+            self.order.lifecycle.failed(SaveAbortedError("the event loop has ended"), self.outcome)

@@ -14,7 +14,7 @@ from .._group import Operation
 from .._runtime.threads import Deadline, Stop, Threads
 from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Transaction, read_sources
 from .._worker.client import Saver
-from ..errors import Skipped
+from ..errors import SkippedError
 from ..events import (
     SaveCommitted,
     SaveContext,
@@ -84,7 +84,7 @@ class Lifecycle:
     def failed(self, error: BaseException, outcome: Outcome) -> None:
         """Emit the end of a save that was not acknowledged, unless it has ended before or never started."""
         with self._lock:
-            if isinstance(error, Skipped):
+            if isinstance(error, SkippedError):
                 self._emit(SaveSkipped(self._save, str(error)))
             else:
                 self._emit(SaveFailed(self._save, self._phase, type(error).__name__, str(error), outcome))
@@ -177,8 +177,8 @@ class SaveOrder:
         return self.save_id if self.apart is None else self.apart.save_id
 
     def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
-        """Write ``files`` into the attempt, in ``threads`` or by the saver process. Blocks; raises what
-        ``Transaction.write`` raises, and ``SaverLost``."""
+        """Write ``files`` into the attempt, in ``threads`` or by the writer process. Blocks; raises what
+        ``Transaction.write`` raises, and ``WriterProcessError``."""
         if self.saver is None:
             self.transaction.write(files, threads=threads, stop=stop)
         else:

@@ -16,7 +16,7 @@ from .._runtime.public import public
 from .._runtime.tasks import supervise
 from .._runtime.threads import look_for_abandoned, release_in_background
 from .._storage import Outcome
-from ..errors import Aborted, Skipped, printable_lines
+from ..errors import SaveAbortedError, SkippedError, printable_lines
 from ..options import Durability
 from .sinks import PendingExport
 
@@ -50,7 +50,7 @@ class SaveInfo:
 class SaveProgress:
     """How far a save is, in bytes of its shards: ``total_bytes`` (0 until it is planned), how many of them are in
     staging memory or have been, and how many need no memory any more: they were given to storage (the last sync and
-    the commit come after that). What a lost saver process had written counts again from 0."""
+    the commit come after that). What a lost writer process had written counts again from 0."""
 
     total_bytes: int = 0
     staged_bytes: int = 0
@@ -140,7 +140,7 @@ class PendingSave:
         if self._heard or not self._result.done() or self._result.cancelled():
             return None
         error = self._result.exception()
-        return None if isinstance(error, Skipped) else error
+        return None if isinstance(error, SkippedError) else error
 
     def hear(self) -> None:
         """The error has been told to somebody by other means."""
@@ -228,14 +228,14 @@ class PendingSave:
         if error is not None:
             _log.warning("the files of the attempt to save %s could not be removed: %s", self.url, error)
 
-    def _aborted(self) -> Aborted:
+    def _aborted(self) -> SaveAbortedError:
         outcome = self._work.outcome
-        return Aborted(f"the event loop was closed while {self.url} was being saved (outcome: {outcome})")
+        return SaveAbortedError(f"the event loop was closed while {self.url} was being saved (outcome: {outcome})")
 
     def _fail(self, error: BaseException) -> None:
         self._result.set_exception(error)
         self._result.exception()  # asyncio would log it too; __del__ says it once, and says more
-        if isinstance(error, Skipped) and not self._staged.done():
+        if isinstance(error, SkippedError) and not self._staged.done():
             self._staged.set_result(None)
         if not self._staged.done():
             self._staged.set_exception(error)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .._layout.renamed_state import renamed_state
 from .._runtime.threads import run_sliced
 from .._staging import Captured, PlanCache
-from ..errors import InvalidOption
+from ..errors import InvalidOptionError
 from ..options import Dtypes, Names, check_dtype, check_names
 from .stage import LayOut
 
@@ -16,7 +16,7 @@ __all__ = ["AS_IT_IS", "SavedAs"]
 
 @dataclass(frozen=True, slots=True)
 class SavedAs:
-    """Raises ``InvalidOption`` for what is no ``Names`` and no ``Dtypes``."""
+    """Raises ``InvalidOptionError`` for what is no ``Names`` and no ``Dtypes``."""
 
     names: Names | None = None
     dtype: Dtypes | None = None
@@ -26,15 +26,16 @@ class SavedAs:
         check_dtype(self.dtype)
 
     def check(self, *, planner: bool, own: bool) -> None:
-        """Raise ``InvalidOption`` if these are given for a save with a planner, or without a stager of our ``own``."""
+        """Raise ``InvalidOptionError`` if these are given for a save with a planner, or without a stager of our
+        ``own``."""
         given = [name for name, one in (("names=", self.names), ("dtype=", self.dtype)) if one is not None]
         if given and planner:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"{' and '.join(given)} cannot be combined with planner=, which decides names and dtypes itself: leave "
                 "out the planner, or let it rename and convert"
             )
         if given and not own:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"{' and '.join(given)} need a stager of sidestream, which renames and converts while it copies: leave "
                 "out stager=, or pass a sidestream.AsyncStager()"
             )

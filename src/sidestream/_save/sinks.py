@@ -14,7 +14,7 @@ from .._runtime.tasks import finish, supervise
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._staging import SnapshotReader, clean
 from .._storage import Location, Outcome
-from ..errors import InvalidOption, SnapshotLost, printable_lines
+from ..errors import InvalidOptionError, SnapshotLostError, printable_lines
 from ..options import Durability
 from .order import SaveOrder
 
@@ -43,7 +43,7 @@ class Sink(Protocol):
 
     async def undo(self, error: BaseException) -> None:
         """Remove what ``read`` and ``finish`` have left behind, after the ``error`` that ended them. A thread may hang
-        in ``read`` still. After ``SnapshotLost`` ``read_checkpoint`` starts over."""
+        in ``read`` still. After ``SnapshotLostError`` ``read_checkpoint`` starts over."""
 
     async def read_checkpoint(self, checkpoint: Location) -> Any:
         """Read the committed checkpoint, and return the result of the sink."""
@@ -57,7 +57,7 @@ class Export(Protocol):
         """Whether the names of the exports of a run differ in their last part, by the step."""
 
     def sink(self, *, step: int | None, durability: Durability) -> Sink:
-        """Return the sink of one save. Raises ``InvalidOption``."""
+        """Return the sink of one save. Raises ``InvalidOptionError``."""
 
     async def prune(self, keep: int, *, durability: Durability) -> None:
         """Delete the exports of a run but for the ``keep`` of the highest steps. Raises what the storage raises."""
@@ -69,7 +69,7 @@ class PendingExport:
     awaiter does not cancel the export, ``cancel()`` does. The checkpoint does not depend on it: an export that fails is
     logged, and raises its error where it is awaited.
 
-    Raises ``SnapshotLost`` if the save has failed, so that there is nothing to export.
+    Raises ``SnapshotLostError`` if the save has failed, so that there is nothing to export.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -134,7 +134,7 @@ class PendingExport:
         if not self._saved.done():
             self._saved.set_result(outcome)
         if self._task is None and not self._result.done():
-            self._fail(SnapshotLost(f"nothing was exported to {self.url}, because the save did not begin"))
+            self._fail(SnapshotLostError(f"nothing was exported to {self.url}, because the save did not begin"))
 
     # --- the task ---
 
@@ -162,10 +162,10 @@ class PendingExport:
                     return await self._sink.finish(await _read_in_thread(self._sink, snapshot))
             except (Exception, asyncio.CancelledError) as error:
                 await finish(partial(self._sink.undo, error))
-                if not isinstance(error, SnapshotLost):
+                if not isinstance(error, SnapshotLostError):
                     raise
         if await asyncio.shield(self._saved) != "committed":
-            raise SnapshotLost(
+            raise SnapshotLostError(
                 f"the snapshot could not be read to its end, and {order.location.url} was not saved, which could have "
                 "been read in its place"
             )
@@ -183,21 +183,23 @@ async def _read_in_thread(sink: Sink, snapshot: SnapshotReader[Any]) -> Any:
 
 
 def exports_in(export: Export | Sequence[Export] | None) -> tuple[Export, ...]:
-    """Return the exports that ``export=`` names. Raises ``InvalidOption``."""
+    """Return the exports that ``export=`` names. Raises ``InvalidOptionError``."""
     found = () if export is None else tuple(export) if isinstance(export, Sequence) else (export,)
     for one in found:
         if not callable(getattr(one, "sink", None)):
-            raise InvalidOption(f"export={one!r} has to be a sidestream.HF, or a list of them")
+            raise InvalidOptionError(f"export={one!r} has to be a sidestream.HF, or a list of them")
     return found
 
 
 def sinks_of(exports: Sequence[Export], target: str, *, step: int | None, durability: Durability) -> list[Sink]:
-    """Return the sinks of a save to the URL ``target``. Raises ``InvalidOption`` where two write to one place."""
+    """Return the sinks of a save to the URL ``target``. Raises ``InvalidOptionError`` where two write to one place."""
     sinks = [one.sink(step=step, durability=durability) for one in exports]
     places = [target, *(sink.url for sink in sinks)]
     for one, other in itertools.permutations(places, 2):
         if f"{one}/".startswith(f"{other}/"):
-            raise InvalidOption(f"{one} lies in {other}: a checkpoint and each of its exports need places of their own")
+            raise InvalidOptionError(
+                f"{one} lies in {other}: a checkpoint and each of its exports need places of their own"
+            )
     return sinks
 
 

@@ -62,7 +62,7 @@ class LaidOutStage(Stage):
     ) -> None:
         super().__init__()
         if order.digest is not None:
-            digest_of(order.digest)  # raises MissingExtra where it is not installed
+            digest_of(order.digest)  # raises MissingExtraError where it is not installed
         self._order = order
         self._lay_out = lay_out
         self._captured = captured

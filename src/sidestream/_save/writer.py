@@ -22,7 +22,14 @@ from .._runtime.threads import Deadline, Stop, Threads, release_in_background, r
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager, Staging
 from .._storage import WRITE_THREADS, Body
-from ..errors import Aborted, Closed, DeadlineExceeded, InvalidOption, SidestreamError, Skipped
+from ..errors import (
+    ClosedError,
+    DeadlineExceededError,
+    InvalidOptionError,
+    SaveAbortedError,
+    SidestreamError,
+    SkippedError,
+)
 from .order import Lifecycle, SaveOrder
 from .pending import SaveProgress
 
@@ -168,7 +175,7 @@ class LiveWriter:
         self._stage.drop()
         if self._stage.own is not None:
             hangs = copied is not None and not copied.done()
-            with suppress(DeadlineExceeded):  # a device hangs; the save itself reports its outcome
+            with suppress(DeadlineExceededError):  # a device hangs; the save itself reports its outcome
                 await self._stage.own.aclose_by(Deadline.after(0.0 if hangs else _GRACE_S))
 
     def progress(self) -> SaveProgress:
@@ -182,7 +189,7 @@ class LiveWriter:
         """End a save that nobody will await, and remove what it wrote. For the launching thread; does not wait."""
         self._withdrawn = True
         self.interrupt()
-        self._order.lifecycle.failed(Aborted("the caller was interrupted"), "absent")
+        self._order.lifecycle.failed(SaveAbortedError("the caller was interrupted"), "absent")
         if self._done is not None and self._launched:  # the thread may have ended before it could see that
             self._done.add_done_callback(lambda _: release_in_background(self._discard, "sidestream-abandoned"))
 
@@ -243,7 +250,7 @@ def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.F
         lifecycle.staged()
     if staged.done():
         return
-    if error is None or isinstance(error, (Skipped, Closed)):
+    if error is None or isinstance(error, (SkippedError, ClosedError)):
         staged.set_result(None)
     else:
         staged.set_exception(error)
@@ -252,13 +259,13 @@ def _resolve(staged: asyncio.Future[None], lifecycle: Lifecycle, free: asyncio.F
 
 class FirstCopy:
     """The copy that a stager of another kind makes, as it does under DCP: in the thread of the caller, from state
-    dicts. Raises ``InvalidOption``."""
+    dicts. Raises ``InvalidOptionError``."""
 
     def __init__(self, state: Mapping[str, Any], stager: Stager) -> None:
         if not callable(getattr(stager, "stage", None)) or iscoroutinefunction(stager.stage):
-            raise InvalidOption(f"stager={stager!r} has no plain method stage(state_dict)")
+            raise InvalidOptionError(f"stager={stager!r} has no plain method stage(state_dict)")
         if not isinstance(state, Mapping):
-            raise InvalidOption(f"state is a mapping, not a {type(state).__name__}")
+            raise InvalidOptionError(f"state is a mapping, not a {type(state).__name__}")
         objects = in_order(
             Found((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
         )
@@ -272,8 +279,8 @@ class FirstCopy:
         return self._copy if isinstance(self._copy, Future) else None
 
     def wait(self, stop: Stop) -> Any:
-        """Return the copy when it is complete, once. Called in a thread. Raises what the stager raised, ``Closed`` when
-        ``stop`` is set, and ``DeadlineExceeded``."""
+        """Return the copy when it is complete, once. Called in a thread. Raises what the stager raised, ``ClosedError``
+        when ``stop`` is set, and ``DeadlineExceededError``."""
         copy = self._copy
         try:
             if isinstance(copy, Future):

@@ -29,7 +29,7 @@ from functools import cache
 from typing import Any, Literal, Protocol
 
 from .._runtime.threads import Deadline, Stop
-from ..errors import ArenaExhausted, Closed, DeadlineExceeded
+from ..errors import ArenaExhaustedError, ClosedError, DeadlineExceededError
 from .registration import Fate, Pinner, Registration, give_back, register, settle
 
 __all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "SharedMemory", "whole_pages"]
@@ -150,7 +150,7 @@ class Lease:
     def array(self) -> ctypes.Array[ctypes.c_char]:
         """The memory; whatever is made from it (``torch.frombuffer``, ``memoryview``) keeps it from being reused."""
         if self._array is None:
-            raise Closed("this lease was released")
+            raise ClosedError("this lease was released")
         return self._array
 
     @property
@@ -202,12 +202,12 @@ class Arena:
         mapped too, and memory that they need is not used. ``at_once``: wait only for memory that is being unregistered.
         With ``spare_offers`` nothing is taken back that was only offered (``Lease.offer``).
 
-        Raises ``ArenaExhausted`` at once if they can never fit the budget, and when ``deadline`` passes; ``Closed``
-        when ``stop`` is set or the arena is closed meanwhile.
+        Raises ``ArenaExhaustedError`` at once if they can never fit the budget, and when ``deadline`` passes;
+        ``ClosedError`` when ``stop`` is set or the arena is closed meanwhile.
         """
         size = whole_pages(nbytes)
         if size > self.budget_bytes:
-            raise ArenaExhausted(
+            raise ArenaExhaustedError(
                 f"{size} bytes of staging memory are needed at once, the budget is {self.budget_bytes}: "
                 "raise budget_bytes= of the stager"
             )
@@ -274,7 +274,8 @@ class Arena:
                 self._drop_idle_segments(excess)
 
     def trim(self, deadline: Deadline) -> None:
-        """Unmap the segments that are not in use. Blocks until they are unregistered. Raises ``DeadlineExceeded``."""
+        """Unmap the segments that are not in use. Blocks until they are unregistered. Raises
+        ``DeadlineExceededError``."""
         if not self._turn.acquire(timeout=deadline.remaining_s()):
             raise deadline.exceeded("trim(), which had to wait for a stage that waits for memory,")
         try:
@@ -286,9 +287,9 @@ class Arena:
 
     def settle(self, deadline: Deadline) -> None:
         """Wait until all memory that is no longer in use has been unmapped, except memory that cannot be unregistered.
-        Raises ``DeadlineExceeded``."""
+        Raises ``DeadlineExceededError``."""
         if self._leaving and not settle(deadline):
-            raise DeadlineExceeded(
+            raise DeadlineExceededError(
                 f"registered memory was not released within timeout_s={deadline.timeout_s:g}: the device does not "
                 "respond; the memory stays mapped until it does"
             )
@@ -344,7 +345,7 @@ class Arena:
                 self._drop_private()
             request.stop.check()
             if self._closed.is_set():
-                raise Closed("the stager was closed while a stage waited for memory")
+                raise ClosedError("the stager was closed while a stage waited for memory")
             found = self._take(size) or self._grow(size, request.coming)
             if found is not None:
                 self._leased += size
@@ -368,7 +369,7 @@ class Arena:
 
     def _take_back(self) -> bool:
         """Take one offer, if there is any. Those of sinks come first, the oldest before the others: a sink starts over
-        from a checkpoint, while a save whose saver process is lost ends without the memory that it has offered."""
+        from a checkpoint, while a save whose writer process is lost ends without the memory that it has offered."""
         for offers in (self._sink_offers, self._offers):
             for key in list(offers):
                 take_back = offers.pop(key, None)
@@ -377,9 +378,9 @@ class Arena:
                     return True
         return False
 
-    def _exhausted(self, request: _Request) -> ArenaExhausted:
+    def _exhausted(self, request: _Request) -> ArenaExhaustedError:
         kept = f" and {self._kept} cannot be unregistered" if self._kept else ""
-        return ArenaExhausted(
+        return ArenaExhaustedError(
             f"no {request.size} bytes of staging memory became free within {request.deadline.timeout_s:g} s: "
             f"{self._leased} of {self.budget_bytes} are leased{kept}; release() staged state dicts, or raise "
             "budget_bytes="
@@ -428,7 +429,9 @@ class Arena:
         if self._reserved + wanted > self.budget_bytes:
             return None
         if wanted >= _SEGMENT_LIMIT_BYTES:
-            raise ArenaExhausted(f"{wanted} bytes of staging memory in one piece: less than 512 GiB can be registered")
+            raise ArenaExhaustedError(
+                f"{wanted} bytes of staging memory in one piece: less than 512 GiB can be registered"
+            )
         segment = _Segment(_map(wanted, self._backing), wanted)
         _touch(segment.memory, wanted)
         if self._pinner is not None:
@@ -583,7 +586,7 @@ def _map(nbytes: int, backing: Backing) -> _Memory:
         else:
             memory = _Memory(-1, nbytes)
     except OSError as error:
-        raise ArenaExhausted(f"the system granted no {nbytes} bytes of memory: {error}") from error
+        raise ArenaExhaustedError(f"the system granted no {nbytes} bytes of memory: {error}") from error
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -20,7 +20,14 @@ import torch
 from .._runtime.rate import Pace
 from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, politely
 from .._runtime.torch_probes import extent_bytes, lazy_bits, neg_view, storage_key
-from ..errors import ArenaExhausted, CapturingGraph, Closed, DeviceFailed, InvalidOption, SidestreamError
+from ..errors import (
+    ArenaExhaustedError,
+    ClosedError,
+    DeviceError,
+    GraphCaptureError,
+    InvalidOptionError,
+    SidestreamError,
+)
 from .arena import Lease
 from .captured import named
 from .driver import Driver
@@ -161,10 +168,10 @@ class DeviceEngine:
         self._lock = threading.Lock()
 
     def check_not_capturing(self, streams: Iterable[Any]) -> None:
-        """Raise ``CapturingGraph`` if a graph is being captured on one of ``streams``."""
+        """Raise ``GraphCaptureError`` if a graph is being captured on one of ``streams``."""
         for stream in streams:
             if self.driver.capturing(stream):
-                raise CapturingGraph(
+                raise GraphCaptureError(
                     f"a graph is being captured on {stream}, and staging cannot be part of a graph: "
                     "call stage() and fence() before or after the capture"
                 )
@@ -184,8 +191,8 @@ class DeviceEngine:
         """Fix what ``tensors`` hold at this point of the caller's current streams. Launches, and does not wait.
 
         ``volatile`` are keys of storages that forward changes: like small ones they are copied on the device now.
-        ``root`` has the names of the tensors, for messages. Raises ``ArenaExhausted`` if the device has no memory for
-        the copies, ``CapturingGraph`` before anything is enqueued, ``DeviceFailed``.
+        ``root`` has the names of the tensors, for messages. Raises ``ArenaExhaustedError`` if the device has no memory
+        for the copies, ``GraphCaptureError`` before anything is enqueued, ``DeviceError``.
         """
         stage = DeviceStage({}, tensors, root)
         try:
@@ -216,7 +223,7 @@ class DeviceEngine:
         try:
             self.check_not_capturing([*currents.values(), *wait_streams])
         except (AttributeError, TypeError) as error:
-            raise InvalidOption(f"wait_streams={wait_streams!r} must be streams of the device: {error}") from error
+            raise InvalidOptionError(f"wait_streams={wait_streams!r} must be streams of the device: {error}") from error
         for device, views in groups.items():
             current = currents[device]
             for stream in wait_streams:
@@ -244,11 +251,11 @@ class DeviceEngine:
             if index in chosen or key in volatile:
                 try:
                     clones[key] = self.driver.clone(_raw(views[key].untyped_storage()))
-                except ArenaExhausted as error:
+                except ArenaExhaustedError as error:
                     if key in volatile:  # needs its copy in every mode
                         raise
                     if mode == "snapshot":
-                        raise ArenaExhausted(
+                        raise ArenaExhaustedError(
                             f'{error}, or stage with mode="lazy", or with "hybrid", which takes what is free'
                         ) from error
                     break  # the rest is copied lazily
@@ -297,7 +304,7 @@ class DeviceEngine:
                     self.driver.wait(self.driver.current_stream(device), event)
 
     def check_fence(self, stage: DeviceStage) -> None:
-        """Raise ``CapturingGraph`` if a graph is being captured on a stream that ``fence`` would make wait."""
+        """Raise ``GraphCaptureError`` if a graph is being captured on a stream that ``fence`` would make wait."""
         with failing("at the fence", stage.names):
             self.check_not_capturing([self.driver.current_stream(device) for device in list(stage.sides)])
 
@@ -410,7 +417,7 @@ class DeviceEngine:
         """Call ``done``, in the device's thread, when everything of ``part`` is in host memory, or with the error."""
         try:
             self._waiter(part.side.device).submit(self.land, part, stop, done)
-        except Closed:  # the stager was closed meanwhile, but copies are in flight
+        except ClosedError:  # the stager was closed meanwhile, but copies are in flight
             self.land(part, stop, done)
 
     def watch_ready(self, stage: DeviceStage, done: Callable[[BaseException | None], None]) -> None:
@@ -480,7 +487,7 @@ class DeviceEngine:
 
 @contextmanager
 def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[None]:
-    """Convert errors of the device in the ``with`` block to ``DeviceFailed``, which names the ``phase`` and the
+    """Convert errors of the device in the ``with`` block to ``DeviceError``, which names the ``phase`` and the
     keys."""
     try:
         yield
@@ -492,16 +499,16 @@ def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[
 
 
 def translated(error: BaseException, phase: str, names: Callable[[], Sequence[str]]) -> BaseException:
-    """Return ``error`` as the library raises it: a ``DeviceFailed``, unless it is an error of sidestream or not one of
+    """Return ``error`` as the library raises it: a ``DeviceError``, unless it is an error of sidestream or not one of
     a device."""
-    ours = isinstance(error, SidestreamError) and not (isinstance(error, DeviceFailed) and error.phase is None)
+    ours = isinstance(error, SidestreamError) and not (isinstance(error, DeviceError) and error.phase is None)
     if ours or not isinstance(error, Exception):
         return error
     found = names()
     keys = ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
     text = str(error).partition("\n")[0]  # torch appends advice for debugging
-    kind = "" if isinstance(error, DeviceFailed) else f"{type(error).__name__}: "
-    return DeviceFailed(
+    kind = "" if isinstance(error, DeviceError) else f"{type(error).__name__}: "
+    return DeviceError(
         f"{keys + ': ' if keys else ''}the device failed {phase}: {kind}{text}; the cause may be earlier work of the "
         "device; if every call fails from now on, restart the process",
         phase=phase,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from .._runtime.threads import Deadline, Steps, Stop, sliced
-from ..errors import UnsupportedTensor
+from ..errors import UnsupportedTensorError
 from .arena import Lease, SharedMemory
 from .host import check_extent, raw_start
 from .image import Copy, ImageLayout
@@ -32,14 +32,14 @@ class Filler(Protocol):
 
     def fill(self, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
         """Block until all ``pieces`` are where they belong; False if they may not be. Nothing reads or writes any of it
-        when this returns or raises. Raises ``Closed`` when ``stop`` is set, ``DeadlineExceeded``."""
+        when this returns or raises. Raises ``ClosedError`` when ``stop`` is set, ``DeadlineExceededError``."""
 
 
 @sliced
 def pieces_of(layout: ImageLayout, lease: Lease) -> Steps[list[Piece] | None]:
     """What a filler of this image is told; None if it has to be, or had better be, copied here.
 
-    Raises ``UnsupportedTensor`` if the memory of a source is gone.
+    Raises ``UnsupportedTensorError`` if the memory of a source is gone.
     """
     memory = lease.shared
     if memory is None or layout.nbytes < _WORTH_BYTES * len(layout.copies):
@@ -56,11 +56,11 @@ def pieces_of(layout: ImageLayout, lease: Lease) -> Steps[list[Piece] | None]:
 
 @sliced
 def check_sources(layout: ImageLayout, pieces: Sequence[Piece]) -> Steps[None]:
-    """Raise ``UnsupportedTensor`` unless the sources are still where ``pieces`` says."""
+    """Raise ``UnsupportedTensorError`` unless the sources are still where ``pieces`` says."""
     for copy, piece in zip(layout.copies, pieces, strict=True):
         yield
         if _address(copy) != piece.address:
-            raise UnsupportedTensor("the storage of a tensor was resized while it was staged: fence() first")
+            raise UnsupportedTensorError("the storage of a tensor was resized while it was staged: fence() first")
 
 
 def _address(copy: Copy) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
-from ..errors import Skipped
+from ..errors import SkippedError
 
 __all__ = ["Copied", "StagingFuture", "ended", "raise_first"]
 
@@ -112,5 +112,5 @@ async def ended(stage: StagingFuture[Any]) -> None:
 def raise_first(stages: Sequence[StagingFuture[Any]]) -> None:
     """Raise the first error of ``stages`` that have ended; the others remain to be heard of. Skipped is not failed."""
     for stage in stages:
-        if stage.failure() is not None and not isinstance(stage.failure(), Skipped):
+        if stage.failure() is not None and not isinstance(stage.failure(), SkippedError):
             stage.result(0)

@@ -14,7 +14,7 @@ import torch
 from .._runtime.rate import Pace
 from .._runtime.threads import Stop, TorchThreads, politely
 from .._runtime.torch_probes import convert_all, extent_bytes, lazy_bits
-from ..errors import UnsupportedTensor
+from ..errors import UnsupportedTensorError
 from .image import Copy
 
 __all__ = ["HostEngine", "check_extent", "elements_of", "memory_behind", "move", "pieces_in", "raw_start", "rows_with"]
@@ -48,7 +48,7 @@ class HostEngine:
     ) -> None:
         """Make all ``copies`` into the memory at address ``base``; ``advance`` is told up to which offset it is filled.
 
-        No thread writes into it any more when this returns or raises. Raises ``Closed`` when ``stop`` is set.
+        No thread writes into it any more when this returns or raises. Raises ``ClosedError`` when ``stop`` is set.
         """
         crew = _Crew(_units(copies), advance)
         others: list[Future[None]] = []
@@ -91,7 +91,7 @@ class HostEngine:
     def copy(self, copy: Copy, address: int, *, stop: Stop) -> None:
         """Put ``copy`` at host ``address``.
 
-        Raises ``UnsupportedTensor`` if the memory of the source is gone, ``Closed`` when ``stop`` is set.
+        Raises ``UnsupportedTensorError`` if the memory of the source is gone, ``ClosedError`` when ``stop`` is set.
         """
         if copy.dtype is not None:
             self.convert([copy], address - copy.offset)
@@ -120,7 +120,7 @@ class HostEngine:
         """Make ``copies``, all of which have a dtype, into the memory at address ``base``. One call of torch for all of
         them, in pieces that it copies in this thread: beside a busy thread each call waits for the GIL.
 
-        Raises ``UnsupportedTensor`` if the memory of a source is gone.
+        Raises ``UnsupportedTensorError`` if the memory of a source is gone.
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -179,9 +179,9 @@ def memory_behind(view: memoryview) -> ctypes.Array[ctypes.c_char]:
 
 
 def check_extent(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Raise ``UnsupportedTensor`` if ``storage`` has fewer bytes by now."""
+    """Raise ``UnsupportedTensorError`` if ``storage`` has fewer bytes by now."""
     if storage.nbytes() < nbytes:
-        raise UnsupportedTensor("the storage of a tensor was freed or shrunk while it was staged: fence() first")
+        raise UnsupportedTensorError("the storage of a tensor was freed or shrunk while it was staged: fence() first")
 
 
 def _memmove(target: int, source: int, nbytes: int) -> None:

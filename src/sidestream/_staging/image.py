@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .._runtime.threads import Deadline, Stop
-from ..errors import ArenaExhausted, Closed, SidestreamError, SnapshotLost
+from ..errors import ArenaExhaustedError, ClosedError, SidestreamError, SnapshotLostError
 from .arena import Lease
 
 __all__ = ["Copy", "ImageLayout", "StagedImage"]
@@ -45,7 +45,7 @@ class StagedImage:
 
     The reader may write where no copy goes (framing), at any time after ``wait`` has returned once. ``others`` are the
     numbers of further readers, which read payloads only. Memory that only they need is offered to stages that wait for
-    memory; when it is taken back, they raise ``SnapshotLost``.
+    memory; when it is taken back, they raise ``SnapshotLostError``.
     """
 
     def __init__(self, nbytes: int, others: Collection[int] = ()) -> None:
@@ -104,8 +104,8 @@ class StagedImage:
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
         """Block until the first ``end`` bytes have been staged and return a view of the whole image.
 
-        Raises what made the stage fail, ``DeadlineExceeded``, ``ArenaExhausted`` if it has no memory by then, or
-        ``Closed`` once ``stop`` is set.
+        Raises what made the stage fail, ``DeadlineExceededError``, ``ArenaExhaustedError`` if it has no memory by then,
+        or ``ClosedError`` once ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
             self._wanted = end
@@ -116,13 +116,13 @@ class StagedImage:
                 if not self._changed.wait(deadline.remaining_s()):
                     raise self._late(deadline)
             if self._lease is None or self._released:
-                raise Closed("this image was released")
+                raise ClosedError("this image was released")
             return self._lease.view
 
     def _late(self, deadline: Deadline) -> SidestreamError:
         if self._lease is not None:
             return deadline.exceeded(f"staging of {self.nbytes} bytes")
-        return ArenaExhausted(
+        return ArenaExhaustedError(
             f"no {self.nbytes} bytes of staging memory became free within {deadline.timeout_s:g} s: "
             "release() staged state dicts, or raise budget_bytes="
         )
@@ -140,7 +140,7 @@ class StagedImage:
     def lease(self) -> Lease:
         """The memory itself, for whoever takes it over when the stage has ended."""
         if self._lease is None:
-            raise Closed("this image has no memory")
+            raise ClosedError("this image has no memory")
         return self._lease
 
     def release(self) -> None:
@@ -156,12 +156,14 @@ class StagedImage:
         """Block until all of it has been staged, and return a view of it, of which only payloads have defined contents.
         Memory that is taken back stays as it is until the last view or tensor over it is gone.
 
-        Raises ``SnapshotLost`` if the memory was taken back, what made the stage fail, ``DeadlineExceeded``, and
-        ``Closed`` once ``stop`` is set.
+        Raises ``SnapshotLostError`` if the memory was taken back, what made the stage fail, ``DeadlineExceededError``,
+        and ``ClosedError`` once ``stop`` is set.
         """
         with stop.waking(self._wake), self._changed:
             if reader not in self._others:
-                raise SnapshotLost("this window was read before, or the state did not fit into free staging memory")
+                raise SnapshotLostError(
+                    "this window was read before, or the state did not fit into free staging memory"
+                )
             while self._filled < self.nbytes:
                 stop.check()
                 if self._error is not None:
@@ -169,7 +171,7 @@ class StagedImage:
                 if not self._changed.wait(deadline.remaining_s()):
                     raise deadline.exceeded(f"staging of {self.nbytes} bytes")
             if self._lease is None or self._taken:
-                raise SnapshotLost("the staged memory was taken back for another stage")
+                raise SnapshotLostError("the staged memory was taken back for another stage")
             return self._lease.view.toreadonly()
 
     def leave(self, reader: int) -> None:

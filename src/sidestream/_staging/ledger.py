@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..errors import Skipped
+from ..errors import SkippedError
 from .future import StagingFuture
 
 __all__ = ["Ledger", "raise_all"]
@@ -76,7 +76,7 @@ class Ledger:
 
     def _forget(self, future: Future[Any]) -> None:
         error = Future.exception(future)
-        if error is None or isinstance(error, Skipped):
+        if error is None or isinstance(error, SkippedError):
             self._drop(weakref.ref(future))
         with self._changed:
             self._tell()
@@ -95,7 +95,7 @@ class Ledger:
 def raise_all(stages: Sequence[StagingFuture[Any]]) -> None:
     """Raise the first error that nobody has heard of, with what the others said as notes: there is no later."""
     failed = [one for one in stages if not one.heard and one.failure() is not None]
-    failed = [one for one in failed if not isinstance(one.failure(), Skipped)]
+    failed = [one for one in failed if not isinstance(one.failure(), SkippedError)]
     if not failed:
         return
     first, *others = [one.exception(0) for one in failed]

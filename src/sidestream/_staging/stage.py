@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from .._runtime.rate import Pace
 from .._runtime.threads import Deadline, Stop
-from ..errors import Closed, DeadlineExceeded, SidestreamError, Skipped, without_frames
+from ..errors import ClosedError, DeadlineExceededError, SidestreamError, SkippedError, without_frames
 from .captured import Captured
 from .device import DeviceStage
 from .fill import Filler
@@ -110,10 +110,10 @@ class Staging(Generic[P]):
         self.laid.set_result(plan.without_sources())
 
     def commit(self) -> None:
-        """From here on a newer stage does not supersede this one. Raises ``Skipped`` if one has."""
+        """From here on a newer stage does not supersede this one. Raises ``SkippedError`` if one has."""
         with self._lock:
             if self._superseded:
-                raise Skipped("a newer stage has taken the place of this one, which had not begun")
+                raise SkippedError("a newer stage has taken the place of this one, which had not begun")
             self._committed = True
 
     @property
@@ -167,7 +167,9 @@ class Staging(Generic[P]):
         refers to their memory and to the sources until it has."""
         self._resolve(
             self.free,
-            DeadlineExceeded(f"{error}: do not change the sources before the device responds; it may still read them"),
+            DeadlineExceededError(
+                f"{error}: do not change the sources before the device responds; it may still read them"
+            ),
         )
         self._resolve(self.copied, error)
         self._go_on()
@@ -259,5 +261,5 @@ def clean(error: BaseException, where: str) -> BaseException:
 def given_up(staging: Staging[Any]) -> SidestreamError:
     """The error of a stage that was stopped before it began."""
     if staging.superseded:
-        return Skipped("a newer stage has taken the place of this one, which had not begun")
-    return Closed("this stage was given up before it had ended")
+        return SkippedError("a newer stage has taken the place of this one, which had not begun")
+    return ClosedError("this stage was given up before it had ended")

@@ -26,14 +26,14 @@ from .._runtime.rate import Pace
 from .._runtime.tasks import finish, running_loop
 from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, time_limit
 from ..errors import (
-    ArenaExhausted,
-    AsyncOnly,
-    Closed,
-    DeadlineExceeded,
-    ForkedProcess,
-    InvalidOption,
+    ArenaExhaustedError,
+    AsyncOnlyError,
+    ClosedError,
+    DeadlineExceededError,
+    ForkedProcessError,
+    InvalidOptionError,
     SidestreamError,
-    Skipped,
+    SkippedError,
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
 from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease, SharedMemory, whole_pages
@@ -66,17 +66,17 @@ class AsyncStager:
 
     ``budget_bytes`` bounds the host memory that is mapped at any time (None: half of the machine's memory).
     ``when_full`` says what becomes of a stage that finds none free: ``"wait"`` up to ``timeout_s``, ``"fail"`` with
-    ``ArenaExhausted``, ``"skip"`` with ``Skipped``, or ``"latest"``: wait, but give way to the next stage.
+    ``ArenaExhaustedError``, ``"skip"`` with ``SkippedError``, or ``"latest"``: wait, but give way to the next stage.
 
     ``mode="lazy"``: copies go on after ``stage()`` has returned, and the sources must not change before
     ``synchronize_staging()``, ``fence()`` or a ``guard()`` says so; a source that does change has undefined contents in
-    the copy (that tensor alone). ``mode="snapshot"``: the sources may change when ``stage()`` returns; tensors on a
+    the copy (that tensor alone). ``mode="eager"``: the sources may change when ``stage()`` returns; tensors on a
     device are copied there first, in stream order (as much device memory again), those in host memory before it
     returns. ``mode="hybrid"``: as lazy, but what would not be copied before the next fence, as far as earlier stages
     tell, is copied on the device first, within half of its free memory.
 
-    ``backing="shared"`` stages into memory that a saver process can be handed, from the first byte; a save with
-    ``saver="process"`` asks for it too, and what was private until then is mapped anew. A forked child sees later
+    ``backing="shared"`` stages into memory that a writer process can be handed, from the first byte; a save with
+    ``writer="process"`` asks for it too, and what was private until then is mapped anew. A forked child sees later
     stages in it.
 
     ``max_bytes_per_second`` slows the copies down until a writer waits at the fence. A stager belongs to no loop and
@@ -104,7 +104,7 @@ class AsyncStager:
         if budget_bytes is not None:
             check_count("budget_bytes", budget_bytes)
         if max_bytes_per_second is not None and not max_bytes_per_second > 0:
-            raise InvalidOption(f"max_bytes_per_second={max_bytes_per_second!r} has to be positive")
+            raise InvalidOptionError(f"max_bytes_per_second={max_bytes_per_second!r} has to be positive")
         self._mode: StageMode = mode
         self._when_full: WhenFull = when_full
         self._bytes_per_second = max_bytes_per_second
@@ -136,9 +136,9 @@ class AsyncStager:
         What is staged is what the tensors hold after everything that the current streams, and ``wait_streams``, have
         been given so far; values that are not tensors, numbers, strings or containers are copied by ``convert``. The
         result is a ``StagedState`` in host memory with the same structure, strides and shared storages. Raises
-        ``Closed``, ``CapturingGraph``, ``InvalidOption`` and ``UnsafeObject`` at once; the future raises
-        ``UnsupportedTensor`` for what has no bytes, ``ArenaExhausted`` when the budget does not suffice, and
-        ``Skipped``. Cancelling an awaiter leaves the copy going.
+        ``ClosedError``, ``GraphCaptureError``, ``InvalidOptionError`` and ``UnsafeObjectError`` at once; the future
+        raises ``UnsupportedTensorError`` for what has no bytes, ``ArenaExhaustedError`` when the budget does not
+        suffice, and ``SkippedError``. Cancelling an awaiter leaves the copy going.
         """
         return self.launch_state(state_dict, Deadline.after(self._timeout_s), wait_streams, convert)[1]
 
@@ -154,8 +154,8 @@ class AsyncStager:
         """What the caller does next, on the host or on its current streams, comes after the reading of the sources.
 
         Copies from a device are waited for on the device; copies from host memory, and copies that could not be
-        enqueued for want of memory, block the calling thread. Raises what a stage raised, ``ArenaExhausted``,
-        ``DeadlineExceeded``, ``CapturingGraph``. On the loop, await ``synchronize_staging()`` instead.
+        enqueued for want of memory, block the calling thread. Raises what a stage raised, ``ArenaExhaustedError``,
+        ``DeadlineExceededError``, ``GraphCaptureError``. On the loop, await ``synchronize_staging()`` instead.
         """
         self._check_process()
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
@@ -196,7 +196,7 @@ class AsyncStager:
 
     def trim(self) -> None:
         """Unmap the memory that is not in use; the next stage maps memory again. Blocks: memory that is registered with
-        a device is unregistered first, in a thread of the library. Raises ``DeadlineExceeded`` if that takes
+        a device is unregistered first, in a thread of the library. Raises ``DeadlineExceededError`` if that takes
         ``timeout_s``."""
         self._arena.trim(Deadline.after(self._timeout_s))
 
@@ -222,7 +222,7 @@ class AsyncStager:
         return self._arena.shared_memory()
 
     def share(self) -> None:
-        """From here on memory is such that a saver process can be handed it."""
+        """From here on memory is such that a writer process can be handed it."""
         self._arena.share()
 
     def launch(
@@ -272,7 +272,7 @@ class AsyncStager:
         return staging, future
 
     def settle(self, staging: Staging[Any]) -> None:
-        """Keep the promise of ``mode="snapshot"`` for sources in host memory, which are copied before this returns: it
+        """Keep the promise of ``mode="eager"`` for sources in host memory, which are copied before this returns: it
         blocks for that, for memory if there is none, and no longer than the stage's deadline."""
         if self._mode == "snapshot" and staging.host:
             for earlier in self._in_flight():
@@ -288,9 +288,9 @@ class AsyncStager:
     def close(self) -> None:
         """Take no more stages, let those in flight end, and give the memory back when the last reference is gone.
 
-        Blocks. A stage that has not ended within ``timeout_s`` is stopped: its future raises ``Closed``, and this
-        raises ``DeadlineExceeded``. Memory that a device may still write to stays mapped until the device responds.
-        Raises the first error of a stage that has not been retrieved. Does nothing in a forked child."""
+        Blocks. A stage that has not ended within ``timeout_s`` is stopped: its future raises ``ClosedError``, and this
+        raises ``DeadlineExceededError``. Memory that a device may still write to stays mapped until the device
+        responds. Raises the first error of a stage that has not been retrieved. Does nothing in a forked child."""
         self.close_by(Deadline.after(self._timeout_s))
 
     def close_by(self, deadline: Deadline) -> None:
@@ -309,7 +309,7 @@ class AsyncStager:
 
     async def aclose(self) -> None:
         """As ``close()``, without blocking the loop. Cancelling it stops the stages in flight: their futures raise
-        ``Closed``."""
+        ``ClosedError``."""
         await self.aclose_by(Deadline.after(self._timeout_s))
 
     async def aclose_by(self, deadline: Deadline) -> None:
@@ -330,8 +330,8 @@ class AsyncStager:
             await finish(partial(self._shut_down_off_loop, grace))
         raise_all(stages)
 
-    def _not_ended(self) -> DeadlineExceeded:
-        return DeadlineExceeded(
+    def _not_ended(self) -> DeadlineExceededError:
+        return DeadlineExceededError(
             f"stages in flight did not end within timeout_s={self._timeout_s:g} and were abandoned: their futures "
             "raise Closed; memory that a device may still write to stays mapped until the device responds"
         )
@@ -347,7 +347,7 @@ class AsyncStager:
     def _shut_down(self, deadline: Deadline) -> None:
         ended = self._stop_stages()
         if self._device is not None:
-            with suppress(Closed):  # the engine's threads are needed until the last stage has been issued
+            with suppress(ClosedError):  # the engine's threads are needed until the last stage has been issued
                 self._threads.submit(self._device.close)
         self._threads.close()
         self._host.close()
@@ -373,11 +373,13 @@ class AsyncStager:
         left = self._in_flight()
         for staging in left:
             if staging.device is not None:
-                staging.forsake(Closed("the stager was closed before the device completed the copies of this stage"))
+                staging.forsake(
+                    ClosedError("the stager was closed before the device completed the copies of this stage")
+                )
         return not left
 
     def __enter__(self) -> NoReturn:
-        raise AsyncOnly(
+        raise AsyncOnlyError(
             "enter an AsyncStager with: async with sidestream.AsyncStager() as stager; in code without an event loop "
             "call close() at the end"
         )
@@ -468,7 +470,7 @@ class AsyncStager:
             staging.stop.check()
             self._fill(staging, lay_out)
         except BaseException as failure:
-            stopped = isinstance(failure, Closed) and staging.stop.is_set()
+            stopped = isinstance(failure, ClosedError) and staging.stop.is_set()
             error = clean(given_up(staging) if stopped else failure, "the stager's thread")
             staging.fail(error)
         staging.issued.set_result(None)
@@ -555,7 +557,7 @@ class AsyncStager:
             layout, image = left[0]
             try:
                 lease = self._lease(staging, layout.nbytes, partial(_behind, left), at_once=bool(batch))
-            except ArenaExhausted:
+            except ArenaExhaustedError:
                 if not batch:
                     raise
                 break
@@ -585,7 +587,7 @@ class AsyncStager:
         through = sum(map(whole_pages, scratch))
         largest = through + (whole_pages(max(images)) if images else 0)
         if largest > self.budget_bytes:
-            raise ArenaExhausted(
+            raise ArenaExhaustedError(
                 f"{largest} bytes of staging memory are needed at once, the budget is {self.budget_bytes}: "
                 "raise budget_bytes= of the stager"
             )
@@ -595,8 +597,8 @@ class AsyncStager:
 
     def _full(self, nbytes: int) -> SidestreamError:
         if self._when_full == "skip":
-            return Skipped(f"no {nbytes} bytes of staging memory are free, and when_full is 'skip'")
-        return ArenaExhausted(
+            return SkippedError(f"no {nbytes} bytes of staging memory are free, and when_full is 'skip'")
+        return ArenaExhaustedError(
             f"no {nbytes} bytes of staging memory are free: release() staged state dicts, raise budget_bytes=, or "
             "choose another when_full="
         )
@@ -618,7 +620,7 @@ class AsyncStager:
                     at_once=at_once or refuse,
                     spare_offers=at_once and not refuse,
                 )
-        except ArenaExhausted as error:
+        except ArenaExhaustedError as error:
             if refuse:
                 raise self._full(nbytes) from error
             raise
@@ -670,12 +672,12 @@ class AsyncStager:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise ForkedProcess("this stager was made before os.fork(); make a new one in the child")
+            raise ForkedProcessError("this stager was made before os.fork(); make a new one in the child")
 
     def _check_usable(self) -> None:
         self._check_process()
         if self._closed:
-            raise Closed("this stager is closed; make a new one")
+            raise ClosedError("this stager is closed; make a new one")
 
 
 def _behind(left: deque[_Image]) -> Iterable[int]:

@@ -114,7 +114,7 @@ def plan_stage(plans: PlanCache, captured: Captured) -> StagePlan:
     """Lay out images for everything in ``captured``, as before if ``plans`` knows a state dict like this one.
 
     Tensors that share a storage share it in the copy too, and bytes that no tensor refers to are not copied. Raises
-    ``UnsupportedTensor`` for what cannot be staged. Nothing but the copies refers to a source.
+    ``UnsupportedTensorError`` for what cannot be staged. Nothing but the copies refers to a source.
     """
     root = _template(captured.root, "", politely(itertools.count(), _EVERY), captured.held)
     return run_sliced(_planned(plans, root, captured.tensors))

@@ -1,4 +1,4 @@
-"""The files of a save as a store takes them, in the trainer and in its saver process alike. No torch."""
+"""The files of a save as a store takes them, in the trainer and in its writer process alike. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Part(Protocol):
     def nbytes(self) -> int: ...
 
     def take(self, stop: Stop) -> memoryview:
-        """Block until the content is there. Raises what staging raised, ``Closed`` when ``stop`` is set."""
+        """Block until the content is there. Raises what staging raised, ``ClosedError`` when ``stop`` is set."""
 
     def release(self) -> None:
         """The memory may be used for something else. Idempotent; also for a part that was never taken."""
@@ -106,7 +106,8 @@ class Image(Protocol):
     def nbytes(self) -> int: ...
 
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
-        """Block until ``end`` bytes are there. Raises what made the filling fail; ``Closed`` when ``stop`` is set."""
+        """Block until ``end`` bytes are there. Raises what made the filling fail; ``ClosedError`` when ``stop`` is
+        set."""
 
     def release(self) -> None:
         """The reader is done with it."""

@@ -19,7 +19,14 @@ from typing import Any, Literal, Protocol, TypeAlias
 from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
-from ..errors import Closed, Conflict, DeadlineExceeded, NotDurable, OutcomeUnknown, SidestreamError
+from ..errors import (
+    CheckpointExistsError,
+    ClosedError,
+    DeadlineExceededError,
+    NotDurableError,
+    OutcomeUnknownError,
+    SidestreamError,
+)
 from ..options import Durability, Storage
 from .bodies import Body, BytesBody, PiecesBody
 from .names import attempt_name
@@ -110,16 +117,16 @@ class Transaction(ABC):
         knows the next one.
 
         Raises:
-            Conflict: the target exists and is not what the kind of the transaction allows. Nothing is left behind.
-            NotShared: the attempt of another process, or of an earlier call, is not there.
-            Closed: ``stop`` is set.
-            StorageError, DeadlineExceeded: an attempt may be left behind, for ``discard``.
+            CheckpointExistsError: the target exists and is not what the kind of the transaction allows. Nothing is left
+            behind. StorageNotSharedError: the attempt of another process, or of an earlier call, is not there.
+            ClosedError: ``stop`` is set. StorageError, DeadlineExceededError: an attempt may be left behind, for
+            ``discard``.
         """
 
     @abstractmethod
     async def put(self, name: str, body: Body) -> None:
         """Write a small file. Its content is durable when this returns, as far as ``durability`` says; its name is so
-        after the commit. Raises ``Conflict`` if it exists."""
+        after the commit. Raises ``CheckpointExistsError`` if it exists."""
 
     @abstractmethod
     async def put_last(self, name: str, body: Body) -> None:
@@ -130,15 +137,15 @@ class Transaction(ABC):
     async def make_visible(self) -> None:
         """Make all files visible in one atomic step, then durable.
 
-        Raises ``Conflict``, having changed nothing, if the target is taken; ``NotDurable`` if the files are visible and
-        a sync failed. What a ``"replacement"`` replaced is in the attempt afterwards. A commit that may still be
-        carried out after this has raised is marked on the error, as ``left_behind``."""
+        Raises ``CheckpointExistsError``, having changed nothing, if the target is taken; ``NotDurableError`` if the
+        files are visible and a sync failed. What a ``"replacement"`` replaced is in the attempt afterwards. A commit
+        that may still be carried out after this has raised is marked on the error, as ``left_behind``."""
 
     @abstractmethod
     def discard_here(self) -> None:
         """Delete the attempt, in the calling thread, with the files that other processes have written into it. Does
         nothing if nothing is there, and nothing in a forked child. From now on no attempt is made: the first ``write``
-        raises ``Closed``."""
+        raises ``ClosedError``."""
 
     @abstractmethod
     async def discard(self) -> None:
@@ -175,7 +182,7 @@ class Transaction(ABC):
         the discard too, which ends at its own deadline."""
         with self._making:
             if self._discarded:
-                raise Closed(f"{self.attempt.name} was discarded")
+                raise ClosedError(f"{self.attempt.name} was discarded")
             yield
 
     def _end_making(self) -> bool:
@@ -197,9 +204,9 @@ class Transaction(ABC):
 
         Raises:
             asyncio.CancelledError: see ``outcome``.
-            Conflict: the target is taken; ``"absent"``.
-            NotDurable: ``"committed"``, but a sync failed or timed out.
-            OutcomeUnknown: ``"unknown"``, because the read-back failed too. Nothing was deleted.
+            CheckpointExistsError: the target is taken; ``"absent"``.
+            NotDurableError: ``"committed"``, but a sync failed or timed out.
+            OutcomeUnknownError: ``"unknown"``, because the read-back failed too. Nothing was deleted.
         """
         if not files:
             await finish(self._send_without_id)
@@ -214,9 +221,9 @@ class Transaction(ABC):
         self.outcome = "unknown"
         try:
             await self.make_visible()
-        except DeadlineExceeded:
+        except DeadlineExceededError:
             raise
-        except NotDurable:
+        except NotDurableError:
             self.outcome = "committed"
             raise
         except Exception:
@@ -232,10 +239,10 @@ class Transaction(ABC):
         try:
             await self.make_visible()
             self.outcome = "committed"
-        except Conflict:
+        except CheckpointExistsError:
             self.outcome = "absent"
             raise
-        except NotDurable:
+        except NotDurableError:
             self.outcome = "committed"
             raise
         except (Exception, asyncio.CancelledError) as error:
@@ -243,10 +250,10 @@ class Transaction(ABC):
             if isinstance(error, asyncio.CancelledError) or outcome == "absent":
                 raise
             if outcome == "committed":
-                raise NotDurable(
+                raise NotDurableError(
                     f"{target} is committed and complete, but publishing it did not end well: {error}"
                 ) from error
-            raise OutcomeUnknown(
+            raise OutcomeUnknownError(
                 f"the commit of {target} was sent, and whether it took place could not be read back: {error}. Nothing "
                 f"was deleted; look for {target}, and remove {self.attempt.name} if it is still there"
             ) from error
@@ -302,8 +309,9 @@ class Transaction(ABC):
             error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")
 
     async def check_not_overtaken(self) -> None:
-        """Raise ``Conflict`` if this is a ``"replacement"`` that cannot be committed any more, because another save has
-        replaced its target meanwhile. Where an exchange commits, the last one stays, and there is no such case."""
+        """Raise ``CheckpointExistsError`` if this is a ``"replacement"`` that cannot be committed any more, because
+        another save has replaced its target meanwhile. Where an exchange commits, the last one stays, and there is no
+        such case."""
         return
 
     async def _discard_replaced(self) -> None:
@@ -324,7 +332,7 @@ class _Ends(Protocol):
 
 
 async def marker_in(files: _Ends, name: str) -> Marker | None:
-    """Return the marker in the file ``name``; None if another writer made it. Raises ``Corrupt``."""
+    """Return the marker in the file ``name``; None if another writer made it. Raises ``CorruptCheckpointError``."""
     return find_marker(await files.tail(name, TAIL_BYTES))
 
 

@@ -14,7 +14,7 @@ from fsspec.registry import known_implementations, registry
 from fsspec.utils import get_protocol
 
 from .._runtime.redact import redacted
-from ..errors import InvalidOption, MissingExtra
+from ..errors import InvalidOptionError, MissingExtraError
 from ..options import BlobStore, Storage, StorePolicy, is_fsspec
 from .clients.credentials import CLOUDS, Client, Unmapped, client_for
 from .clients.engine import Engine, LateEngine, StoreEngine
@@ -54,18 +54,20 @@ EVERYDAY = Storage()
 
 
 def locate_directory(url: str | os.PathLike[str], storage: Storage = EVERYDAY) -> Location:
-    """Where the checkpoint at ``url`` is. Raises ``InvalidOption`` for what cannot be a directory of its own,
-    ``MissingExtra`` where the client of its protocol is not installed."""
+    """Where the checkpoint at ``url`` is. Raises ``InvalidOptionError`` for what cannot be a directory of its own,
+    ``MissingExtraError`` where the client of its protocol is not installed."""
     text, protocol = _parsed(url, storage)
     if _is_local(protocol, storage):
         path = _local_path(text)
         if not path.name:
-            raise InvalidOption(f"{path} is the root of the file system; a checkpoint needs a directory of its own")
+            raise InvalidOptionError(
+                f"{path} is the root of the file system; a checkpoint needs a directory of its own"
+            )
         return Location(LocalStore(path.parent), path.name, str(path))
     parent, _, name = text.rstrip("/").rpartition("/")
     if not name or parent.endswith(":/"):
         if protocol != "memory" or not name:
-            raise InvalidOption(f"{redacted(text)} is a bucket; a checkpoint needs a prefix of its own in it")
+            raise InvalidOptionError(f"{redacted(text)} is a bucket; a checkpoint needs a prefix of its own in it")
         parent += "/"
     store = _object_store(text, parent, protocol, storage)
     return Location(store, name, f"{store.url}/{name}")
@@ -87,7 +89,7 @@ def _parsed(url: str | os.PathLike[str], storage: Storage) -> tuple[str, str]:
     except TypeError:
         text = ""
     if type(text) is not str or not text or "\0" in text:
-        raise InvalidOption(f"{redacted(repr(url))} is not a path or URL")
+        raise InvalidOptionError(f"{redacted(repr(url))} is not a path or URL")
     protocol = get_protocol(text)
     if storage.filesystem is None:
         _check_address(text, protocol)
@@ -95,17 +97,17 @@ def _parsed(url: str | os.PathLike[str], storage: Storage) -> tuple[str, str]:
 
 
 def _check_address(text: str, protocol: str) -> None:
-    """Raise ``InvalidOption`` for a protocol that no package provides, and for ``~``.
+    """Raise ``InvalidOptionError`` for a protocol that no package provides, and for ``~``.
 
     ``~`` is refused and not expanded: ``torch.save`` and DCP make a directory of that name. So one string would name
     two places in one program, and a third place when another user runs it."""
     if protocol not in known_implementations and protocol not in registry:
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{redacted(text)} has the unknown protocol {protocol}://; use a path, s3://, gs://, az://, or another "
             "protocol that fsspec knows"
         )
     if text == "~" or text.startswith("~/"):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"{text!r} begins with ~, which is expanded by a shell but not here: use os.path.expanduser({text!r}), or "
             f"{'./' + text!r} for a directory of that name"
         )
@@ -115,9 +117,9 @@ def _is_local(protocol: str, storage: Storage) -> bool:
     if storage.filesystem is not None:
         return False
     if protocol in _LOCAL and storage.options:
-        raise InvalidOption("storage_options= is for object storage, and this is a local directory")
+        raise InvalidOptionError("storage_options= is for object storage, and this is a local directory")
     if protocol in _LOCAL and storage.commit == "marker":
-        raise InvalidOption('commit="marker" is not built yet for local directories: leave it out')
+        raise InvalidOptionError('commit="marker" is not built yet for local directories: leave it out')
     return protocol in _LOCAL
 
 
@@ -149,7 +151,7 @@ def _object_store(text: str, base: str, protocol: str, storage: Storage) -> Obje
 
 def _own_store(store: BlobStore, base: str, policy: StorePolicy) -> ObjectStore:
     if policy.cache_dir is not None:
-        raise InvalidOption(f"cache_dir= needs an fsspec file system, not filesystem={type(store).__name__}")
+        raise InvalidOptionError(f"cache_dir= needs an fsspec file system, not filesystem={type(store).__name__}")
     root = base.rpartition("://")[2].strip("/")
     return ObjectStore(StoreEngine(store, root, policy), root, redacted(base), policy)
 
@@ -158,7 +160,7 @@ def _late(base: str, protocol: str, options: dict[str, Any], policy: StorePolicy
     """Of a cloud: what is wrong with the options is raised here, what only its client finds at the first request."""
     kind = CLOUDS[protocol]
     if client is None and find_spec(_PACKAGES[kind]) is None:
-        raise MissingExtra(f'{protocol}:// needs a client: pip install "sidestream[cloud]"', extra="cloud")
+        raise MissingExtraError(f'{protocol}:// needs a client: pip install "sidestream[cloud]"', extra="cloud")
 
     def make() -> Engine:
         if client is None:
@@ -188,17 +190,19 @@ def _client(base: str, protocol: str, options: Mapping[str, Any], policy: StoreP
     wanted = policy.engine == "obstore"
     if policy.engine == "fsspec" or policy.cache_dir is not None or protocol not in CLOUDS:
         if wanted:
-            raise InvalidOption(f'engine="obstore" has s3://, gs:// and az:// without a cache, not {redacted(base)}')
+            raise InvalidOptionError(
+                f'engine="obstore" has s3://, gs:// and az:// without a cache, not {redacted(base)}'
+            )
         return None
     if find_spec("obstore") is None:
         if wanted:
-            raise MissingExtra('engine="obstore" needs obstore: pip install "sidestream[cloud]"', extra="cloud")
+            raise MissingExtraError('engine="obstore" needs obstore: pip install "sidestream[cloud]"', extra="cloud")
         return None
     try:
         return client_for(protocol, base.partition("://")[2].partition("/")[0], options)
     except Unmapped as error:
         if wanted:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f'storage_options has {", ".join(error.names)}, which engine="obstore" has no words for; leave it to '
                 'engine="auto" to take fsspec'
             ) from None
@@ -223,11 +227,11 @@ def _through_fsspec(base: str, protocol: str, options: dict[str, Any], policy: S
         if protocol in ("s3", "s3a"):
             filesystem.retries = 1  # ours can be seen, know the deadline, and slow down
     except ImportError as error:
-        raise MissingExtra(
+        raise MissingExtraError(
             f'{protocol}:// needs a package: {error}. pip install "sidestream[cloud]"', extra="cloud"
         ) from error
     except ValueError as error:
-        raise InvalidOption(f"{redacted(base)}: {redacted(str(error))}") from None
+        raise InvalidOptionError(f"{redacted(base)}: {redacted(str(error))}") from None
     return FsspecEngine(filesystem, policy), root
 
 

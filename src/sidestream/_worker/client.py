@@ -1,4 +1,4 @@
-"""Who writes a save: threads of this process, or a saver process that is started when it is needed."""
+"""Who writes a save: threads of this process, or a writer process that is started when it is needed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 from .._runtime.threads import Stop, Threads, current_deadline, io_threads, result_of
 from .._storage import Body, Store, Transaction
-from ..errors import InvalidOption, SaverLost
-from ..options import SaverChoice, SaverProcess, check_saver
+from ..errors import InvalidOptionError, WriterProcessError
+from ..options import WriterChoice, WriterProcess, check_writer
 from .filling import LinkFiller
 from .job import Job, Order
 from .link import Handed, Link
 from .process import available
 from .wire import Unsendable, pack
 
-__all__ = ["Saver", "choose_saver", "close_all", "saver_process"]
+__all__ = ["Saver", "choose_worker", "close_all", "saver_process"]
 
 _CLOSE_S = 1.0
 
@@ -29,7 +29,7 @@ _CLOSE_S = 1.0
 class Saver:
     """The process for one set of options: there is one at most at a time, and a new one where it was lost."""
 
-    def __init__(self, options: SaverProcess) -> None:
+    def __init__(self, options: WriterProcess) -> None:
         self.options = options
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -40,7 +40,7 @@ class Saver:
         return self._current().up
 
     async def up(self) -> None:
-        """Start it, and wait until it is ready. Raises ``SaverLost``, ``DeadlineExceeded``."""
+        """Start it, and wait until it is ready. Raises ``WriterProcessError``, ``DeadlineExceededError``."""
         stop = Stop()
         await io_threads().run(self._ready, stop, stop=stop)
 
@@ -87,7 +87,7 @@ class Saver:
         """``Transaction.write``, with the same promises, in the process. This side makes the attempt; the process joins
         it.
 
-        Raises ``SaverLost`` too, unless ``fall_back`` lets threads write where no process can be started.
+        Raises ``WriterProcessError`` too, unless ``fall_back`` lets threads write where no process can be started.
         """
         attempt = transaction.attempt
         transaction.write((), threads=threads, stop=stop)
@@ -106,14 +106,14 @@ class Saver:
     def _starts(self, stop: Stop) -> bool:
         try:
             self._ready(stop)
-        except SaverLost:
+        except WriterProcessError:
             return False
         return True
 
     def _ready(self, stop: Stop) -> Link:
-        """A process that is up. Raises ``SaverLost``, ``Closed``, ``DeadlineExceeded``."""
+        """A process that is up. Raises ``WriterProcessError``, ``ClosedError``, ``DeadlineExceededError``."""
         link = self._current()
-        result_of(link.up, stop, "starting the saver process")
+        result_of(link.up, stop, "starting the writer process")
         return link
 
     def _current(self) -> Link:
@@ -128,7 +128,7 @@ class Saver:
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
-            link.end("the saver process was ended", _CLOSE_S)
+            link.end("the writer process was ended", _CLOSE_S)
 
     def forget(self) -> None:
         """In a forked child: the process is the parent's."""
@@ -137,26 +137,26 @@ class Saver:
 
 
 def _hand(link: Link, memories: Sequence[Handed]) -> None:
-    with suppress(SaverLost):  # the save that comes next starts another one
+    with suppress(WriterProcessError):  # the save that comes next starts another one
         for memory in memories:
             link.hand(memory)
 
 
-def choose_saver(saver: SaverChoice, store: Store) -> tuple[Saver | None, bool]:
+def choose_worker(saver: WriterChoice, store: Store) -> tuple[Saver | None, bool]:
     """Who writes to ``store`` (None: threads), and whether threads do where no process can be started.
 
-    Raises ``InvalidOption`` where a process was asked for and cannot write there.
+    Raises ``InvalidOptionError`` where a process was asked for and cannot write there.
     """
-    check_saver(saver)
+    check_writer(saver)
     if saver == "thread":
         return None, False
     if saver == "auto":
         suits = available() and _obstacle(store, known_only=True) is None
-        return (saver_process(SaverProcess()), True) if suits else (None, False)
+        return (saver_process(WriterProcess()), True) if suits else (None, False)
     obstacle = _obstacle(store, known_only=False)
     if obstacle is not None:
-        raise InvalidOption(f'saver="process": {obstacle}; saver="thread" can write there')
-    return saver_process(saver if isinstance(saver, SaverProcess) else SaverProcess()), False
+        raise InvalidOptionError(f'writer="process": {obstacle}; writer="thread" can write there')
+    return saver_process(saver if isinstance(saver, WriterProcess) else WriterProcess()), False
 
 
 _KNOWN = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
@@ -180,11 +180,11 @@ def _obstacle(store: Store, *, known_only: bool) -> str | None:
     return None
 
 
-_savers: dict[SaverProcess, Saver] = {}
+_savers: dict[WriterProcess, Saver] = {}
 _lock = threading.Lock()
 
 
-def saver_process(options: SaverProcess) -> Saver:
+def saver_process(options: WriterProcess) -> Saver:
     """The one of this process for ``options``; nothing is started yet."""
     with _lock:
         if options not in _savers:
@@ -193,7 +193,7 @@ def saver_process(options: SaverProcess) -> Saver:
 
 
 def close_all() -> None:
-    """End every saver process of this one."""
+    """End every writer process of this one."""
     for saver in list(_savers.values()):
         saver.close()
 

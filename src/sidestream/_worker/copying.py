@@ -1,4 +1,4 @@
-"""In the saver process: copies out of the trainer's memory, by the kernel, which take none of the trainer's time."""
+"""In the writer process: copies out of the trainer's memory, by the kernel, which take none of the trainer's time."""
 
 from __future__ import annotations
 

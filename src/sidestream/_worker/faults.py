@@ -1,4 +1,4 @@
-"""Errors and events of the saver process as the trainer meets them: of the same types, with the same words."""
+"""Errors and events of the writer process as the trainer meets them: of the same types, with the same words."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _described(error: BaseException, depth: int) -> dict[str, Any]:
     found["notes"] = [str(note) for note in getattr(error, "__notes__", ())]
     if not isinstance(error, (SidestreamError, OSError)):
         lines = "".join(traceback.format_tb(error.__traceback__))
-        found["notes"].append(f"in the saver process:\n{lines}")
+        found["notes"].append(f"in the writer process:\n{lines}")
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     found["cause"] = None if cause is None or depth == 0 else _described(cause, depth - 1)
     return found
@@ -88,5 +88,5 @@ def pack_event(event: events.Event) -> bytes | None:
 def unpack_event(packed: bytes) -> events.Event:
     found = unpack(packed)
     name = found.pop("event")
-    made: events.Event = getattr(events, name)(**found) if name in _EVENTS else events.PromiseLost("", str(name))
+    made: events.Event = getattr(events, name)(**found) if name in _EVENTS else events.GuaranteeLost("", str(name))
     return made

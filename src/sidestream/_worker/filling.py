@@ -1,4 +1,4 @@
-"""In the trainer: images that the saver process fills, out of this process's memory."""
+"""In the trainer: images that the writer process fills, out of this process's memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .._runtime.threads import Deadline, Stop
 from .._staging import Piece
-from ..errors import SaverLost
+from ..errors import WriterProcessError
 from .link import ACKNOWLEDGE_S, Link
 from .wire import PIECE, Frame, Kind
 
@@ -25,7 +25,7 @@ class LinkFiller:
         """Of the contract of ``Filler``. A process that does not let go of the memory is killed."""
         try:
             return _Fill(self._link, deadline, stop).run(pieces)
-        except SaverLost:
+        except WriterProcessError:
             return False
 
 
@@ -76,7 +76,7 @@ class _Fill:
         with self._changed:
             ended = self._changed.wait_for(lambda: self.over, ACKNOWLEDGE_S)
         if not ended:
-            self._link.end("the saver process did not end a copy that was cancelled, and was killed", ACKNOWLEDGE_S)
+            self._link.end("the writer process did not end a copy that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     def _wake(self) -> None:
         with self._changed:

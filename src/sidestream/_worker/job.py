@@ -1,4 +1,4 @@
-"""One save in a saver process, seen from the trainer: files and memory are handed over, receipts come back.
+"""One save in a writer process, seen from the trainer: files and memory are handed over, receipts come back.
 
 Memory stays leased until the receipt of its file, so that a new process can write it once more; it is let go of earlier
 only when somebody waits for memory, and then a lost process is the end of the save.
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from .._format.layout_bytes import pack_layout, unpack_sums
 from .._runtime.threads import Deadline, Stop, run_sliced
 from .._storage import Attempt, Body, BytesBody, ShardBody, StoreAddress, Transaction
-from ..errors import Closed, InvalidOption, SaverLost, SidestreamError, without_frames
-from ..events import SaverGone, emit
+from ..errors import ClosedError, InvalidOptionError, SidestreamError, WriterProcessError, without_frames
+from ..events import WriterProcessLost, emit
 from .faults import unpack_error
 from .link import ACKNOWLEDGE_S, Handed, Link
 from .wire import Frame, Kind, pack
@@ -120,8 +120,8 @@ class Job:
     def run(self, transaction: Transaction, link: Callable[[], Link], retries: int) -> None:
         """Return when everything is written, synced and receipted. Blocks: for a thread of the save's own.
 
-        Raises what writing raises in threads of this process, and ``SaverLost``. No process writes any more then, or
-        reads memory whose lease has ended.
+        Raises what writing raises in threads of this process, and ``WriterProcessError``. No process writes any more
+        then, or reads memory whose lease has ended.
         """
         for lives in range(retries, -1, -1):
             current: Link | None = None
@@ -129,12 +129,12 @@ class Job:
                 current = link()
                 _Exchange(self._order, self._stop, current).run(self._to_write())
                 break
-            except SaverLost as lost:
+            except WriterProcessError as lost:
                 self._stop.check()
                 again = lives > 0 and self._order.deadline.remaining_s() > 0 and not any(
                     file.given_up and not file.done for file in self._files
                 )  # fmt: skip
-                emit(SaverGone(self._order.url, None if current is None else current.pid, str(lost), again))
+                emit(WriterProcessLost(self._order.url, None if current is None else current.pid, str(lost), again))
                 if not again:
                     raise self._not_again(lost, lives) from lost
                 for file in self._files:
@@ -155,12 +155,12 @@ class Job:
             del body
             yield self._files[-1]
 
-    def _not_again(self, lost: SaverLost, lives: int) -> SidestreamError:
+    def _not_again(self, lost: WriterProcessError, lives: int) -> SidestreamError:
         if self._order.deadline.remaining_s() == 0:
             return self._order.deadline.exceeded(f"writing ({lost})")
         if lives == 0:
-            return SaverLost(f"{self._order.url} was not saved: {lost}, and so did those that took its place")
-        return SaverLost(
+            return WriterProcessError(f"{self._order.url} was not saved: {lost}, and so did those that took its place")
+        return WriterProcessError(
             f"{self._order.url} was not saved: {lost}, and the memory of what it had written was in use again; with a "
             "budget_bytes= that holds the whole state it could have been written again"
         )
@@ -248,12 +248,12 @@ class _Exchange:
             image.wait(image.nbytes, deadline=self._order.deadline, stop=self._halt)
             lease: _Lease = image.lease()
             array = lease.array
-        except Closed as error:
+        except ClosedError as error:
             if file.given_up:
-                raise SaverLost("the memory of what was written was wanted by others") from error
+                raise WriterProcessError("the memory of what was written was wanted by others") from error
             raise
         if lease.shared is None:
-            raise InvalidOption('this stager has private memory: make it with AsyncStager(backing="shared")')
+            raise InvalidOptionError('this stager has private memory: make it with AsyncStager(backing="shared")')
         self._send(lease.shared)
         return array, lease, image
 
@@ -335,7 +335,7 @@ class _Exchange:
                 if not self._changed.wait(deadline.remaining_s()):
                     raise deadline.exceeded("writing")
             if not (self._done or self._failure or self._lost):
-                raise Closed("stopped before the work was done")
+                raise ClosedError("stopped before the work was done")
 
     def _give_up(self, error: BaseException) -> None:
         """Nothing is written any more when this returns."""
@@ -346,7 +346,7 @@ class _Exchange:
         elif not ended:
             try:
                 self._send(Kind.CANCEL, b"")
-            except SaverLost:
+            except WriterProcessError:
                 pass
             else:
                 self._acknowledged()
@@ -354,7 +354,9 @@ class _Exchange:
             self._let_go = True
             for file in self._sent:
                 file.let_go()
-        if isinstance(error, (Closed, SaverLost)):  # what follows from an end that is known, not the end itself
+        if isinstance(
+            error, (ClosedError, WriterProcessError)
+        ):  # what follows from an end that is known, not the end itself
             self._raise_end()
 
     def _acknowledged(self) -> None:
@@ -364,7 +366,7 @@ class _Exchange:
                 self._changed.wait(patience.remaining_s())
             if self._done or self._failure or self._lost:
                 return
-        self._link.end("the saver process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
+        self._link.end("the writer process did not end a save that was cancelled, and was killed", ACKNOWLEDGE_S)
 
     def _raise_end(self) -> None:
         if self._done:
@@ -373,7 +375,7 @@ class _Exchange:
         if self._failure is not None:
             raise without_frames(self._failure)
         if self._lost is not None:
-            raise SaverLost(self._lost)
+            raise WriterProcessError(self._lost)
 
 
 def _umask() -> int:

@@ -1,4 +1,4 @@
-"""The trainer's end of one saver process: a thread that started it, listens to it, and sees it to its end."""
+"""The trainer's end of one writer process: a thread that started it, listens to it, and sees it to its end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
 
-from ..errors import SaverLost
+from ..errors import WriterProcessError
 from ..events import emit
-from ..options import SaverProcess
+from ..options import WriterProcess
 from .faults import unpack_event
 from .process import spawn
 from .wire import Channel, Frame, Kind, pack, unpack
@@ -30,7 +30,7 @@ _TICK_S = 0.25
 _PROBE_BYTES = 16
 _START_S = 60.0
 _REAP_S = 5.0
-_ENDED = "the saver process has ended"
+_ENDED = "the writer process has ended"
 
 
 class Handed(Protocol):
@@ -65,9 +65,9 @@ class Listener(Protocol):
 class Link:
     """One process. It is never used again once ``lost`` is set."""
 
-    def __init__(self, options: SaverProcess) -> None:
+    def __init__(self, options: WriterProcess) -> None:
         self.up: Future[None] = Future()
-        """Done when it is ready to write; ``SaverLost`` if it never was."""
+        """Done when it is ready to write; ``WriterProcessError`` if it never was."""
         self.lost: str | None = None
         self.pid: int | None = None
         self.reads_memory = False
@@ -89,16 +89,16 @@ class Link:
         try:
             self._thread.start()
         except RuntimeError as error:  # as many threads as there may be
-            self.lost = f"the saver process could not be started: {error}"
-            raise SaverLost(self.lost) from error
+            self.lost = f"the writer process could not be started: {error}"
+            raise WriterProcessError(self.lost) from error
 
     # --- any thread ---
 
     def request(self, listener: Listener) -> int:
-        """A number for ``listener``, who hears of it from now on. Raises ``SaverLost``."""
+        """A number for ``listener``, who hears of it from now on. Raises ``WriterProcessError``."""
         with self._lock:
             if self.lost is not None:
-                raise SaverLost(self.lost)
+                raise WriterProcessError(self.lost)
             self._numbers += 1
             self._requests[self._numbers] = listener
             return self._numbers
@@ -110,7 +110,7 @@ class Link:
             self._used_at = time.monotonic()
 
     def send(self, kind: Kind, number: int, body: bytes) -> None:
-        """Blocks while the process does not read. Raises ``SaverLost``, when it is gone."""
+        """Blocks while the process does not read. Raises ``WriterProcessError``, when it is gone."""
         self._say(kind, number, body, None)
 
     def hand(self, memory: Handed) -> None:
@@ -131,7 +131,7 @@ class Link:
                 return
             except OSError:  # its thread may not have seen it yet, and nobody is to use it once more
                 self.end(_ENDED, _REAP_S)
-        raise SaverLost(self.lost or _ENDED)
+        raise WriterProcessError(self.lost or _ENDED)
 
     def use(self, users: int) -> None:
         """So many more (or fewer) owners that want it to stay."""
@@ -188,7 +188,9 @@ class Link:
             reason = self._listen()
         except Exception as error:  # the edge of the thread
             reason = (
-                str(error) if isinstance(error, SaverLost) else f"the saver process: {type(error).__name__}: {error}"
+                str(error)
+                if isinstance(error, WriterProcessError)
+                else f"the writer process: {type(error).__name__}: {error}"
             )
         finally:
             self._end(reason)
@@ -208,7 +210,7 @@ class Link:
                 gone = self._has_ended()
                 silent += 1  # counted, not measured: a machine that slept is no reason
                 if silent * _TICK_S >= self._options.silence_s and self.up.done():
-                    return f"the saver process did not answer for {self._options.silence_s:g} s and was killed"
+                    return f"the writer process did not answer for {self._options.silence_s:g} s and was killed"
             else:
                 if frames is None:
                     return self._killed or _ENDED
@@ -217,13 +219,13 @@ class Link:
                     self._on_frame(frame)
                 del frames
             if self._is_stuck():
-                return "the saver process did not take what it was sent, and was killed"
+                return "the writer process did not take what it was sent, and was killed"
             if not self.up.done() and time.monotonic() - started > _START_S:
-                return f"the saver process was not up within {_START_S:g} s and was killed"
+                return f"the writer process was not up within {_START_S:g} s and was killed"
             if not self._requests:  # or else a thread may be stuck in sending, and this one has to see that
                 self._forget(self._channel)
             if self._idle():
-                return "the saver process was not needed any more"
+                return "the writer process was not needed any more"
 
     def _has_ended(self) -> bool:
         with self._lock:
@@ -261,7 +263,7 @@ class Link:
                 return False
             if time.monotonic() - self._used_at < self._options.idle_s:
                 return False
-            self.lost = "the saver process was not needed any more"  # with the lock: nobody comes any more
+            self.lost = "the writer process was not needed any more"  # with the lock: nobody comes any more
             return True
 
     def _end(self, reason: str) -> None:
@@ -281,6 +283,6 @@ class Link:
         if channel is not None:
             channel.close()
         if not self.up.done():
-            self.up.set_exception(SaverLost(reason))
+            self.up.set_exception(WriterProcessError(reason))
         for listener in requests:
             listener.on_lost(reason)

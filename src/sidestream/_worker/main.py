@@ -1,4 +1,4 @@
-"""The saver process: reads frames, hands them to requests, and ends when the trainer does.
+"""The writer process: reads frames, hands them to requests, and ends when the trainer does.
 
 It is started by ``process.spawn``. Nothing of the trainer's program is imported here, nor torch.
 """

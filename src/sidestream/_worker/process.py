@@ -1,4 +1,5 @@
-"""How the saver process is started: by ``subprocess``, from an entry of its own, which runs nothing of ``__main__``."""
+"""How the writer process is started: by ``subprocess``, from an entry of its own, which runs nothing of
+``__main__``."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..errors import SaverLost
+from ..errors import WriterProcessError
 
 __all__ = ["available", "spawn"]
 
@@ -29,23 +30,25 @@ main(descriptor, trainer)
 
 
 def available() -> bool:
-    """Whether there can be a saver process on this system."""
+    """Whether there can be a writer process on this system."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and bool(sys.executable)
 
 
 def spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start one, and return it with this side of the socket. Raises ``SaverLost``.
+    """Start one, and return it with this side of the socket. Raises ``WriterProcessError``.
 
     The calling thread has to live as long as the process shall: Linux sends the signal of a parent's death when the
     thread dies that made the child.
     """
     if not available():
-        raise SaverLost('there is no saver process on this system (it needs Linux and sys.executable): saver="thread"')
+        raise WriterProcessError(
+            'there is no writer process on this system (it needs Linux and sys.executable): writer="thread"'
+        )
     try:
         paths = [os.path.abspath(path) for path in sys.path]
         ours, theirs = socket.socketpair()
     except OSError as error:  # of the first one: the working directory is gone
-        raise SaverLost(f"the saver process could not be started: {error}") from error
+        raise WriterProcessError(f"the writer process could not be started: {error}") from error
     asked = json.dumps([theirs.fileno(), os.getpid(), str(_PACKAGE), paths])
     try:
         process = subprocess.Popen(
@@ -57,7 +60,7 @@ def spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
         )
     except (OSError, subprocess.SubprocessError) as error:
         ours.close()
-        raise SaverLost(f"the saver process could not be started: {error}") from error
+        raise WriterProcessError(f"the writer process could not be started: {error}") from error
     finally:
         theirs.close()
     return process, ours

@@ -1,4 +1,4 @@
-"""Frames between the trainer and its saver process: typed, length-prefixed, over a socket pair. No pickle.
+"""Frames between the trainer and its writer process: typed, length-prefixed, over a socket pair. No pickle.
 
 Plain values travel as JSON with tags for what JSON lacks, memory as a descriptor beside the frame that names it.
 """

@@ -1,4 +1,4 @@
-"""In the saver process: one request, from its first file to the receipt. The code that writes is the trainer's own."""
+"""In the writer process: one request, from its first file to the receipt. The code that writes is the trainer's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from .._format.layout_bytes import pack_sums, unpack_layout
 from .._runtime.threads import Deadline, Stop, time_limit
 from .._storage import Attempt, Body, BytesBody, ShardBody, Store
-from ..errors import Closed
+from ..errors import ClosedError
 from .faults import pack_error
 from .wire import Frame, Kind, Outbox, unpack
 
@@ -35,7 +35,7 @@ class Rate:
         self._free_at = 0.0
 
     def spend(self, nbytes: int, stop: Stop) -> None:
-        """Wait until they may be written. Raises ``Closed`` when ``stop`` is set."""
+        """Wait until they may be written. Raises ``ClosedError`` when ``stop`` is set."""
         if self._bytes_per_s is None:
             return
         with self._lock:
@@ -70,7 +70,7 @@ class _Image:
             while self._anchor is None:
                 stop.check()
                 if self._gone:
-                    raise Closed("this window was released")
+                    raise ClosedError("this window was released")
                 if not self._changed.wait(deadline.remaining_s()):
                     raise deadline.exceeded(f"staging of {self.nbytes} bytes")
             view = memoryview(self._anchor).cast("B")

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from .._format.records import DTYPES
-from ..errors import InvalidOption, SidestreamError
+from ..errors import InvalidOptionError, SidestreamError
 from .frame import AsJson, StorageOption, TargetOption, TimeoutS, Url, app, bar, options_of, print_json, say, size, verb
 
 _BudgetMib = Annotated[int, typer.Option(help="Memory for payloads, 96 at least.")]
@@ -109,7 +109,7 @@ def prune(
 ) -> int:
     """Delete steps of a run, as its retention would: after the newest that stays was read back, and none in use."""
     if keep_last is None and keep_every is None and not keep_best:
-        raise InvalidOption("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
+        raise InvalidOptionError("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
     best = [_metric(word) for word in keep_best or ()]
     stores = options_of(storage_option)
     from .. import blocking
@@ -155,7 +155,7 @@ def _named_as_options(*keywords: str, **others: str) -> Iterator[None]:
 def _metric(word: str) -> tuple[str, int]:
     metric, _, count = word.partition("=")
     if count and not (count.isascii() and count.isdigit()):
-        raise InvalidOption("--keep-best takes METRIC or METRIC=N")
+        raise InvalidOptionError("--keep-best takes METRIC or METRIC=N")
     return metric, int(count or 1)
 
 
@@ -164,13 +164,13 @@ def _renaming(rename: list[str] | None) -> Callable[[str], str] | None:
         return None
     pairs = [one.partition("=") for one in rename]
     if not all(middle for _, middle, _ in pairs):
-        raise InvalidOption("--rename takes REGEX=REPLACEMENT")
+        raise InvalidOptionError("--rename takes REGEX=REPLACEMENT")
     try:
         patterns = [(re.compile(old), new) for old, _, new in pairs]
         for pattern, new in patterns:
             pattern.sub(new, "")
     except re.error as error:
-        raise InvalidOption(f"--rename takes REGEX=REPLACEMENT, of which one is not valid: {error}") from None
+        raise InvalidOptionError(f"--rename takes REGEX=REPLACEMENT, of which one is not valid: {error}") from None
     return lambda name: reduce(lambda found, one: one[0].sub(one[1], found), patterns, name)
 
 
@@ -178,7 +178,7 @@ def _dtype(name: str | None) -> Any:
     if name is None:
         return None
     if name not in DTYPES and name not in ("half", "float", "double"):  # before torch is imported, which takes seconds
-        raise InvalidOption(f"--dtype {name} is not a torch dtype that a checkpoint can hold")
+        raise InvalidOptionError(f"--dtype {name} is not a torch dtype that a checkpoint can hold")
     import torch
 
     return getattr(torch, name)

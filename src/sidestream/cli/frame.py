@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from ..errors import InvalidOption, SidestreamError, printable, printable_lines
+from ..errors import InvalidOptionError, SidestreamError, printable, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,7 +114,7 @@ def _report(error: Exception, *, as_json: bool) -> None:
 
 
 def options_of(words: list[str] | None) -> dict[str, Any] | None:
-    """What ``--storage-option`` gave. Raises ``InvalidOption``, which shows no value."""
+    """What ``--storage-option`` gave. Raises ``InvalidOptionError``, which shows no value."""
     if not words:
         return None
     found: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def options_of(words: list[str] | None) -> dict[str, Any] | None:
             continue
         key, middle, value = word.partition("=")
         if not middle or not key:
-            raise InvalidOption("--storage-option takes KEY=VALUE, or @FILE")
+            raise InvalidOptionError("--storage-option takes KEY=VALUE, or @FILE")
         try:
             found[key] = json.loads(value)
         except ValueError:
@@ -136,9 +136,9 @@ def _from_file(path: str) -> Mapping[str, Any]:
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise InvalidOption(f"--storage-option @{path} cannot be read ({type(error).__name__})") from None
+        raise InvalidOptionError(f"--storage-option @{path} cannot be read ({type(error).__name__})") from None
     if not isinstance(found, dict):
-        raise InvalidOption(f"--storage-option @{path} holds no JSON object")
+        raise InvalidOptionError(f"--storage-option @{path} holds no JSON object")
     return found
 
 

@@ -17,7 +17,7 @@ from .._convert.source import SourceOpaque, SourceTensor, SourceValue, open_sour
 from .._run.steps import list_steps
 from .._runtime.threads import Deadline
 from .._storage import locate_run
-from ..errors import CheckpointNotFound, MissingKeys
+from ..errors import CheckpointNotFoundError, MissingKeysError
 from ..options import Progress, Storage
 from .values import Inside, value_differences
 
@@ -41,7 +41,7 @@ class StepRow:
 
 
 def steps(url: str, options: Options = None) -> list[StepRow]:
-    """Raises ``CheckpointNotFound`` where there is no committed step."""
+    """Raises ``CheckpointNotFoundError`` where there is no committed step."""
     store, _ = locate_run(url, Storage(options))
     found = []
     for one in blocking.run(lambda: list_steps(store), Deadline.after(_TIMEOUT_S)):
@@ -52,7 +52,7 @@ def steps(url: str, options: Options = None) -> list[StepRow]:
         tensors = [info for info in checkpoint.values() if info is not None]
         found.append(StepRow(one.step, one.name, len(tensors), sum(info.nbytes for info in tensors)))
     if not found:
-        raise CheckpointNotFound(f"{url} has no committed step")
+        raise CheckpointNotFoundError(f"{url} has no committed step")
     return found
 
 
@@ -68,7 +68,7 @@ class Row:
 
 
 def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
-    """Raises ``MissingKeys`` where nothing is named like ``pattern``."""
+    """Raises ``MissingKeysError`` where nothing is named like ``pattern``."""
     entries = blocking.run(lambda: _entries(url, Storage(options)), Deadline.after(_TIMEOUT_S))
     found = []
     for name, one in entries.items():
@@ -85,7 +85,7 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
         elif not one.empty:
             found.append(Row(name, None, None, 0, ()))
     if not found and entries:
-        raise MissingKeys(f"{url}: nothing is named like {pattern}", [pattern])
+        raise MissingKeysError(f"{url}: nothing is named like {pattern}", [pattern])
     return found
 
 

@@ -53,7 +53,7 @@ _EXTRAS = (
 
 def _memory() -> Finding:
     """A snapshot takes as much host memory as the state has bytes."""
-    advice = "a snapshot takes as much as the state; save(snapshot=False) takes 256 MiB whatever its size"
+    advice = "a snapshot takes as much as the state; save(streaming=True) takes 256 MiB whatever its size"
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
@@ -63,13 +63,13 @@ def _memory() -> Finding:
 
 
 def _copies() -> Finding:
-    """Whether a saver process may read the memory of its trainer."""
+    """Whether a writer process may read the memory of its trainer."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     here = scope.read_text().strip() if scope.exists() else "0"
     if not available() or here == "0":
-        return Finding("copies by a saver process", "yes" if available() else "no: there is none")
+        return Finding("copies by a writer process", "yes" if available() else "no: there is none")
     advice = "host memory is copied by the trainer's threads; sysctl kernel.yama.ptrace_scope=0 lets the process do it"
-    return Finding("copies by a saver process", f"not without privileges (ptrace_scope={here})", advice)
+    return Finding("copies by a writer process", f"not without privileges (ptrace_scope={here})", advice)
 
 
 def _checksums() -> tuple[str, str]:

@@ -20,7 +20,7 @@ from .._runtime.tasks import finish
 from .._runtime.threads import Threads, io_threads
 from .._save.api import save
 from .._staging.stager import AsyncStager
-from ..errors import InvalidOption, NoSpace
+from ..errors import InvalidOptionError, NoSpaceError
 from ..options import Progress
 
 __all__ = ["Measured", "measure"]
@@ -45,13 +45,13 @@ class Measured:
 
 
 async def measure(directory: str, nbytes: int, progress: Progress) -> list[Measured]:
-    """Rows for the disk alone, staging, saving with everything synced, and loading with every byte verified. Nothing
-    is left in ``directory``, whatever comes. Raises ``InvalidOption``, ``NoSpace``, and what saving raises."""
+    """Rows for the disk alone, staging, saving with everything synced, and loading with every byte verified. Nothing is
+    left in ``directory``, whatever comes. Raises ``InvalidOptionError``, ``NoSpaceError``, and what saving raises."""
     nbytes = nbytes // _BLOCK_BYTES * _BLOCK_BYTES
     if nbytes < _LEAST_BYTES:
-        raise InvalidOption(f"--mib has to be {_LEAST_BYTES >> 20} at least")
+        raise InvalidOptionError(f"--mib has to be {_LEAST_BYTES >> 20} at least")
     if shutil.disk_usage(directory).free < 3 * nbytes:
-        raise NoSpace(28, f"three times {nbytes >> 20} MiB have to be free", directory)
+        raise NoSpaceError(28, f"three times {nbytes >> 20} MiB have to be free", directory)
     place = Path(tempfile.mkdtemp(prefix=".sidestream-bench-", dir=directory))
     try:
         return await _Bench(place, nbytes, progress).run()

@@ -25,7 +25,7 @@ from .._load.reader import Reader
 from .._runtime.threads import Deadline, io_threads
 from .._storage import RangeSource
 from ..blocking import run_anywhere
-from ..errors import Aborted, InvalidOption
+from ..errors import InvalidOptionError, SaveAbortedError
 from ..events import LoadContext
 from ..options import Storage, Trust, Verify, check_choice, check_timeout, check_verify, storage_of
 from .session import Address, Sessions, is_located
@@ -66,7 +66,7 @@ class _Session:
     def end(self) -> None:
         """Release what the load has opened. A load that is still under way has failed."""
         if self.load is not None:
-            self.load.lifecycle.failed(Aborted("DCP has not finished this load"), 0)
+            self.load.lifecycle.failed(SaveAbortedError("DCP has not finished this load"), 0)
             self.load.release()
         self.load = None
 
@@ -76,17 +76,17 @@ class StorageReader(DcpStorageReader):
 
     Nothing of the checkpoint is unpickled: metadata and values are decoded as data, checked, and only then used. Each
     rank reads the rows that it needs, several ranges at a time, verified as they arrive (``verify``). Where stock DCP
-    goes on in silence this raises: ``Corrupt`` for altered bytes, ``NotCovered`` for holes, ``DtypeMismatch`` for a
-    cast that torch would not make by itself, such as a float's to an integer.
+    goes on in silence this raises: ``CorruptCheckpointError`` for altered bytes, ``IncompleteTensorError`` for holes,
+    ``DtypeMismatchError`` for a cast that torch would not make by itself, such as a float's to an integer.
 
     Objects of the types in ``allow`` are made again by their own code; another value that is more than data is an
-    ``UnsafeObject``. ``trust="pickle"`` hands the bytes of all values to the planner as they are: DCP's own unpickles
-    them, which runs whatever code they hold, so it is for checkpoints that you trust, and for planners that write bytes
-    of their own. ``checkpoint_id`` of DCP's call takes the place of ``url`` for that call; ``storage_options``
-    and ``storage`` (as for ``sidestream.load``) stay.
+    ``UnsafeObjectError``. ``trust="pickle"`` hands the bytes of all values to the planner as they are: DCP's own
+    unpickles them, which runs whatever code they hold, so it is for checkpoints that you trust, and for planners that
+    write bytes of their own. ``checkpoint_id`` of DCP's call takes the place of ``url`` for that call;
+    ``storage_options`` and ``storage`` (as for ``sidestream.load``) stay.
 
     The keywords of DCP's own readers are accepted too. ``path`` is ``url``. Each of the others has no effect and is
-    named in a warning, or raises an ``InvalidOption`` that says what to use instead.
+    named in a warning, or raises an ``InvalidOptionError`` that says what to use instead.
 
     When DCP returns, everything is in place. After an error some tensors may have been written to. DCP raises
     ``CheckpointException`` with the error of each rank in ``failures``; of an error in the metadata it keeps the words.
@@ -201,7 +201,7 @@ class StorageReader(DcpStorageReader):
     def _load(self) -> _Load:
         load = self._sessions.current().load
         if load is None:
-            raise InvalidOption("read_metadata() comes first; DCP's load() calls everything in its order")
+            raise InvalidOptionError("read_metadata() comes first; DCP's load() calls everything in its order")
         return load
 
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> None:

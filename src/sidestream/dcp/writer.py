@@ -28,18 +28,18 @@ from .._save.planner.items import Outgoing, warn_of_refused
 from .._save.planner.layout import PlannerLayout, receipt_for
 from .._storage import WRITE_THREADS, Kind, Location, Transaction
 from .._storage.clients.io_loop import in_io_thread
-from .._worker.client import choose_saver
+from .._worker.client import choose_worker
 from ..blocking import run_anywhere
-from ..errors import Aborted, InvalidOption, SidestreamError
+from ..errors import InvalidOptionError, SaveAbortedError, SidestreamError
 from ..options import (
     Apart,
     Durability,
-    SaverChoice,
     Storage,
     Trust,
+    WriterChoice,
     check_choice,
-    check_saver,
     check_timeout,
+    check_writer,
     storage_of,
 )
 from .orders import Order, forget_order, order_received
@@ -50,7 +50,7 @@ __all__ = ["StorageWriter"]
 
 _log = logging.getLogger("sidestream")
 _REMEDY = (
-    'Pass allow=[...] with the types, or trust="pickle", to StorageReader or sidestream.load; pass it to StorageWriter '
+    'Pass safe_globals=[...] with the types, or trust="pickle", to StorageReader or sidestream.load; pass it to StorageWriter '
     "too, and this warning is not shown."
 )
 
@@ -79,27 +79,26 @@ class StorageWriter(DcpStorageWriter):
     or collected.
 
     ``checkpoint_id`` of DCP's calls takes the place of ``url`` for that call, everything else stays: credentials in
-    ``storage_options`` or ``storage``, as for ``sidestream.save``. Calls in several threads
-    do not disturb each other. A target that is not empty raises ``Conflict`` before anything is written. With
-    ``overwrite=True`` the new checkpoint is exchanged with the old one in one step, which is then deleted; where the
-    file system cannot do that it is a ``Conflict`` too. On object storage see ``sidestream.save``. ``extensions`` are
-    DCP's ``StreamTransformExtension``s, of which only ``ZStandard`` is supported. ``saver`` is as for
-    ``sidestream.save``.
+    ``storage_options`` or ``storage``, as for ``sidestream.save``. Calls in several threads do not disturb each other.
+    A target that is not empty raises ``CheckpointExistsError`` before anything is written. With ``overwrite=True`` the
+    new checkpoint is exchanged with the old one in one step, which is then deleted; where the file system cannot do
+    that it is a ``CheckpointExistsError`` too. On object storage see ``sidestream.save``. ``extensions`` are DCP's
+    ``StreamTransformExtension``s, of which only ``ZStandard`` is supported. ``saver`` is as for ``sidestream.save``.
 
     A value that is not plain data is saved as DCP's planner pickled it. sidestream's readers refuse such a value by
     default, so a warning names it, once for each name. ``allow`` declares the types that readers will be called with,
     ``trust="pickle"`` that they will be called with this option; such values are not warned about.
 
     The keywords of DCP's own writers are accepted too. ``path``, ``sync_files`` and ``_extensions`` have a meaning.
-    Each of the others has no effect and is named in a warning, or raises an ``InvalidOption`` that says what to use
-    instead.
+    Each of the others has no effect and is named in a warning, or raises an ``InvalidOptionError`` that says what to
+    use instead.
 
     ``timeout_s`` is for a whole save. ``use_collectives=False`` with more than one rank needs ``apart``, which says
     which part of which save this is (``sidestream.dcp.Apart``): such ranks do not know of each other, no rank commits
     for all, and readers wait until all parts are there.
 
-    The errors are those of ``sidestream.save``, ``NotShared`` and ``InvalidOption`` for what a planner did; DCP raises
-    its own ``CheckpointException`` with the error of each rank in ``failures``.
+    The errors are those of ``sidestream.save``, ``StorageNotSharedError`` and ``InvalidOptionError`` for what a planner
+    did; DCP raises its own ``CheckpointException`` with the error of each rank in ``failures``.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class StorageWriter(DcpStorageWriter):
         durability: Durability | None = None,
         timeout_s: float = 600.0,
         extensions: Sequence[Any] = (),
-        saver: SaverChoice = "thread",
+        saver: WriterChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
         apart: Apart | None = None,
@@ -124,14 +123,14 @@ class StorageWriter(DcpStorageWriter):
         extensions = tuple(extensions) + tuple(stock.get("_extensions") or ())
         check_extensions(extensions)
         if apart is not None and (overwrite or extensions or saver != "thread"):
-            raise InvalidOption("apart= goes with none of overwrite=, extensions= and saver=")
+            raise InvalidOptionError("part= goes with none of overwrite=, extensions= and saver=")
         self._apart = apart
         check_choice("durability", durability, Durability)
         check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
         self._address = Address(url, storage_of(storage_options, storage))
-        check_saver(saver)
-        self._saver: SaverChoice = saver
+        check_writer(saver)
+        self._saver: WriterChoice = saver
         self._kind: Kind = "replacement" if overwrite else "directory"
         self._durability: Durability = durability
         self._timeout_s = timeout_s
@@ -154,12 +153,12 @@ class StorageWriter(DcpStorageWriter):
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         together = kwargs.get("use_collectives", True)
         if not together and ranks > 1 and self._apart is None:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 "use_collectives=False: ranks that do not talk to each other cannot commit one checkpoint; leave it "
                 "out, or say which part of which save this is: StorageWriter(url, apart=sidestream.dcp.Apart(...))"
             )
         if together and ranks > 1 and self._apart is not None:
-            raise InvalidOption("apart= is for dcp.save(use_collectives=False): here the ranks commit together")
+            raise InvalidOptionError("part= is for dcp.save(use_collectives=False): here the ranks commit together")
         forget_order()
         session, location = self._sessions.current(), self._wanted()
         session.drop()
@@ -197,7 +196,7 @@ class StorageWriter(DcpStorageWriter):
         sent = save.sent or order_received()
         if sent is None or sent.target != save.location.name:
             meant = "nothing" if sent is None else repr(sent.target)
-            raise InvalidOption(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
+            raise InvalidOptionError(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
         if save.order is None:
             save.order = self._order(save, sent, "joined")
         if self._apart is None:
@@ -255,11 +254,11 @@ class StorageWriter(DcpStorageWriter):
     def _save(self) -> _Save:
         save = self._sessions.current().save
         if save is None:
-            raise InvalidOption("set_up_storage_writer() comes first; DCP's save() calls everything in its order")
+            raise InvalidOptionError("set_up_storage_writer() comes first; DCP's save() calls everything in its order")
         return save
 
     def _order(self, save: _Save, sent: Order, kind: Kind) -> SaveOrder:
-        saver, fall_back = choose_saver(self._saver, save.location.store)
+        saver, fall_back = choose_worker(self._saver, save.location.store)
         return SaveOrder(
             save.location,
             self._durability,
@@ -272,8 +271,8 @@ class StorageWriter(DcpStorageWriter):
         )
 
     def _coordinator(self, order: SaveOrder) -> Solo:
-        """Return the coordinator of this rank, which commits. Raises ``Conflict`` where the target of a part has
-        another save."""
+        """Return the coordinator of this rank, which commits. Raises ``CheckpointExistsError`` where the target of a
+        part has another save."""
         if self._apart is None:
             return Solo(order)
         independent = Independent(order)
@@ -356,7 +355,7 @@ def _discard(transaction: Transaction, lifecycle: Lifecycle) -> None:
     Also called by the garbage collector, in whichever thread it runs: the loop of storage clients must not wait for
     itself.
     """
-    lifecycle.failed(Aborted("DCP has not finished this save"), transaction.outcome)
+    lifecycle.failed(SaveAbortedError("DCP has not finished this save"), transaction.outcome)
     if transaction.outcome != "absent":
         return
     if in_io_thread():

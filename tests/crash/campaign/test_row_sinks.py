@@ -21,7 +21,7 @@ from sidestream._save.api import start_save
 from sidestream._save.pending import PendingSave
 from sidestream._save.sinks import PendingExport
 from sidestream._storage import locate_directory
-from sidestream._worker.client import choose_saver
+from sidestream._worker.client import choose_worker
 
 SHORT, LONG = 60, 2_000
 MIB = 1 << 20
@@ -89,7 +89,7 @@ async def trial(chance: random.Random, place: Path, stager: AsyncStager, saver: 
             exports = tuple(PendingExport(sink) for sink in drawn)
             operation = start_save(
                 state, locate_directory(place / str(number)), stager=stager, durability="flush", timeout_s=60.0,
-                saver=choose_saver(saver, locate_directory(place).store), exports=exports,
+                saver=choose_worker(saver, locate_directory(place).store), exports=exports,
             )  # fmt: skip
             pending = PendingSave(operation, exports)
             saves.append((state, pending, list(zip(drawn, exports, strict=True))))

@@ -90,7 +90,7 @@ class Reader:
                 return [] if same(state, make_state(step)) else [f"step {step} is a mix"]
             noted = await self.checkpoints.metadata(step)
             return [] if noted == {"seed": step} else [f"the metadata of step {step} is {noted}"]
-        except errors.CheckpointNotFound:  # that is what a step is which was pruned since it was listed
+        except errors.CheckpointNotFoundError:  # that is what a step is which was pruned since it was listed
             return []
 
     async def load_newest(self) -> list[str]:

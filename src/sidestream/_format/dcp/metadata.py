@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..._runtime.steps import Steps, chunked, collected
-from ...errors import Corrupt
+from ...errors import CorruptCheckpointError
 from ..pickles.keys import name_of
 from ..pickles.machine import Call, Global, Limits, Pairs
 from ..pickles.tensors import DtypeNames, is_dtype
@@ -61,8 +61,8 @@ def read_dcp_metadata(data: bytes | bytearray) -> Steps[Manifest]:
     Unknown attributes are ignored. Without ``planner_data`` the path of an entry is its FQN. A tensor of a dtype that
     this version does not read becomes an ``OpaqueEntry``.
 
-    Raises ``Corrupt`` where the file is malformed or has no location for a chunk, ``UnsafeObject`` where it names a
-    type that is not part of the format, ``UnsupportedCheckpoint`` for unknown transforms.
+    Raises ``CorruptCheckpointError`` where the file is malformed or has no location for a chunk, ``UnsafeObjectError``
+    where it names a type that is not part of the format, ``UnsupportedCheckpointError`` for unknown transforms.
     """
     metadata = _attributes((yield from decode(data, _GLOBALS, _LIMITS)), f"{_METADATA}.Metadata")
     locations = yield from _locations(metadata.get("storage_data"))
@@ -122,7 +122,7 @@ def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location])
         yield
         fqn = _fqn(key)
         if fqn in entries:
-            raise Corrupt(f".metadata: {fqn!r} is described twice", fqn=fqn)
+            raise CorruptCheckpointError(f".metadata: {fqn!r} is described twice", fqn=fqn)
         path = (fqn,) if paths is None else _path(fqn, paths)
         if isinstance(described, Call) and described.function == f"{_METADATA}.BytesStorageMetadata":
             where = _take(locations, fqn, None)
@@ -164,7 +164,7 @@ def _tensor_entry(
     attributes = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn)
     chunks = attributes.get("chunks")
     if not isinstance(chunks, list):
-        raise Corrupt(f".metadata: {fqn!r} has no list of chunks", fqn=fqn)
+        raise CorruptCheckpointError(f".metadata: {fqn!r} has no list of chunks", fqn=fqn)
     dtype = _dtype(attributes.get("properties"), fqn)
     shape = _dims(attributes.get("size"), fqn)
     kind = TensorEntry if dtype in DTYPES else OpaqueEntry
@@ -185,7 +185,7 @@ def _take(locations: dict[_Index, _Location], fqn: str, offsets: tuple[int, ...]
     where = locations.pop((fqn, "" if offsets is None else name_of(offsets)), None)
     if where is None:
         at = "" if offsets is None else f" for the chunk at {list(offsets)}, or has the chunk twice"
-        raise Corrupt(f".metadata: {fqn!r} has no storage_data{at}", fqn=fqn)
+        raise CorruptCheckpointError(f".metadata: {fqn!r} has no storage_data{at}", fqn=fqn)
     return where
 
 
@@ -198,7 +198,7 @@ def _dtype(properties: object, fqn: str) -> str:
     else:
         dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Global) or not is_dtype(dtype.name):
-        raise Corrupt(f".metadata: {fqn!r} has no dtype", fqn=fqn)
+        raise CorruptCheckpointError(f".metadata: {fqn!r} has no dtype", fqn=fqn)
     return dtype.name.removeprefix("torch.")
 
 
@@ -214,10 +214,10 @@ def _locations(storage_data: object) -> Steps[dict[_Index, _Location]]:
             case str(file), int(start), int(length) if type(start) is int and type(length) is int:
                 where = _Location(file, start, length, check_transforms(info.get("transform_descriptors"), fqn))
             case _:
-                raise Corrupt(f".metadata: the storage_data of {fqn!r} is incomplete", fqn=fqn)
+                raise CorruptCheckpointError(f".metadata: the storage_data of {fqn!r} is incomplete", fqn=fqn)
         slot = (fqn, "" if offset is None else name_of(_dims(offset, fqn)))
         if slot in locations:
-            raise Corrupt(f".metadata: {fqn!r} has two locations for one chunk", fqn=fqn)
+            raise CorruptCheckpointError(f".metadata: {fqn!r} has two locations for one chunk", fqn=fqn)
         locations[slot] = where
     return locations
 
@@ -235,10 +235,12 @@ def _paths(planner_data: object) -> Steps[dict[str, object] | None]:
 def _path(fqn: str, paths: dict[str, object]) -> tuple[Key, ...]:
     path = paths.get(fqn, (fqn,))
     if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_PATH:
-        raise Corrupt(f".metadata: the path of {fqn!r} is no tuple, or has more than {_MAX_PATH} steps", fqn=fqn)
+        raise CorruptCheckpointError(
+            f".metadata: the path of {fqn!r} is no tuple, or has more than {_MAX_PATH} steps", fqn=fqn
+        )
     steps = tuple(step for step in path if isinstance(step, str) or type(step) is int)
     if len(steps) != len(path):
-        raise Corrupt(f".metadata: the path of {fqn!r} has a step that is no string or index", fqn=fqn)
+        raise CorruptCheckpointError(f".metadata: the path of {fqn!r} has a step that is no string or index", fqn=fqn)
     return steps
 
 
@@ -248,28 +250,30 @@ def _dims(value: object, fqn: str) -> tuple[int, ...]:
         value = value.args[0]
     if isinstance(value, tuple) and len(value) <= _MAX_RANK and all(type(dim) is int and dim >= 0 for dim in value):
         return value
-    raise Corrupt(f".metadata: {fqn!r} has sizes or offsets that are none", fqn=fqn)
+    raise CorruptCheckpointError(f".metadata: {fqn!r} has sizes or offsets that are none", fqn=fqn)
 
 
 def _attributes(value: object, kind: str, fqn: str | None = None) -> dict[str, object]:
     """The attributes of an object of the class ``kind``, which an object without a state has none of."""
     if not isinstance(value, Call) or value.function != kind:
-        raise Corrupt(f".metadata: something else stands where a {kind.rpartition('.')[2]} belongs", fqn=fqn)
+        raise CorruptCheckpointError(
+            f".metadata: something else stands where a {kind.rpartition('.')[2]} belongs", fqn=fqn
+        )
     return {} if value.state is None else _named(value.state, fqn)
 
 
 def _named(state: object, fqn: str | None) -> dict[str, object]:
     if not isinstance(state, Pairs) or len(state) > _MAX_ATTRIBUTES:
-        raise Corrupt(".metadata: the attributes of an object are no dict, or too many", fqn=fqn)
+        raise CorruptCheckpointError(".metadata: the attributes of an object are no dict, or too many", fqn=fqn)
     names = [name for name in state.flat[::2] if isinstance(name, str)]
     if len(names) < len(state):
-        raise Corrupt(".metadata: an attribute of an object has no name", fqn=fqn)
+        raise CorruptCheckpointError(".metadata: an attribute of an object has no name", fqn=fqn)
     return dict(zip(names, state.flat[1::2], strict=True))
 
 
 def _fqn(value: object) -> str:
     if not isinstance(value, str) or len(value) > _MAX_FQN:
-        raise Corrupt(f".metadata: an FQN is no string, or longer than {_MAX_FQN} characters")
+        raise CorruptCheckpointError(f".metadata: an FQN is no string, or longer than {_MAX_FQN} characters")
     return value
 
 
@@ -277,5 +281,5 @@ def _pairs(value: object, what: str) -> Pairs:
     if isinstance(value, Call) and value.function == "collections.OrderedDict" and value.items is not None:
         value = value.items
     if not isinstance(value, Pairs):
-        raise Corrupt(f".metadata: {what} is no dict")
+        raise CorruptCheckpointError(f".metadata: {what} is no dict")
     return value

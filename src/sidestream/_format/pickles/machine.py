@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
-from ...errors import Corrupt
+from ...errors import CorruptCheckpointError
 
 __all__ = ["Call", "Global", "Limits", "Machine", "Pairs", "Persistent"]
 
@@ -110,5 +110,5 @@ class Machine:
         self.stack = self.marks.pop()
         return items
 
-    def malformed(self, what: str) -> Corrupt:
-        return Corrupt(f"malformed pickle near byte {self.position}: {what}", offset=self.position)
+    def malformed(self, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"malformed pickle near byte {self.position}: {what}", offset=self.position)

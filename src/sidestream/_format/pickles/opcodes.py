@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from ...errors import UnsafeObject
+from ...errors import UnsafeObjectError
 from .machine import Call, Global, Machine, Pairs, Persistent
 
 __all__ = ["HANDLERS"]
@@ -282,7 +282,7 @@ def _push_global(machine: Machine, module: str, name: str) -> None:
     full = f"{_RENAMED_MODULES.get(module, module)}.{name}"
     full = _RENAMED.get(full, full)
     if full not in machine.allowed:
-        raise UnsafeObject(
+        raise UnsafeObjectError(
             f"the pickle asks for {ascii(full)[1:-1]} (byte {machine.position}), which is not among the types read as"
             " data; nothing of it was imported or run"
         )

@@ -14,7 +14,7 @@ from base64 import b64encode
 from collections.abc import Callable, Sequence, Set
 
 from ..._runtime.steps import Steps
-from ...errors import Corrupt, UnsafeObject
+from ...errors import CorruptCheckpointError, UnsafeObjectError
 from ..records import Node, itemsize
 from .machine import Call, Global, Pairs, Persistent
 from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
@@ -76,16 +76,16 @@ class ValueBudget:
         self._bytes_left += 4 * item_bytes
 
     def spend_part(self) -> None:
-        """Take one part from the budget. Raises ``Corrupt`` if it is exhausted."""
+        """Take one part from the budget. Raises ``CorruptCheckpointError`` if it is exhausted."""
         self.parts_left -= 1
         if self.parts_left < 0:
-            raise Corrupt("the values expand to far more parts than their pickles have bytes")
+            raise CorruptCheckpointError("the values expand to far more parts than their pickles have bytes")
 
     def spend_bytes(self, count: int) -> None:
-        """Take bytes from the budget. Raises ``Corrupt`` if it has fewer left."""
+        """Take bytes from the budget. Raises ``CorruptCheckpointError`` if it has fewer left."""
         self._bytes_left -= count
         if self._bytes_left < 0:
-            raise Corrupt("the values expand to far more bytes than their items have")
+            raise CorruptCheckpointError("the values expand to far more bytes than their items have")
 
 
 def node_of(
@@ -99,7 +99,8 @@ def node_of(
     ``read_payload`` returns the bytes of the storage of a tensor inside the value. Types are allowed by their qualified
     names; types that are data remain data.
 
-    Raises ``UnsafeObject`` for what is not data, naming its type, and ``Corrupt`` for calls that make no sense.
+    Raises ``UnsafeObjectError`` for what is not data, naming its type, and ``CorruptCheckpointError`` for calls that
+    make no sense.
     """
     return _Translator(budget, read_payload, allow - VALUE_GLOBALS.names).node(value)
 
@@ -139,7 +140,7 @@ class _Translator:
         if isinstance(value, Global):
             if value.name in self._allow:
                 return {"type": value.name}
-            raise UnsafeObject(f"the value holds {value.name} itself, which is not read as data")
+            raise UnsafeObjectError(f"the value holds {value.name} itself, which is not read as data")
         raise _nonsense("a storage outside of a tensor" if isinstance(value, Persistent) else "an unknown object")
 
     def _call(self, call: Call) -> Steps[Node]:
@@ -157,7 +158,7 @@ class _Translator:
         if name in _BYTES_IO:
             return self._bytes_io(call)
         if name == "numpy.dtype":
-            raise UnsafeObject("the value holds a numpy.dtype itself, which is not read as data")
+            raise UnsafeObjectError("the value holds a numpy.dtype itself, which is not read as data")
         if call.state is not None or call.items is not None:
             raise _nonsense(f"{name} with a state")
         if name in _SCALAR:
@@ -184,7 +185,7 @@ class _Translator:
             case "torch.device", (str(kind), int(index)) if _DEVICE.fullmatch(kind) and 0 <= index < 1 << 16:
                 return {"device": f"{kind}:{index}"}
         if name not in VALUE_GLOBALS:
-            raise UnsafeObject(f"the value asks for {name}, which is not among the types read as data")
+            raise UnsafeObjectError(f"the value asks for {name}, which is not among the types read as data")
         raise _nonsense(f"{name} with arguments that it does not take")
 
     def _object(self, call: Call) -> Steps[Node]:
@@ -209,16 +210,16 @@ class _Translator:
         match call.args, call.state:
             case (), None | Pairs(["_metadata", _]):
                 return {"ordered_dict": (yield from self._pairs(call.items or Pairs()))}
-        raise UnsafeObject("the value holds a collections.OrderedDict with attributes, which is not read as data")
+        raise UnsafeObjectError("the value holds a collections.OrderedDict with attributes, which is not read as data")
 
     def _bytes_io(self, call: Call) -> Node:
         match call.args, call.state, call.items:
             case (), (content, int(position), None | Pairs([])), None if type(position) is int:
                 data = _bytes_of(content)
             case _:
-                raise UnsafeObject("the value holds an io.BytesIO with attributes, which is not read as data")
+                raise UnsafeObjectError("the value holds an io.BytesIO with attributes, which is not read as data")
         if not 0 <= position <= len(data):
-            raise UnsafeObject(
+            raise UnsafeObjectError(
                 "the value holds an io.BytesIO with a position beyond its end, which is not read as data"
             )
         return {"bytesio": [self._base64(data), position]}
@@ -234,7 +235,7 @@ class _Translator:
             case (Global("numpy.ndarray"), (0,), _), (int(), tuple(shape), dtype, bool(fortran), content):
                 pass
             case _:
-                raise UnsafeObject("the value holds a numpy.ndarray of a subclass or unknown layout")
+                raise UnsafeObjectError("the value holds a numpy.ndarray of a subclass or unknown layout")
         spelled, size = _numpy_dtype(dtype)
         data = _bytes_of(content)
         if len(shape) > 64 or not all(type(dim) is int and 0 <= dim < 1 << 63 for dim in shape):
@@ -278,8 +279,8 @@ class _Translator:
         return _ascii(content)
 
 
-def _nonsense(what: str) -> Corrupt:
-    return Corrupt(f"malformed value: {what}")
+def _nonsense(what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"malformed value: {what}")
 
 
 def _ascii(content: bytes | bytearray) -> str:
@@ -321,11 +322,11 @@ def _numpy_dtype(value: object) -> tuple[str, int]:
     match value:
         case Call("numpy.dtype", (str(code), *_), (_, ("<" | ">" | "|" | "=") as order, None, None, None, *_)):
             if not _NUMPY_KINDS.fullmatch(code):
-                raise UnsafeObject(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
+                raise UnsafeObjectError(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
             size = int(code[1:])
             return ("|" if size == 1 else "<" if order == "=" else order) + code, size
         case Call("numpy.dtype", (str(code), *_), _):
-            raise UnsafeObject(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
+            raise UnsafeObjectError(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
     raise _nonsense("a numpy dtype that is none")
 
 

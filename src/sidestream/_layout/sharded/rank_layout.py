@@ -17,7 +17,7 @@ from ..._format.values import pickle_node
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import view_key
 from ..._staging import Composite, ImageLayout, PlanCache
-from ...errors import InvalidOption
+from ...errors import InvalidOptionError
 from ..save_layout import SHARD_BYTES, converted_to, window_bytes_for, window_copies
 from ..values import encode_value
 from .assign import Assignment
@@ -122,13 +122,13 @@ class RankPlan:
 
 
 def encode_values(table: LocalTable) -> Steps[EncodedValues]:
-    """Raises ``UnsafeObject``, naming the FQN."""
+    """Raises ``UnsafeObjectError``, naming the FQN."""
     nodes: dict[int, Node] = {}
     digests: dict[int, str] = {}
     for number, leaf in table.values.items():
         yield
         if isinstance(leaf.value, Composite):
-            raise InvalidOption(f"{leaf.fqn}: a tensor in place of a value")
+            raise InvalidOptionError(f"{leaf.fqn}: a tensor in place of a value")
         node = nodes[number] = encode_value(leaf.value, leaf.fqn)
         digests[number] = hashlib.blake2b(json.dumps(node).encode(), digest_size=8).hexdigest()
     return EncodedValues(

@@ -17,7 +17,7 @@ from ..._format.records import DTYPES, DictKey, Key
 from ..._runtime.steps import Steps, collected
 from ..._runtime.torch_probes import check_tensor, dtype_name, storage_key, view_key
 from ..._staging import Captured, Composite, PlanCache, fingerprint
-from ...errors import Corrupt, UnsupportedTensor
+from ...errors import CorruptCheckpointError, UnsupportedTensorError
 from ..flatten import Leaf, leaves_of
 
 __all__ = ["Box", "Held", "Item", "LocalTable", "Row", "boxes_of", "local_table", "parse_rows", "unpack_boxes"]
@@ -71,7 +71,7 @@ class LocalTable:
 
 
 def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
-    """Raises ``UnsupportedTensor``, ``KeyCollision``, ``UnsafeObject``, naming the FQN."""
+    """Raises ``UnsupportedTensorError``, ``KeyCollisionError``, ``UnsafeObjectError``, naming the FQN."""
     leaves = yield from collected(leaves_of(captured.root))
     sources: list[torch.Tensor] = []
     shardings: list[Hashable] = []
@@ -81,7 +81,7 @@ def local_table(plans: PlanCache, captured: Captured) -> Steps[LocalTable]:
             sources.append(leaf.value)
         elif isinstance(leaf.value, Composite):
             if leaf.value.sharding is None or any(isinstance(part, Composite) for part in leaf.value.parts):
-                raise UnsupportedTensor(
+                raise UnsupportedTensorError(
                     f"{leaf.fqn}: cannot save {leaf.value.kind}: save the tensors that it is made of, or a dense one"
                 )
             sources.extend(leaf.value.tensors())
@@ -135,7 +135,7 @@ def _tensor_row(
         places = ((0, (0,) * len(shape), shape, (0,) * len(shape)),)
     dtype = captured.dtypes.get(leaf.fqn, dtype)
     if dtype not in DTYPES:
-        raise UnsupportedTensor(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
+        raise UnsupportedTensorError(f"{leaf.fqn}: torch cannot serialize a tensor of dtype {dtype}; save a view of it")
     here = []
     filled = 0 not in shape
     for which, offsets, sizes, start in places:
@@ -143,7 +143,7 @@ def _tensor_row(
             continue
         local = parts[which].shape
         if any(at + size > extent for at, size, extent in zip(start, sizes, local, strict=True)):
-            raise UnsupportedTensor(
+            raise UnsupportedTensorError(
                 f"{leaf.fqn}: its placements say that this rank has {sizes} of {shape}, but the local tensor has the "
                 f"shape {tuple(local)}"
             )
@@ -203,7 +203,7 @@ def boxes_of(raw: bytes) -> list[bytes]:
     starts = array("I", raw[4 : 4 + 4 * (rows + 1)])
     body = raw[4 + 4 * (rows + 1) :]
     if len(starts) != rows + 1 or starts[-1] != len(body):
-        raise Corrupt("what a rank says about its boxes is damaged")
+        raise CorruptCheckpointError("what a rank says about its boxes is damaged")
     return [body[start:end] for start, end in itertools.pairwise(starts)]
 
 

@@ -15,7 +15,7 @@ from ..._format.validate import validate
 from ..._layout.metadata import decode_metadata
 from ..._runtime.threads import io_threads, run_sliced
 from ..._storage import Location, RangeSource, Store
-from ...errors import CheckpointNotFound, Corrupt, SidestreamError, UnsupportedCheckpoint
+from ...errors import CheckpointNotFoundError, CorruptCheckpointError, SidestreamError, UnsupportedCheckpointError
 from ..foreign.independent_parts import check_sizes, is_whole, read_apart, read_part_markers
 from ..foreign.manifests import FILE_SUFFIXES, is_foreign, read_file, read_file_manifest, read_foreign_manifest
 from .instead import what_is_there
@@ -37,7 +37,7 @@ __all__ = [
 async def read_metadata(store: Store, directory: str) -> dict[str, Any]:
     """What the user noted about a checkpoint, without reading the rest of it; empty for one of another writer.
 
-    Raises ``FileNotFoundError``, ``Corrupt``."""
+    Raises ``FileNotFoundError``, ``CorruptCheckpointError``."""
     async with aclosing(store.source(directory)) as source:
         try:
             marker = await read_marker(source)
@@ -55,7 +55,7 @@ async def metadata_of(source: RangeSource, marker: Marker) -> dict[str, Any]:
     name = manifest_name(marker.save_id)
     line = await source.read_tail(name, marker.metadata_bytes)
     if crc32(line) != marker.metadata_crc:
-        raise Corrupt(f"{source.name}: the metadata line of {name} was altered", file=name)
+        raise CorruptCheckpointError(f"{source.name}: the metadata line of {name} was altered", file=name)
     return decode_metadata(parse_metadata_line(line))
 
 
@@ -102,7 +102,7 @@ async def _closed_on_error(source: RangeSource) -> AsyncIterator[None]:
     directories."""
     try:
         yield
-    except (Corrupt, CheckpointNotFound) as error:
+    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         try:
             moved = await source.moved()
         finally:
@@ -133,7 +133,7 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
         await io_threads().run_sliced(validate, manifest)
     except FileNotFoundError as error:
         what = await what_is_there(store, name, url, {}) if store.capabilities.listing else ""
-        raise CheckpointNotFound(
+        raise CheckpointNotFoundError(
             f"no committed checkpoint at {url}: there is no {METADATA_NAME}, and no file of that name. "
             f"{what or _INTERRUPTED}"
         ) from error
@@ -143,7 +143,8 @@ async def _read_single(source: RangeSource, location: Location) -> Manifest:
 
 
 async def check_not_replaced(source: RangeSource, location: Location, manifest: Manifest) -> None:
-    """Raise ``Corrupt`` if the checkpoint that is now at ``location`` is not the one that ``manifest`` belongs to.
+    """Raise ``CorruptCheckpointError`` if the checkpoint that is now at ``location`` is not the one that ``manifest``
+    belongs to.
 
     Only where its files may have the names of those of the other one: object storage has no rename, so names there
     contain the id of the save, as names of parts do everywhere."""
@@ -151,7 +152,9 @@ async def check_not_replaced(source: RangeSource, location: Location, manifest: 
         return
     marker = await read_marker(source)
     if marker is None or marker.save_id != manifest.save_id:
-        raise Corrupt(f"{location.url}: another checkpoint has replaced this one since it was opened: open it again")
+        raise CorruptCheckpointError(
+            f"{location.url}: another checkpoint has replaced this one since it was opened: open it again"
+        )
 
 
 async def was_replaced(location: Location, manifest: Manifest) -> bool:
@@ -170,7 +173,7 @@ async def read_manifest(source: RangeSource, location: Location) -> Manifest:
     """Everything about the committed checkpoint in the directory ``source``, which is at ``location``, validated
     against the sizes of its files.
 
-    Raises ``CheckpointNotFound`` if there is none, ``Corrupt`` or ``UnsupportedCheckpoint``.
+    Raises ``CheckpointNotFoundError`` if there is none, ``CorruptCheckpointError`` or ``UnsupportedCheckpointError``.
     """
     root = await read_root(source, location)
     if isinstance(root, Manifest):
@@ -201,17 +204,17 @@ async def read_root(
         marker = None if unmarked else await read_marker(source)
     except FileNotFoundError as error:
         what = await what_is_there(store, location.name, url, sizes)
-        raise CheckpointNotFound(
+        raise CheckpointNotFoundError(
             f"no committed checkpoint at {url}: there is no {METADATA_NAME}. {what or _INTERRUPTED}"
         ) from error
-    except Corrupt as error:
+    except CorruptCheckpointError as error:
         raise about(error, url) from error
     with _telling(url):
         if marker is None:
             ours = await io_threads().run(own_manifest_among, sizes)
             if ours is not None:
                 what = f"it names no manifest, but {ours} is there"
-                raise Corrupt(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
+                raise CorruptCheckpointError(f"{METADATA_NAME} was altered: {what}", file=METADATA_NAME)
             manifest: Manifest | Root = await _read_unmarked(source, sizes)
         else:
             manifest = await _own_manifest_listed(source, marker, sizes, again=not store.capabilities.rename)
@@ -224,7 +227,7 @@ _INTERRUPTED = "An interrupted save leaves no such file"
 
 
 async def _read_unmarked(source: RangeSource, sizes: Mapping[str, int]) -> Manifest:
-    """What ranks saved apart, or what another writer made. Raises ``Incomplete``."""
+    """What ranks saved apart, or what another writer made. Raises ``IncompleteCheckpointError``."""
     if METADATA_NAME not in sizes:
         markers = await read_part_markers(source, sizes)
         if any(markers.values()):
@@ -233,7 +236,7 @@ async def _read_unmarked(source: RangeSource, sizes: Mapping[str, int]) -> Manif
 
 
 async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> dict[int, Part]:
-    """The parts of these ranks. Raises ``Corrupt``, ``FileNotFoundError``."""
+    """The parts of these ranks. Raises ``CorruptCheckpointError``, ``FileNotFoundError``."""
     parts: dict[int, Part] = {}
     for rank in ranks:
         nbytes, crc = root.parts[rank]
@@ -248,7 +251,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
 
 def _parse_part(name: str, raw: bytearray, crc: int) -> Part:
     if crc32(raw) != crc:
-        raise Corrupt(f"{name} was altered: its checksum is not the one in the manifest", file=name)
+        raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the manifest", file=name)
     return run_sliced(parse_part(raw))
 
 
@@ -258,7 +261,7 @@ def _telling(url: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise Corrupt(f"{url}: {error.filename} is missing") from error
+        raise CorruptCheckpointError(f"{url}: {error.filename} is missing") from error
     except SidestreamError as error:
         raise about(error, url) from error
 
@@ -269,11 +272,11 @@ async def _read_unlisted(source: RangeSource, url: str) -> Manifest | Root:
         sizes = {METADATA_NAME: await source.size(METADATA_NAME)}
         marker = await read_marker(source)
     except FileNotFoundError as error:
-        raise CheckpointNotFound(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
-    except Corrupt as error:
+        raise CheckpointNotFoundError(f"no committed checkpoint at {url}: there is no {METADATA_NAME}") from error
+    except CorruptCheckpointError as error:
         raise about(error, url) from error
     if marker is None:
-        raise UnsupportedCheckpoint(
+        raise UnsupportedCheckpointError(
             f"{url} was written by another writer, and a server without listings does not say which files it has: copy "
             "it to a directory first"
         )
@@ -297,7 +300,7 @@ async def _own_manifest_listed(
     between the listing and the read of the marker, and were complete before it did."""
     try:
         return await _own_manifest(source, marker, sizes)
-    except Corrupt:
+    except CorruptCheckpointError:
         listed = await source.sizes() if again else sizes
         if listed == sizes:
             raise
@@ -307,12 +310,14 @@ async def _own_manifest_listed(
 async def _own_manifest(source: RangeSource, marker: Marker, sizes: Mapping[str, int]) -> Manifest | Root:
     name = manifest_name(marker.save_id)
     if sizes.get(name) != marker.manifest_bytes:
-        raise Corrupt(f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name)
+        raise CorruptCheckpointError(
+            f"{name} has {sizes.get(name, 0)} bytes, the marker says {marker.manifest_bytes}", file=name
+        )
     raw = await read_file(source, name, marker.manifest_bytes)
     manifest = await io_threads().run(_parse, name, raw, marker)
     head = _head(manifest)
     if (head.save_id, head.step, head.generation) != (marker.save_id, marker.step, marker.generation):
-        raise Corrupt(f"{name} belongs to another save than the marker", file=name)
+        raise CorruptCheckpointError(f"{name} belongs to another save than the marker", file=name)
     await io_threads().run(check_sizes, head.files, sizes)
     return manifest
 
@@ -323,5 +328,5 @@ def _head(manifest: Manifest | Root) -> Manifest:
 
 def _parse(name: str, raw: bytearray, marker: Marker) -> Manifest | Root:
     if crc32(raw) != marker.manifest_crc:
-        raise Corrupt(f"{name} was altered: its checksum is not the one in the marker", file=name)
+        raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the marker", file=name)
     return run_sliced(parse_manifest(raw))

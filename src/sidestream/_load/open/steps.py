@@ -10,7 +10,7 @@ from typing import TypeVar
 from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker
 from ..._runtime.threads import gathered, io_threads, politely
 from ..._storage import RangeSource, Store, parse_step
-from ...errors import Corrupt, Incomplete, SidestreamError
+from ...errors import CorruptCheckpointError, IncompleteCheckpointError, SidestreamError
 from ..foreign.independent_parts import is_whole
 
 __all__ = ["Step", "about", "look_at", "newest_committed", "own_manifest_among", "read_marker", "steps_among"]
@@ -29,7 +29,7 @@ class Step:
     step: int
     generation: int
     name: str
-    damage: Corrupt | None = None
+    damage: CorruptCheckpointError | None = None
     marker: Marker | None = None
 
     @property
@@ -38,7 +38,8 @@ class Step:
 
 
 async def read_marker(source: RangeSource) -> Marker | None:
-    """The marker of a checkpoint; None if another writer made it. Raises ``FileNotFoundError``, ``Corrupt``."""
+    """The marker of a checkpoint; None if another writer made it. Raises ``FileNotFoundError``,
+    ``CorruptCheckpointError``."""
     return find_marker(await source.read_tail(METADATA_NAME, TAIL_BYTES))
 
 
@@ -56,7 +57,7 @@ async def _look_at(source: RangeSource, found: Step, *, renamed: bool) -> Step |
     except FileNotFoundError:
         marker = None
         missing = True
-    except Corrupt as damage:
+    except CorruptCheckpointError as damage:
         return replace(found, damage=about(damage, found.name))
     else:
         missing = False
@@ -68,17 +69,21 @@ async def _look_at(source: RangeSource, found: Step, *, renamed: bool) -> Step |
         few = len(names) <= _FEW_NAMES  # checked faster than a thread starts
         ours = own_manifest_among(names) if few else await io_threads().run(own_manifest_among, names)
         if ours is not None and (renamed or not missing):
-            return replace(found, damage=Corrupt(f"{found.name}: its {METADATA_NAME} is missing or was altered"))
+            return replace(
+                found, damage=CorruptCheckpointError(f"{found.name}: its {METADATA_NAME} is missing or was altered")
+            )
         if not missing:
             return found
         try:
             return found if await is_whole(source, names) else None
-        except Incomplete:
+        except IncompleteCheckpointError:
             return None
-        except Corrupt as damage:
+        except CorruptCheckpointError as damage:
             return replace(found, damage=about(damage, found.name))
     if (marker.step, marker.generation) != found.order:
-        return replace(found, damage=Corrupt(f"{found.name}: its marker says step {marker.step}; was it renamed?"))
+        return replace(
+            found, damage=CorruptCheckpointError(f"{found.name}: its marker says step {marker.step}; was it renamed?")
+        )
     return replace(found, marker=marker)
 
 

@@ -18,7 +18,7 @@ from ..._runtime.state_dict_calls import Found, ask, in_order, key_order, watche
 from ..._runtime.threads import io_threads, let_go, politely
 from ..._runtime.torch_probes import Stateful, dtype_name
 from ..._storage import Location, RangeSource
-from ...errors import InvalidOption, PlannerFailed, StatefulRefused, indented
+from ...errors import InvalidOptionError, LoadStateDictError, PlannerError, indented
 from ..device_streams import streams_of
 from ..group import one_checkpoint
 from ..open.manifest import open_manifest, was_replaced
@@ -53,11 +53,11 @@ class PlannerTarget:
     async def ask(self) -> None:
         """Make the state dict that DCP passes to its planners."""
         if not isinstance(self.state, Mapping):
-            raise InvalidOption(f"state is a mapping, not a {type(self.state).__name__}")
+            raise InvalidOptionError(f"state is a mapping, not a {type(self.state).__name__}")
         try:
             keys = sorted(self.state)
         except TypeError:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 "a planner is given the keys of the state in order, and these cannot be compared"
             ) from None
         self._planner = asked_load_planner(self.options.planner)
@@ -130,12 +130,12 @@ class PlannerTarget:
         return plan
 
     def _check_added(self) -> None:
-        """Check keys that the planner has added, as planners that load without a template do. Raises ``InvalidOption``
-        if ``state`` does not accept new keys."""
+        """Check keys that the planner has added, as planners that load without a template do. Raises
+        ``InvalidOptionError`` if ``state`` does not accept new keys."""
         added = [key for key in self._state_dict if key not in self.state]
         if added and not isinstance(self.state, MutableMapping):
             name = type(self._planner.planner).__qualname__
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"{name} adds {', '.join(map(repr, added[:4]))} to the state, which is a {type(self.state).__name__} "
                 "and does not accept new keys: pass a dict to load()"
             )
@@ -161,7 +161,7 @@ class PlannerTarget:
         plans: Sequence[LoadPlan] = self._planner.create_global_plan(local)
         if len(plans) != len(local):
             name = type(self._planner.planner).__qualname__
-            raise PlannerFailed(f"{name}.create_global_plan made {len(plans)} plans of {len(local)}")
+            raise PlannerError(f"{name}.create_global_plan made {len(plans)} plans of {len(local)}")
         return plans
 
     # --- reading ---
@@ -222,7 +222,7 @@ def _load_state_dict(one: Found, state_dict: Any) -> None:
     try:
         one.instance.load_state_dict(state_dict)
     except Exception as error:
-        raise StatefulRefused(
+        raise LoadStateDictError(
             f"{one.name}: {type(one.instance).__qualname__}.load_state_dict raised {type(error).__name__}: "
             f"{indented(error)}"
         ) from error

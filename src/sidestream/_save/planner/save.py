@@ -19,7 +19,7 @@ from ..._runtime.tasks import running_loop
 from ..._runtime.threads import Deadline, Stop, result_of
 from ..._staging import AsyncStager, StagedState
 from ..._storage import Body, locate_directory
-from ...errors import InvalidOption
+from ...errors import InvalidOptionError
 from ...options import Apart, Durability, Storage, check_choice, check_timeout, storage_of
 from ..group import Group, maker_of_attempt, terms_of
 from ..operation import SaveOperation, Solo
@@ -33,7 +33,7 @@ from .plan import Decided, DecidingAlone, DecidingTogether
 
 __all__ = ["async_save_part", "start_planned"]
 
-_REMEDY = "Pass allow=[...] with the types to sidestream.load."
+_REMEDY = "Pass safe_globals=[...] with the types to sidestream.load."
 
 
 def async_save_part(
@@ -51,8 +51,8 @@ def async_save_part(
 ) -> PendingSave:
     """Start to save the part of one rank in place, without a message to the other ranks and without a process group.
 
-    DCP's mode without collectives, from an event loop. Readers refuse the checkpoint (``Incomplete``) until all parts
-    are there.
+    DCP's mode without collectives, from an event loop. Readers refuse the checkpoint (``IncompleteCheckpointError``)
+    until all parts are there.
 
     Args:
         state: What this rank saves, as for ``sidestream.save``. What several ranks have is written by each of them.
@@ -65,16 +65,16 @@ def async_save_part(
         The save. When it has been awaited, this part is durable. A cancel removes what was written.
 
     Raises:
-        InvalidOption: An option is wrong, or the storage does not know it.
-        WrongLoop: No event loop of asyncio runs here.
+        InvalidOptionError: An option is wrong, or the storage does not know it.
+        WrongLoopError: No event loop of asyncio runs here.
 
-    What awaiting the result raises is what ``sidestream.save`` raises; ``Conflict`` if the target has this part, a part
-    of another save or a whole checkpoint. The ``outcome`` of a ``Conflict`` is ``"committed"`` if the other save was
-    seen only after this part had been committed.
+    What awaiting the result raises is what ``sidestream.save`` raises; ``CheckpointExistsError`` if the target has this
+    part, a part of another save or a whole checkpoint. The ``outcome`` of a ``CheckpointExistsError`` is
+    ``"committed"`` if the other save was seen only after this part had been committed.
     """
     running_loop("async_save_part")
     if not isinstance(part, Apart):
-        raise InvalidOption(f"part={part!r} has to be a sidestream.dcp.Apart(rank=, world_size=, save_id=)")
+        raise InvalidOptionError(f"part={part!r} has to be a sidestream.dcp.Apart(rank=, world_size=, save_id=)")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
     location = locate_directory(url, storage_of(storage_options, storage))
@@ -87,7 +87,7 @@ def start_planned(
 ) -> SaveOperation:
     """Launch the copies.
 
-    Raises ``InvalidOption`` for what is no planner, and for what one cannot be combined with."""
+    Raises ``InvalidOptionError`` for what is no planner, and for what one cannot be combined with."""
     asked = asked_save_planner(planner)
     _check(order)
     url, operation, apart, layout = order.location.url, order.operation, order.apart, PlannerLayout(order)
@@ -107,9 +107,9 @@ def start_planned(
 
 def _check(order: SaveOrder) -> None:
     if order.digest is not None:
-        raise InvalidOption("digest= is not there for what a planner plans; leave one of them out")
+        raise InvalidOptionError("digest= is not there for what a planner plans; leave one of them out")
     if order.budget_bytes is not None:
-        raise InvalidOption("a planner plans what has been staged as a whole: leave out snapshot=False")
+        raise InvalidOptionError("a planner plans what has been staged as a whole: leave out streaming=True")
 
 
 class Deciding(Protocol):

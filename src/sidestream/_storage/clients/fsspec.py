@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fsspec.implementations.dirfs import DirFileSystem
 
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
-from ...errors import InvalidOption, StorageError
+from ...errors import InvalidOptionError, StorageError
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body, Part
 from ..object_store.parts import part_bytes_for
@@ -259,7 +259,7 @@ def _synchronous(filesystem: Any) -> Any:
         return filesystem
     options = {**filesystem.storage_options, "asynchronous": False, "loop": None, "skip_instance_cache": True}
     if "fs" in options or any(hasattr(argument, "async_impl") for argument in filesystem.storage_args):
-        raise InvalidOption(
+        raise InvalidOptionError(
             f"filesystem= is an asynchronous {type(filesystem).__name__} around another one: hand in a synchronous one "
             "(asynchronous=False), which sidestream runs on a loop of its own"
         )

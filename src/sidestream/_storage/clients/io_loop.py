@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from fsspec.asyn import get_loop, iothread
 
 from ..._runtime.threads import Stop, Threads, current_deadline
-from ...errors import Closed
+from ...errors import ClosedError
 
 __all__ = ["Call", "in_io_thread", "on_io_loop"]
 
@@ -38,12 +38,13 @@ class Call(Generic[T]):
         self.loop.call_soon_threadsafe(self._start, work)
 
     def cancel(self) -> None:
-        """Ask it to end; ``future`` then raises ``Closed``. From any thread."""
+        """Ask it to end; ``future`` then raises ``ClosedError``. From any thread."""
         self._cancelled = True
         self.loop.call_soon_threadsafe(self._cancel)
 
     def result(self, name: str, stop: Stop | None = None) -> T:
-        """Wait in a thread. Raises ``Closed`` when ``stop`` is set, ``DeadlineExceeded``, or what it raised."""
+        """Wait in a thread. Raises ``ClosedError`` when ``stop`` is set, ``DeadlineExceededError``, or what it
+        raised."""
         stop, deadline = stop or Stop(), current_deadline()
         with stop.waking(self.cancel):
             if stop.is_set():
@@ -56,7 +57,7 @@ class Call(Generic[T]):
             self.cancel()
             try:
                 return self.future.result(_GRACE_S)
-            except Closed as error:
+            except ClosedError as error:
                 raise deadline.exceeded(name) from error
             except FutureTimeout as error:
                 raise deadline.exceeded(f"{name}, which does not end when it is cancelled") from error
@@ -87,8 +88,8 @@ def in_io_thread() -> bool:
     return threading.current_thread() is iothread[0]
 
 
-def _stopped() -> Closed:
-    return Closed("stopped before the work was done")
+def _stopped() -> ClosedError:
+    return ClosedError("stopped before the work was done")
 
 
 async def on_io_loop(work: Callable[[], Coroutine[Any, Any, T]], name: str, *, unstoppable: bool = False) -> T:

@@ -18,7 +18,7 @@ import obstore
 import obstore.store
 
 from ..._runtime.threads import Deadline, Stop, current_deadline, time_limit
-from ...errors import AccessDenied, Closed, ForkedProcess, StorageError
+from ...errors import AccessDeniedError, ClosedError, ForkedProcessError, StorageError
 from ...events import SlowPart, emit
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
 from ..bodies import Body, Part, ShowingPart
@@ -49,7 +49,7 @@ def _mark_used() -> None:
             atexit.register(time.sleep, 0.05)
             _used_in = os.getpid()
         if _used_in != os.getpid():
-            raise ForkedProcess(
+            raise ForkedProcessError(
                 "obstore was used before os.fork(), and its threads are not in the child: start processes with "
                 '"spawn", or take StorePolicy(engine="fsspec")'
             )
@@ -124,7 +124,7 @@ class ObstoreEngine(Engine):
         asked = Call(lambda: requests.run("looking at", key, lambda: self.checksum(key)))
         try:
             found = asked.result(f"looking at {key}", stop)
-        except AccessDenied:  # to write does not need the right to look
+        except AccessDeniedError:  # to write does not need the right to look
             return
         if found is not None and len(found) == len(expected) and found != expected:
             raise StorageError(errno.EIO, f"the storage has CRC-64/NVME {found}, {expected} was sent: save again", key)
@@ -171,7 +171,7 @@ class ObstoreEngine(Engine):
                 return
             deadline.check(f"uploading {key}")
             if feed.failed:
-                raise Closed("the upload was stopped")
+                raise ClosedError("the upload was stopped")
             if feed.taken_bytes != sent or feed.starving:
                 since, sent = time.monotonic(), feed.taken_bytes
             else:

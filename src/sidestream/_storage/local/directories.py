@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...errors import Closed, from_os_error
+from ...errors import ClosedError, from_os_error
 from ...options import Durability
 
 __all__ = [
@@ -54,7 +54,7 @@ class OpenDirectory:
 
     @contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Keep the directory open meanwhile; the first thread opens it. Raises ``OSError``, ``Closed``."""
+        """Keep the directory open meanwhile; the first thread opens it. Raises ``OSError``, ``ClosedError``."""
         descriptor = self._acquire()
         if descriptor is None:
             descriptor = self._acquire_new(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -66,7 +66,7 @@ class OpenDirectory:
     def _acquire(self) -> int | None:
         with self._lock:
             if self._closed:
-                raise Closed(f"{self.path} was closed by the operation that had opened it")
+                raise ClosedError(f"{self.path} was closed by the operation that had opened it")
             if self._descriptor is not None:
                 self._users += 1
             return self._descriptor

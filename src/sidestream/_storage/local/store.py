@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop
-from ...errors import Conflict, StorageError, from_os_error
+from ...errors import CheckpointExistsError, StorageError, from_os_error
 from ...options import Capabilities, Durability
 from ..bodies import Body
 from ..store import Leftover, ReadRange
@@ -113,7 +113,7 @@ def _put(root: Path, path: Path, body: Body, durability: Durability, stop: Stop)
             continue
         except OSError as error:
             raise from_os_error(error, "creating a directory", str(path.parent)) from error
-    raise Conflict(f"{path.parent} is removed as often as it is made")
+    raise CheckpointExistsError(f"{path.parent} is removed as often as it is made")
 
 
 def _discard(root: Path, leftover: str) -> None:

@@ -12,7 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop, Threads, io_threads
-from ...errors import Conflict, NotDurable, NotShared, SidestreamError, StorageError, from_os_error
+from ...errors import (
+    CheckpointExistsError,
+    NotDurableError,
+    SidestreamError,
+    StorageError,
+    StorageNotSharedError,
+    from_os_error,
+)
 from ...options import Durability
 from ..bodies import Body
 from ..transaction import Attempt, StoreAddress, Transaction
@@ -89,7 +96,7 @@ class LocalTransaction(Transaction):
             self._mode = _create(self._root, self._hidden, self.attempt)
         if replaces and not vacant and not _exchanges(self._hidden):
             self.discard_here()
-            raise Conflict(
+            raise CheckpointExistsError(
                 f"{self._target} is not empty, and this file system cannot exchange two directories in one step: save "
                 "to a new directory, or remove the old one first"
             )
@@ -212,7 +219,7 @@ def _publish(
         try:
             sync_directory(target.parent)
         except OSError as error:
-            raise NotDurable(
+            raise NotDurableError(
                 error.errno, "the checkpoint is committed, but the sync of its parent directory failed", str(target)
             ) from error
 
@@ -258,14 +265,14 @@ def _publish_file(attempt: Path, target: Path, durability: Durability) -> None:
     try:
         link_new(attempt / target.name, target)
     except FileExistsError as error:
-        raise Conflict(f"{target} already exists: choose another name, or delete it first") from error
+        raise CheckpointExistsError(f"{target} already exists: choose another name, or delete it first") from error
     except OSError as error:
         raise from_os_error(error, "publishing", str(target)) from error
     try:
         if durability == "fsync":
             sync_directory(target.parent)
     except OSError as error:
-        raise NotDurable(
+        raise NotDurableError(
             error.errno, "the file is complete, but the sync of its directory failed", str(target)
         ) from error
     finally:
@@ -290,7 +297,7 @@ def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop) ->
     except FileExistsError as error:
         if isinstance(error, SidestreamError):
             raise
-        raise Conflict(f"{path} exists already: save to a new directory") from error
+        raise CheckpointExistsError(f"{path} exists already: save to a new directory") from error
     except OSError as error:
         if isinstance(error, SidestreamError):
             raise
@@ -302,25 +309,28 @@ def _publish_part(path: Path, body: Body, durability: Durability, stop: Stop) ->
         try:
             sync_directory(path.parent)
         except OSError as error:
-            raise NotDurable(
+            raise NotDurableError(
                 error.errno, "the part is committed, but the sync of its directory failed", str(path)
             ) from error
 
 
-def _occupied(target: Path) -> Conflict:
+def _occupied(target: Path) -> CheckpointExistsError:
     if not os.path.isdir(target):
-        return Conflict(f"{target} already exists and is a file: choose another name, or delete it first")
-    return Conflict(f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step")
+        return CheckpointExistsError(f"{target} already exists and is a file: choose another name, or delete it first")
+    return CheckpointExistsError(
+        f"{target} is not empty: save to a new directory, or let a Checkpointer make generations of a step"
+    )
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raise ``Conflict`` if a directory is neither a checkpoint nor an export: what is replaced is deleted whole."""
+    """Raise ``CheckpointExistsError`` if a directory is neither a checkpoint nor an export: what is replaced is deleted
+    whole."""
     try:
         found = _REPLACEABLE.isdisjoint(os.listdir(target))
     except OSError as error:
         raise from_os_error(error, "listing", str(target)) from error
     if found:
-        raise Conflict(
+        raise CheckpointExistsError(
             f"{target} is not empty, and no checkpoint (it has no .metadata), so it was not replaced: save to a new "
             "directory, or empty this one first"
         )
@@ -339,7 +349,7 @@ def _check_joined(attempt: Path) -> None:
     except FileNotFoundError:
         there = False
     if not there:
-        raise NotShared(
+        raise StorageNotSharedError(
             errno.ENOENT, "rank 0 has made this directory, and it is not here: save to storage that all ranks share",
             str(attempt),
         )  # fmt: skip

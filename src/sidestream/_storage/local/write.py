@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..._runtime.threads import Stop, Threads
-from ...errors import Conflict, SidestreamError, from_os_error, without_frames
+from ...errors import CheckpointExistsError, SidestreamError, from_os_error, without_frames
 from ...options import Durability
 from ..bodies import Body, Part
 
@@ -37,7 +37,7 @@ def write_file(
         finally:
             os.close(descriptor)  # an error that NFS kept for close() is one of this write
     except FileExistsError as error:
-        raise Conflict(f"{path} exists already: two saves share one attempt's name") from error
+        raise CheckpointExistsError(f"{path} exists already: two saves share one attempt's name") from error
     except OSError as error:
         if isinstance(error, SidestreamError):  # of the staging: some are also an OSError
             raise

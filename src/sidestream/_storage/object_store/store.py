@@ -11,7 +11,7 @@ from mmap import mmap
 from typing import Any, TypeVar
 
 from ..._runtime.threads import current_deadline, io_threads
-from ...errors import AccessDenied, Corrupt
+from ...errors import AccessDeniedError, CorruptCheckpointError
 from ...options import BlobInfo, Capabilities, Durability, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
@@ -74,7 +74,7 @@ class ObjectStore:
     async def put(self, name: str, body: Body, *, durability: Durability) -> None:
         content = await content_of(body)
         if not self.capabilities.listing:
-            raise AccessDenied(errno.EROFS, "it can be read and not written", f"{self.url}/{name}")
+            raise AccessDeniedError(errno.EROFS, "it can be read and not written", f"{self.url}/{name}")
         await self._io(lambda: self._bucket.create(name, content), f"writing {name}")
 
     async def discard(self, leftover: str) -> None:
@@ -134,7 +134,7 @@ class ObjectStore:
             content = await self._bucket.run("reading", name, get)
         if len(content) < end - start:
             at = start + len(content)
-            raise Corrupt(
+            raise CorruptCheckpointError(
                 f"{self.url}/{name} ends at byte {at}, but {end - at} more belong there",
                 file=name.rpartition("/")[2],
                 offset=at,
@@ -162,7 +162,7 @@ class ObjectStore:
 
         mapped = await self._io(map_file, f"mapping {name}")
         if len(mapped) < nbytes:
-            raise Corrupt(
+            raise CorruptCheckpointError(
                 f"{self.url}/{name} is shorter than the {nbytes} bytes that were saved", file=name.rpartition("/")[2]
             )
         return mapped

@@ -15,16 +15,16 @@ from datetime import datetime
 
 from ..._runtime.threads import Deadline, Stop, Threads, current_deadline, io_threads, time_limit
 from ...errors import (
-    AccessDenied,
-    Conflict,
-    Corrupt,
-    DeadlineExceeded,
-    InvalidOption,
+    AccessDeniedError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    DeadlineExceededError,
+    InvalidOptionError,
     SidestreamError,
     StorageError,
     without_frames,
 )
-from ...events import PromiseLost, emit
+from ...events import GuaranteeLost, emit
 from ..bodies import Body
 from ..clients.io_loop import Call, on_io_loop
 from ..clients.requests import is_uncertain, translated
@@ -100,12 +100,12 @@ class ObjectTransaction(Transaction):
             raise without_frames(self._explained(error))  # noqa: B904
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Return the ``Conflict`` behind ``error`` where another save has replaced the marker, which deletes files of
-        saves that have lost."""
+        """Return the ``CheckpointExistsError`` behind ``error`` where another save has replaced the marker, which
+        deletes files of saves that have lost."""
         if isinstance(error, StorageError) and error.errno == errno.ENOENT:
             try:
                 Call(self._check_not_overtaken).result(f"looking at {self.attempt.target}")
-            except Conflict as conflict:
+            except CheckpointExistsError as conflict:
                 conflict.__cause__ = error
                 return conflict
             except Exception:
@@ -140,7 +140,7 @@ class ObjectTransaction(Transaction):
             return
         taken = [name for name in listing.files if not self._carries_id or id_of(name) is None]
         if listing.directories or taken:
-            raise Conflict(
+            raise CheckpointExistsError(
                 f"{bucket.url}/{target} is not empty: save to a new prefix, or let a Checkpointer make generations of "
                 "a step"
             )
@@ -149,14 +149,16 @@ class ObjectTransaction(Transaction):
                 await bucket.size(target)
             except FileNotFoundError:
                 return
-            raise Conflict(f"{bucket.url}/{target} already exists: choose another name, or delete it first")
+            raise CheckpointExistsError(
+                f"{bucket.url}/{target} already exists: choose another name, or delete it first"
+            )
 
     async def _look_at_replaced(self, listed: Collection[str]) -> _Replaced:
         bucket, save_id = self._bucket, self.attempt.save_id
         check_replaces(bucket)
         name = f"{self.attempt.target}/{_MARKER}"
         if NOTE in listed:
-            raise Conflict(
+            raise CheckpointExistsError(
                 f"{bucket.url}/{self.attempt.target} is being removed: save when remove() has ended, and call it again "
                 "if it was interrupted"
             )
@@ -164,9 +166,9 @@ class ObjectTransaction(Transaction):
             version = await bucket.version(name)
             marked_id = await self._marked_id(name)
         except FileNotFoundError as error:
-            raise Conflict(f"{bucket.url}/{name} was removed meanwhile") from error
+            raise CheckpointExistsError(f"{bucket.url}/{name} was removed meanwhile") from error
         if not await bucket.compares_versions(self.path_of(self.committed_name("manifest")), version):
-            raise InvalidOption(f"{_no_conditions(bucket)}: it puts what it was asked to put on a condition only")
+            raise InvalidOptionError(f"{_no_conditions(bucket)}: it puts what it was asked to put on a condition only")
         ids = {owner for file in listed if (owner := _owner(file)) is not None}
         if marked_id is not None:
             ids.add(marked_id)
@@ -176,10 +178,10 @@ class ObjectTransaction(Transaction):
         """Return the id of the save that wrote this marker; None if it is damaged."""
         try:
             marker = await marker_in(self._bucket, name)
-        except Corrupt:
+        except CorruptCheckpointError:
             return None
         if marker is None:
-            raise Conflict(
+            raise CheckpointExistsError(
                 f"{self._bucket.url}/{self.attempt.target} was written by another writer, whose files cannot be told "
                 "from others on object storage: remove() it first, or save to a new prefix"
             )
@@ -197,7 +199,9 @@ class ObjectTransaction(Transaction):
         except FileNotFoundError:
             unchanged = False
         if not unchanged:
-            raise Conflict(f"{self._bucket.url}/{name} was replaced or removed meanwhile: another writer was first")
+            raise CheckpointExistsError(
+                f"{self._bucket.url}/{name} was replaced or removed meanwhile: another writer was first"
+            )
 
     def _send_whole(self, name: str, body: Body, stop: Stop) -> None:
         bucket = self._bucket
@@ -212,7 +216,7 @@ class ObjectTransaction(Transaction):
             try:
                 if not creation.result(f"writing {key}", stop):
                     self._begun.discard(name)  # another writer's, perhaps, and good: it stays, whatever becomes of us
-            except Conflict:
+            except CheckpointExistsError:
                 self._begun.discard(name)
                 raise
         finally:
@@ -244,7 +248,7 @@ class ObjectTransaction(Transaction):
     def _check_writable(self, name: str) -> None:
         if not self._bucket.capabilities.listing:
             where = f"{self._bucket.url}/{self._shown(name)}"
-            raise AccessDenied(errno.EROFS, "it can be read and not written", where)
+            raise AccessDeniedError(errno.EROFS, "it can be read and not written", where)
 
     def _shown(self, name: str) -> str:
         return f"{self.attempt.name}/{name}"
@@ -300,7 +304,7 @@ class ObjectTransaction(Transaction):
                 else:
                     await self._bucket.replace(name, content, self._replaced.version)
             except Exception as error:
-                if is_uncertain(error) and not isinstance(error, Conflict):
+                if is_uncertain(error) and not isinstance(error, CheckpointExistsError):
                     error.left_behind = True  # type: ignore[attr-defined]  # it may still arrive
                     uncertain.append(error)
                 raise
@@ -319,10 +323,10 @@ class ObjectTransaction(Transaction):
         if self._in_parts and self._carries_id:
             try:
                 await bucket.abort_uploads(target, self.attempt.save_id)
-            except (StorageError, DeadlineExceeded) as error:  # all the same, what was acknowledged is there
+            except (StorageError, DeadlineExceededError) as error:  # all the same, what was acknowledged is there
                 current_deadline().check("listing uploads")
                 unknown = f"what fails leaves nothing: an upload of which nobody heard may stay open ({error})"
-                emit(PromiseLost(f"{bucket.url}/{target}", unknown))
+                emit(GuaranteeLost(f"{bucket.url}/{target}", unknown))
         listing = await bucket.listing(self._directory)
         for name, nbytes in self._sizes.items():
             info = listing.files.get(name)
@@ -385,19 +389,19 @@ class ObjectTransaction(Transaction):
 
 
 def check_replaces(bucket: Bucket) -> None:
-    """Raise ``InvalidOption`` where nothing can be replaced in one step."""
+    """Raise ``InvalidOptionError`` where nothing can be replaced in one step."""
     if not bucket.capabilities.versions:
-        raise InvalidOption(_no_conditions(bucket))
+        raise InvalidOptionError(_no_conditions(bucket))
 
 
 def _check_promises(bucket: Bucket) -> None:
     name, can = bucket.engine.name, bucket.capabilities
     if not can.listing:
-        raise InvalidOption(f"{bucket.url} can be read and not written: save to object storage or a directory")
+        raise InvalidOptionError(f"{bucket.url} can be read and not written: save to object storage or a directory")
     if not can.create_only and name not in _warned:
         _warned.add(name)
         emit(
-            PromiseLost(
+            GuaranteeLost(
                 bucket.url,
                 f"{name} has no conditional put: of two saves to one name at the same time both may report "
                 "success, and the marker of the later one stays",
