@@ -164,7 +164,7 @@ async def test_strict_takes_names(strict: Any, saved: Path) -> None:
 async def test_restore_takes_the_same_keywords(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await checkpoints.save(STATE, step=1)
+        await checkpoints.async_save(STATE, step=1)
         assert checkpoints.restored is None
         target = {"model": {"w": torch.zeros(3, 4).double()}, "new": 1}
         with pytest.raises(errors.StateMismatchError):

@@ -124,11 +124,11 @@ def stalled() -> Iterator[tuple[Callable[[int], None], threading.Event, threadin
 
 @pytest.mark.parametrize("saver", ["thread", "process"])
 async def test_two_sinks_read_what_the_checkpoint_has(saver: str, tmp_path: Path) -> None:
-    from sidestream._worker.client import saver_process
+    from sidestream._worker.client import worker_for
     from sidestream.options import WriterProcess
 
     state = state_of(1)
-    options: dict[str, Any] = {"saver": (saver_process(WriterProcess()), False)} if saver == "process" else {}
+    options: dict[str, Any] = {"saver": (worker_for(WriterProcess()), False)} if saver == "process" else {}
     async with AsyncStager(budget_bytes=2 * STATE_BYTES) as stager:
         one, two = Collecting(), Collecting()
         pending, sinks = save(state, tmp_path / "a", stager, one, two, Null(), **options)

@@ -9,10 +9,10 @@ from typing import Self
 
 from sidestream import Checkpointer, PendingSave
 from train_live_.records import Save, directory_size
-from train_live_.saver import ALONE, SAVES_ALONE, STEPS, Saver, State
+from train_live_.saver import ALONE, SAVES_ALONE, STEPS, Worker, State
 
 
-class SidestreamSaver(Saver):
+class SidestreamSaver(Worker):
     def __init__(self, checkpoints: Checkpointer, alone: Checkpointer) -> None:
         super().__init__()
         self._checkpoints = checkpoints

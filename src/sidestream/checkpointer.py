@@ -47,7 +47,7 @@ from ._save.saved_as import SavedAs
 from ._save.sinks import Export, PendingExport
 from ._staging import AsyncStager, Backing, capture
 from ._storage import FileSource, Location, check_sources, locate_run, step_name
-from ._worker.client import Saver, choose_worker
+from ._worker.client import Worker, choose_worker
 from .errors import (
     AsyncOnlyError,
     CheckpointNotFoundError,
@@ -100,14 +100,14 @@ class _Holding:
 
     url: str
     stager: AsyncStager | None
-    saver: Saver | None
+    worker: Worker | None
     expires_at: float = math.inf
 
     def let_go(self) -> None:
         """Release the writer process."""
-        saver, self.saver = self.saver, None
-        if saver is not None:
-            saver.let_go()
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.let_go()
 
     @property
     def what(self) -> str:
@@ -176,7 +176,7 @@ class Checkpointer:
         lease_s: float = 300.0,
         abandoned_after_s: float = 3600.0,
         digest: Digest | None = None,
-        saver: WriterChoice = "thread",
+        worker: WriterChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
         process_group: GroupChoice = None,
@@ -201,11 +201,11 @@ class Checkpointer:
         self._saved_as = SavedAs(names, dtype)
         self._group: GroupChoice = process_group
         self._store, self.url = locate_run(url, storage_of(storage_options, storage))
-        self._saver, self._fall_back = choose_worker(saver, self._store)
+        self._worker, self._fall_back = choose_worker(worker, self._store)
         self._exports = Exports(
             export, self.url, every=exports_every, keep=exports_keep, durability=durability, timeout_s=timeout_s
         )
-        backing: Backing = "private" if self._saver is None else "shared"
+        backing: Backing = "private" if self._worker is None else "shared"
         self._own_stager = AsyncStager(timeout_s=timeout_s, backing=backing) if stager is None else None
         self._stager = stager if self._own_stager is None else self._own_stager
         self._slots = Slots(in_flight)
@@ -250,17 +250,17 @@ class Checkpointer:
         """
         self._check_usable()
         with self._time_limit():
-            if self._saver is not None and self._fall_back:
-                await io_threads().run(self._saver.start)
-            elif self._saver is not None:
-                await self._saver.up()
+            if self._worker is not None and self._fall_back:
+                await io_threads().run(self._worker.start)
+            elif self._worker is not None:
+                await self._worker.up()
             if state is not None and isinstance(self._stager, AsyncStager):
                 if isinstance(state, int):
                     await self._stager.prewarm(state)
                 else:
                     await self._prewarm(self._stager, state)
-                if self._saver is not None:
-                    await self._saver.hand(self._stager.shared_memory())
+                if self._worker is not None:
+                    await self._worker.hand(self._stager.shared_memory())
 
     async def _prewarm(self, stager: AsyncStager, state: Mapping[str, Any]) -> None:
         try:
@@ -455,7 +455,7 @@ class Checkpointer:
             generation=generation,
             metadata=asked.metadata,
             digest=self._digest,
-            saver=(self._saver, self._fall_back),
+            worker=(self._worker, self._fall_back),
             operation=operation,
             planner=asked.planner,
             exports=exports,
@@ -786,9 +786,9 @@ class Checkpointer:
             with self._time_limit():
                 await check_run(self._store)
         self._loop = loop
-        if self._saver is not None:
-            self._saver.hold()
-        self._holding = _Holding(self.url, self._own_stager, self._saver)
+        if self._worker is not None:
+            self._worker.hold()
+        self._holding = _Holding(self.url, self._own_stager, self._worker)
         self._watch = watch(self._holding, holds_loop=False)
         return self
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from .errors import InvalidOptionError
 
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RANK_WAIT_S",
-    "Allowance",
-    "Apart",
     "BlobInfo",
     "BlobStore",
     "BlobUpload",
@@ -26,20 +26,25 @@ __all__ = [
     "Durability",
     "EngineChoice",
     "Fallback",
+    "IndependentPart",
     "IoPriority",
     "Listing",
+    "LoadOptions",
     "Names",
-    "Overlap",
     "Progress",
     "PutMode",
+    "SaveOptions",
     "Storage",
     "StorePolicy",
+    "Tolerance",
+    "Tolerated",
     "Trust",
     "Verify",
     "WhenFull",
     "WriterChoice",
     "WriterProcess",
     "add_prefix",
+    "check_bool",
     "check_choice",
     "check_count",
     "check_dtype",
@@ -47,13 +52,14 @@ __all__ = [
     "check_seconds",
     "check_step",
     "check_steps",
-    "check_strict",
     "check_timeout",
     "check_verify",
     "check_writer",
     "is_fsspec",
+    "options_of",
     "storage_of",
     "strip_prefix",
+    "tolerance_of",
 ]
 
 Durability = Literal["fsync", "flush"]
@@ -75,9 +81,10 @@ Trust = Literal["data", "pickle"]
 """What the plain values of another writer's checkpoint are read as. ``"data"``: nothing that they name is imported or
 called. ``"pickle"``: they are unpickled, which runs whatever code their author put into them."""
 
-Allowance = Literal["partial", "cast", "ignore_unexpected"]
-"""What ``strict=`` of a load may name. ``"partial"``: keys that the checkpoint lacks are left as they are. ``"cast"``:
-tensors of another dtype are converted. ``"ignore_unexpected"``: keys that the target lacks are not loaded."""
+Tolerated: TypeAlias = "bool | str | Collection[str]"
+"""What ``allow_missing=``, ``allow_unexpected=`` and ``allow_cast=`` of a load take. ``True``: every name. A text or a
+collection of texts: the names that match one of these glob patterns (``"model.head.*"``). ``False`` or nothing:
+none."""
 
 Names: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str]
 """What ``names=`` takes: a function from an FQN in the state dict to its FQN in the checkpoint, or a mapping from the
@@ -99,15 +106,10 @@ Progress: TypeAlias = Callable[[int, int], object]
 load, as an error of storage would."""
 
 WhenFull = Literal["wait", "skip", "latest", "fail"]
-"""What a stage does that finds no memory free. ``"wait"``: wait for some. ``"skip"``: raise ``SkippedError``.
-``"latest"``: wait, but raise ``SkippedError`` when a newer stage comes before it has begun. ``"fail"``: raise
-``ArenaExhaustedError``."""
-
-
-Overlap = Literal["wait", "skip", "latest", "fail"]
-"""What a ``Checkpointer`` does with a save that finds every slot taken. ``"wait"``: ``save`` waits for one. ``"skip"``:
-the save is ``SkippedError``. ``"latest"``: ``save`` returns, and the save begins when there is one, unless a newer one
-has come meanwhile; then it is ``SkippedError``. ``"fail"``: ``save`` raises ``TooManySavesError``."""
+"""What a stage does that finds no memory free, and a save of a ``Checkpointer`` that finds no slot free. ``"wait"``:
+wait for one. ``"skip"``: raise ``SkippedError``. ``"latest"``: wait, but raise ``SkippedError`` when a newer stage or
+save comes before this one has begun; ``Checkpointer.async_save`` returns at once and its ``PendingSave`` waits.
+``"fail"``: raise ``ArenaExhaustedError`` or ``TooManySavesError``."""
 
 Fallback = Literal["never", "older"]
 """What ``restore`` does when the step is damaged. ``"never"``: raise ``CorruptCheckpointError``. ``"older"``: take the
@@ -125,23 +127,23 @@ class StorePolicy:
     """How object storage is talked to. Local directories know nothing of it.
 
     ``request_timeout_s`` bounds each request (one part, one range), whatever the deadline of the call; a request that
-    failed is sent again at most ``retries`` times, later and later. ``in_flight`` requests go on at once. Parts have
-    ``part_bytes``, or more where a file would have too many. ``cache_dir`` is a directory on this host in which
-    readers keep whole files, under fsspec's names; all processes of the host that have the same directory fetch each
-    file once. Its files are trusted as if they came from the storage.
+    failed is sent again at most ``retries`` times, later and later. At most ``concurrency`` requests go on at once.
+    Parts have ``part_bytes``, or more where a file would have too many. ``cache_dir`` is a directory on this host in
+    which readers keep whole files, under fsspec's names; all processes of the host that have the same directory fetch
+    each file once. Its files are trusted as if they came from the storage.
     """
 
     engine: EngineChoice = "auto"
     request_timeout_s: float = 60.0
     retries: int = 8
-    in_flight: int = 4
+    concurrency: int = 4
     part_bytes: int = 16 << 20
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("engine", self.engine, EngineChoice)
         check_seconds("request_timeout_s", self.request_timeout_s)
-        check_count("in_flight", self.in_flight)
+        check_count("concurrency", self.concurrency)
         if type(self.retries) is not int or self.retries < 0:
             raise InvalidOptionError(f"retries={self.retries!r} has to be an integer, not negative")
         if type(self.part_bytes) is not int or self.part_bytes < _MIN_PART_BYTES:
@@ -362,7 +364,7 @@ def _check_store(given: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class IndependentPart:
     """This process saves its part of a checkpoint by itself: no rank talks to another, and nobody commits for all.
 
     ``save_id`` names the save, in the words of the caller (the step, and the number of the attempt): ranks that mean
@@ -429,10 +431,133 @@ interpreter to itself. ``"auto"``: a process where one can be had, threads elsew
 with options."""
 
 
-def check_writer(saver: object) -> None:
-    if not isinstance(saver, WriterProcess) and saver not in ("thread", "process", "auto"):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How a save is done: ``options=`` of ``save`` and ``async_save``, ``save=`` of a ``Checkpointer``.
+
+    Args:
+        durability: ``"fsync"``: what is acknowledged survives a power cut. ``"flush"``: no syncs; it survives the death
+        of
+            the process only.
+        writer: What writes: ``"thread"``, threads of this process; ``"process"``, a process of its own, which leaves
+        the
+            interpreter to the trainer; ``"auto"``, a process where one can be started, else threads; or a
+            ``WriterProcess`` with options.
+        digest: ``"blake3"``: keep a cryptographic digest of each block beside its checksum (extra ``digest``).
+        streaming: Pass the state through 256 MiB of memory in place of a staged copy of the whole. ``staged`` is then
+        done
+            when nearly everything is written. For weights that do not change while they are saved, and for hosts with
+            less free memory than the state has.
+        names: The FQN in the checkpoint of each FQN in the state (``Names``). None leaves an entry out. dtype: The
+        dtype that floating-point tensors get in the checkpoint (``Dtypes``). They are converted while they are
+            staged.
+        planner: A ``SavePlanner`` of torch, which decides what is saved under which name. It is called in a thread,
+        with
+            the staged copy. It cannot be combined with ``names``, ``dtype`` and ``digest``. Two saves at the same time
+            need two planners.
+        timeout_s: The limit of the whole save, in seconds.
+        rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds. After 5 s it logs a
+            warning that names the missing ranks.
+
+    Raises:
+        InvalidOptionError: An argument is wrong.
+    """
+
+    durability: Durability = "fsync"
+    writer: WriterChoice = "thread"
+    digest: Digest | None = None
+    streaming: bool = False
+    names: Names | None = None
+    dtype: Dtypes | None = None
+    planner: Any = None
+    timeout_s: float = 600.0
+    rank_wait_s: float = RANK_WAIT_S
+
+    def __post_init__(self) -> None:
+        check_choice("durability", self.durability, Durability)
+        check_writer(self.writer)
+        if self.digest is not None:
+            check_choice("digest", self.digest, Digest)
+        check_bool("streaming", self.streaming)
+        check_names(self.names)
+        check_dtype(self.dtype)
+        check_timeout(self.timeout_s)
+        check_seconds("rank_wait_s", self.rank_wait_s)
+        given = [f"{name}=" for name in ("names", "dtype") if getattr(self, name) is not None]
+        if self.planner is not None and given:
+            raise InvalidOptionError(
+                f"{' and '.join(given)} cannot be combined with planner=, which decides names and dtypes itself: leave "
+                "out the planner, or let it rename and convert"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a load is done: ``options=`` of ``load`` and ``Checkpointer.restore``, ``load=`` of a ``Checkpointer``.
+
+    Args:
+        verify: ``"always"``: compare every byte that is read with its checksum. ``"manifest"``: compare the manifest,
+        the
+            layout and the sizes of files, and not the payload.
+        atomic: Read everything into memory of its own first, so that a failure leaves the target unchanged. progress:
+        Called on the event loop with the bytes read so far and the bytes to read. What it raises ends the load. names:
+        The FQN in the checkpoint of each FQN in the target (``Names``), where they differ:
+            ``names=sidestream.add_prefix("module.")`` reads ``"weight"`` from ``"module.weight"``. It is called once
+            for each name, in a thread.
+        safe_globals: Types whose objects are made again, by their own code, from what another writer saved of them. No
+            other code runs.
+        trust: ``"data"``: values of other writers are read as data. ``"pickle"``: they are unpickled, which runs the
+        code
+            that the file contains. Our own checkpoints are data in either case.
+        planner: A ``LoadPlanner`` of torch, which decides what is read into what. It is called in threads, one call at
+        a
+            time. It cannot be combined with ``atomic``, ``names`` and tolerances.
+        timeout_s: The limit of the whole load, in seconds.
+        rank_wait_s: How long a rank waits for the other ranks to make the same call, in seconds.
+
+    Raises:
+        InvalidOptionError: An argument is wrong.
+    """
+
+    verify: Verify = "always"
+    atomic: bool = False
+    progress: Progress | None = None
+    names: Names | None = None
+    safe_globals: Collection[type] = ()
+    trust: Trust = "data"
+    planner: Any = None
+    timeout_s: float = 600.0
+    rank_wait_s: float = RANK_WAIT_S
+
+    def __post_init__(self) -> None:
+        check_verify(self.verify)
+        check_bool("atomic", self.atomic)
+        check_names(self.names)
+        check_choice("trust", self.trust, Trust)
+        check_timeout(self.timeout_s)
+        check_seconds("rank_wait_s", self.rank_wait_s)
+        if self.planner is not None and self.atomic:
+            raise InvalidOptionError("planner= reads into the targets that the planner names: leave out atomic=True")
+        if self.planner is not None and self.names is not None:
+            raise InvalidOptionError("names are for the planner to say: leave out names= beside it")
+
+
+Opt = TypeVar("Opt", SaveOptions, LoadOptions)
+
+
+def options_of(given: Opt | None, kind: type[Opt]) -> Opt:
+    """Return ``given``, or the defaults for None. Raises ``InvalidOptionError`` for options of another type."""
+    if given is None:
+        return kind()
+    if not isinstance(given, kind):
+        raise InvalidOptionError(f"{given!r:.100} has to be a sidestream.{kind.__name__}(...)")
+    return given
+
+
+def check_writer(writer: object) -> None:
+    if not isinstance(writer, WriterProcess) and writer not in ("thread", "process", "auto"):
         raise InvalidOptionError(
-            f"saver={saver!r} has to be one of 'thread', 'process', 'auto', or a WriterProcess(...)"
+            f"writer={writer!r} has to be one of 'thread', 'process', 'auto', or a WriterProcess(...)"
         )
 
 
@@ -452,21 +577,53 @@ def check_verify(verify: object) -> None:
     check_choice("verify", verify, Verify)
 
 
-def check_strict(strict: object) -> frozenset[str]:
-    """Its names. Raise ``InvalidOptionError`` for anything but a collection of what ``Allowance`` lists."""
-    names = get_args(Allowance)
-    if isinstance(strict, bool):
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Which differences between a target and a checkpoint a load accepts: for each kind the pattern of the names that
+    may differ, or None."""
+
+    missing: re.Pattern[str] | None = None
+    unexpected: re.Pattern[str] | None = None
+    cast: re.Pattern[str] | None = None
+
+    def __bool__(self) -> bool:
+        return self != STRICT
+
+
+STRICT = Tolerance()
+"""No difference is accepted."""
+
+_EVERY_NAME = re.compile("")
+
+
+def tolerance_of(
+    strict: bool, allow_missing: Tolerated, allow_unexpected: Tolerated, allow_cast: Tolerated
+) -> Tolerance:
+    """Return what a load accepts. ``strict=False`` accepts missing and unexpected names, as in torch.
+
+    Raises:
+        InvalidOptionError: An argument has another type.
+    """
+    if not isinstance(strict, bool):
         raise InvalidOptionError(
-            f"strict={strict!r} is an argument of torch's load_state_dict. Instead of strict=False pass "
-            'strict={"partial", "ignore_unexpected"} (and "cast" to convert dtypes, which torch always does); instead '
-            "of strict=True use the default, strict=()"
+            f"strict={strict!r} has to be True or False, as in load_state_dict of torch; allow_missing=, "
+            "allow_unexpected= and allow_cast= take True or patterns of names"
         )
-    if isinstance(strict, str) or not isinstance(strict, Collection) or any(name not in names for name in strict):
+    missing = _pattern("allow_missing", allow_missing or not strict)
+    unexpected = _pattern("allow_unexpected", allow_unexpected or not strict)
+    return Tolerance(missing, unexpected, _pattern("allow_cast", allow_cast))
+
+
+def _pattern(name: str, tolerated: object) -> re.Pattern[str] | None:
+    if isinstance(tolerated, bool):
+        return _EVERY_NAME if tolerated else None
+    patterns = [tolerated] if isinstance(tolerated, str) else tolerated
+    if not isinstance(patterns, Collection) or any(type(one) is not str or not one for one in patterns):
         raise InvalidOptionError(
-            f"strict={strict!r} has to be a set or sequence of {', '.join(map(repr, names))}: each name loosens the "
-            "comparison of target and checkpoint, as in allow_missing=True"
+            f"{name}={tolerated!r} has to be True, or one or several glob patterns of names, as in "
+            f'{name}=["model.head.*"]'
         )
-    return frozenset(strict)
+    return re.compile("|".join(map(fnmatch.translate, patterns))) if patterns else None
 
 
 def check_names(names: object) -> None:
@@ -518,6 +675,11 @@ def add_prefix(prefix: str, *, after: str | Collection[str] = "") -> Callable[[s
     return names
 
 
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidOptionError(f"{name}={value!r} has to be True or False")
+
+
 def check_timeout(timeout_s: object) -> None:
     check_seconds("timeout_s", timeout_s)
 
@@ -544,6 +706,6 @@ def check_step(step: object) -> None:
         raise InvalidOptionError(f"step={step!r} has to be an integer of at most 18 digits, not negative")
 
 
-Apart.__module__ = "sidestream.dcp"
-for _public in (WriterProcess, Storage, StorePolicy, add_prefix, strip_prefix):
+IndependentPart.__module__ = "sidestream.dcp"
+for _public in (LoadOptions, SaveOptions, WriterProcess, Storage, StorePolicy, add_prefix, strip_prefix):
     _public.__module__ = "sidestream"  # users import them from there; the decorator `public` belongs to a higher floor

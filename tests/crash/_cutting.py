@@ -12,7 +12,7 @@ from _saver_trial import environment, processes_in
 from _seeded import make_state
 
 import sidestream
-from sidestream._worker.client import saver_process
+from sidestream._worker.client import worker_for
 from sidestream.options import WriterChoice
 
 Acked = Callable[[str, int], None]
@@ -23,7 +23,7 @@ async def one_step(run: Path, acked: Acked, saver: WriterChoice, *, step: int) -
         sidestream.AsyncStager(budget_bytes=1 << 20) as stager,
         sidestream.Checkpointer(run, stager=stager, save=sidestream.SaveOptions(writer=saver)) as checkpoints,
     ):
-        info = await checkpoints.save(make_state(12), step=step)
+        info = await checkpoints.async_save(make_state(12), step=step)
         acked(Path(info.url).name, 12)
 
 
@@ -55,7 +55,7 @@ async def prune(run: Path, acked: Acked, saver: WriterChoice) -> None:
             run, stager=stager, keep=sidestream.KeepLast(1), save=sidestream.SaveOptions(writer=saver)
         ) as checkpoints,
     ):
-        info = await checkpoints.save(make_state(12), step=2)
+        info = await checkpoints.async_save(make_state(12), step=2)
         acked(Path(info.url).name, 12)
 
 
@@ -74,18 +74,18 @@ async def recorded(place: Path, name: str, writer: Writer) -> Recording:
     """``WORK[name]`` below ``place / "root"``, in a run that has step 1, with what either process did to the disk."""
     root, options = place / "root", sidestream.WriterProcess(retries=0)
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        await checkpoints.save(make_state(11), step=1)
+        await checkpoints.async_save(make_state(11), step=1)
 
     async def work(acked: Acked, journal: Path) -> None:
         if writer == "threads":
             await WORK[name](root / "run", acked, "thread")
             return
-        saver_process(options).close()
+        worker_for(options).close()
         try:
             with processes_in(environment(place / "notes", root, "nothing", journal=journal)):
                 await WORK[name](root / "run", acked, options)
         finally:
-            saver_process(options).close()
+            worker_for(options).close()
 
     return await record(root, place / "before", work)
 

@@ -18,7 +18,7 @@ from _seeded import blank_state, make_state, same
 
 import sidestream
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._worker.client import saver_process
+from sidestream._worker.client import worker_for
 
 LACKS = (
     "memfd_create: ENOSPC",
@@ -56,7 +56,7 @@ def refuse(call: str, number: int) -> None:
 
 async def lack_in_saver(options: sidestream.WriterProcess, lack: str) -> None:
     """The process is up, and may have nothing more than it has."""
-    process = saver_process(options)
+    process = worker_for(options)
     with time_limit(Deadline.after(60)):
         await process.up()
     assert process.pid is not None
@@ -83,7 +83,7 @@ async def work(run: Path, saver: Any, lack: str) -> dict[str, Any]:
             run, save=sidestream.SaveOptions(writer="thread" if step == 3 else saver)
         ) as checkpoints:
             try:
-                await checkpoints.save(make_state(step), step=step)
+                await checkpoints.async_save(make_state(step), step=step)
             except sidestream.errors.SidestreamError as error:
                 told["refused"].append(f"{type(error).__name__}: {error}")
                 continue

@@ -19,14 +19,14 @@ from torch.distributed.tensor import Shard
 
 import sidestream
 import sidestream.blocking
-from sidestream.dcp import Apart, StorageReader, StorageWriter, async_save_part
+from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
 
 
 async def apart(rank: Rank) -> None:
     folder = rank.folder
 
     def saved(name: str, save_id: str, **options: Any) -> Any:
-        one = Apart(rank=rank.number, world_size=2, save_id=save_id)
+        one = IndependentPart(rank=rank.number, world_size=2, save_id=save_id)
         return async_save_part({f"layer{rank.number}": counted(2, 3), "n": 1}, folder / name, one, **options)
 
     await rank.tries("save", lambda: saved("c", "step 5"))
@@ -60,7 +60,7 @@ async def blocking(rank: Rank) -> None:
 
     def in_run() -> Any:
         with sidestream.blocking.Checkpointer(folder / "run") as checkpoints:
-            saved = checkpoints.save(rank.state(), step=1)
+            saved = checkpoints.async_save(rank.state(), step=1)
             target = rank.blank()
             return [saved, checkpoints.restore(target), local(target), checkpoints.steps()]
 
@@ -189,4 +189,4 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
 
 
 async def _saved_in(checkpoints: sidestream.Checkpointer, rank: Rank, step: int) -> Any:
-    return await checkpoints.save(rank.state(), step=step)
+    return await checkpoints.async_save(rank.state(), step=step)

@@ -289,7 +289,7 @@ async def not_awaited(rank: Rank) -> None:
         await rank.tries("Checkpointer, closed", checkpoints.aclose)
 
 
-async def saver_process(rank: Rank) -> None:
+async def worker_for(rank: Rank) -> None:
     folder = rank.folder
     await rank.tries(
         "save", lambda: sidestream.save(rank.state(), folder / "c", options=sidestream.SaveOptions(writer="process"))

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import sidestream
 import sidestream.blocking
-from sidestream.dcp import Apart, async_save_part
+from sidestream.dcp import IndependentPart, async_save_part
 
 SMALL = small()
 
@@ -148,14 +148,14 @@ async def save(table: Table) -> None:
     }.items():
         await table.tries(name, lambda n=name, o=options: sidestream.save(SMALL, folder / n, **o))
     for name in ("good, part", "same part again"):
-        part = Apart(rank=0, world_size=1, save_id="a")
+        part = IndependentPart(rank=0, world_size=1, save_id="a")
         await table.tries(name, lambda p=part: async_save_part(SMALL, folder / "good, part", p))
     for name, make in {
-        "rank": lambda: Apart(rank=2, world_size=2, save_id="a"),
-        "world_size": lambda: Apart(rank=0, world_size=0, save_id="a"),
-        "save_id": lambda: Apart(rank=0, world_size=1, save_id=""),
+        "rank": lambda: IndependentPart(rank=2, world_size=2, save_id="a"),
+        "world_size": lambda: IndependentPart(rank=0, world_size=0, save_id="a"),
+        "save_id": lambda: IndependentPart(rank=0, world_size=1, save_id=""),
     }.items():
-        await table.tries(f"Apart: {name}", make)
+        await table.tries(f"IndependentPart: {name}", make)
     for name, options in {
         "nice": {"nice": -1},
         "io_priority": {"io_priority": "high"},
@@ -310,7 +310,7 @@ async def staging(table: Table) -> None:
 async def files(table: Table) -> None:
     """The bytes that a save writes: names, sizes and contents of all files, the manifest in clear."""
     folder = table.folder
-    part = Apart(rank=1, world_size=2, save_id="step 5")
+    part = IndependentPart(rank=1, world_size=2, save_id="step 5")
     calls: tuple[Callable[[], Awaitable[Any]], ...] = (
         lambda: sidestream.save(SMALL, folder / "small"),
         lambda: sidestream.save(SMALL, folder / "metadata", metadata={"loss": 0.25, "tags": ["a"]}),
@@ -344,7 +344,7 @@ async def files(table: Table) -> None:
 
 async def _step(run: Path, metadata: dict[str, Any] | None) -> None:
     async with sidestream.Checkpointer(run) as checkpoints:
-        await checkpoints.save(SMALL, step=3, metadata=metadata)
+        await checkpoints.async_save(SMALL, step=3, metadata=metadata)
 
 
 def _described(path: Path, *, planned: bool) -> dict[str, Any]:

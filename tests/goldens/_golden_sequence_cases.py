@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
-from sidestream.dcp import Apart, StorageReader, StorageWriter, async_save_part
+from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
 
 
 async def nothing(root: Path) -> None: ...
@@ -33,7 +33,7 @@ async def saved(root: Path) -> None:
 
 async def run_saved(root: Path) -> None:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        await checkpoints.save(small(), step=1)
+        await checkpoints.async_save(small(), step=1)
 
 
 async def save(root: Path, **options: Any) -> Any:
@@ -52,14 +52,14 @@ class Case:
 async def _checkpointer(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run", keep=KeepLast(1)) as checkpoints:
         for step in (2, 3):
-            await checkpoints.save(small(), step=step)
+            await checkpoints.async_save(small(), step=step)
             await checkpoints.prune()
         return await checkpoints.steps()
 
 
 async def _generation(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        return await checkpoints.save(small(), step=1)
+        return await checkpoints.async_save(small(), step=1)
 
 
 async def _restore(root: Path) -> Any:
@@ -69,7 +69,7 @@ async def _restore(root: Path) -> Any:
 
 async def _parts(root: Path) -> None:
     for rank in (1, 0):
-        one = Apart(rank=rank, world_size=2, save_id="step 5")
+        one = IndependentPart(rank=rank, world_size=2, save_id="step 5")
         await async_save_part({f"layer{rank}": ROWS, "n": 1}, root / "c", one)
 
 
@@ -174,7 +174,7 @@ class _Raising(DefaultSavePlanner):
 
 async def _second_step(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        return await checkpoints.save(small(), step=2)
+        return await checkpoints.async_save(small(), step=2)
 
 
 def _other_writers() -> dict[str, Case]:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import sidestream
 from sidestream import KeepLast
-from sidestream.dcp import Apart, StorageWriter, async_save_part
+from sidestream.dcp import IndependentPart, StorageWriter, async_save_part
 
 LARGE = {"large": torch.arange(3 << 20, dtype=torch.float32), "step": 7}
 SMALL = {"w": counted(3, 4), "step": 7}
@@ -120,7 +120,7 @@ async def _names(url: str, options: dict[str, Any]) -> list[str]:
 
 async def _run_save(place: Place, step: int, state: dict[str, Any] = SMALL) -> Any:
     async with sidestream.Checkpointer(place.base, keep=KeepLast(1), **place.keywords) as checkpoints:
-        return await checkpoints.save(state, step=step)
+        return await checkpoints.async_save(state, step=step)
 
 
 async def _run_restore(place: Place) -> Any:
@@ -199,10 +199,10 @@ async def _other_writers(stores: Stores) -> None:
     await stores.tries("Checkpointer, a save that fails", lambda: _run_save(place, 1, {"a": object()}))
 
 
-_PART = Apart(rank=0, world_size=1, save_id="step 5")
+_PART = IndependentPart(rank=0, world_size=1, save_id="step 5")
 
 
-async def _save(url: str, *, part: Apart | None = None, **options: Any) -> sidestream.SaveInfo:
+async def _save(url: str, *, part: IndependentPart | None = None, **options: Any) -> sidestream.SaveInfo:
     if part is None:
         return await sidestream.save(SMALL, url, **options)
     return await async_save_part(SMALL, url, part, **options)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import sidestream
-from sidestream.dcp import Apart, StorageReader, StorageWriter, async_save_part
+from sidestream.dcp import IndependentPart, StorageReader, StorageWriter, async_save_part
 
 SAVE_STEPS = ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
 LOAD_STEPS = [
@@ -249,7 +249,7 @@ def shards_of(mesh: DeviceMesh, plus: float = 0.0) -> dict[str, Any]:
 def parts(rank: int, world: int, directory: Path) -> None:
     """Sharded tensors, by our call, by DCP's without collectives, and read by stock on as many ranks."""
     mesh = init_device_mesh("cpu", (world,))
-    apart = Apart(rank=rank, world_size=world, save_id="parts 1")
+    apart = IndependentPart(rank=rank, world_size=world, save_id="parts 1")
 
     async def save() -> None:
         await async_save_part(shards_of(mesh), directory / "ours", apart, timeout_s=TIMEOUT_S)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 import sidestream
 from sidestream._run import restore as restoring
 from sidestream._storage import Transaction
-from sidestream.dcp import Apart, async_save_part
+from sidestream.dcp import IndependentPart, async_save_part
 from sidestream.errors import (
     AccessDeniedError,
     CheckpointExistsError,
@@ -65,7 +65,7 @@ def same(one: Any, other: Any) -> None:
 
 
 async def save_part(rank: int, path: Any, save_id: str = "step 5", **options: Any) -> sidestream.SaveInfo:
-    return await async_save_part(part_of(rank), path, Apart(rank=rank, world_size=WORLD, save_id=save_id), **options)
+    return await async_save_part(part_of(rank), path, IndependentPart(rank=rank, world_size=WORLD, save_id=save_id), **options)
 
 
 async def save_all(path: Any, **options: Any) -> None:
@@ -165,7 +165,7 @@ async def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
 async def test_another_save_that_commits_meanwhile(where: str, tmp_path: Path) -> None:
     path = tmp_path / "a" if where == "local" else f"memory://{uuid.uuid4().hex}/meanwhile"
     planner = Gated()
-    part = Apart(rank=0, world_size=WORLD, save_id="step 5")
+    part = IndependentPart(rank=0, world_size=WORLD, save_id="step 5")
     pending = async_save_part(part_of(0), path, part, planner=planner)
     await asyncio.to_thread(planner.began.wait, 60)
     await sidestream.save(whole_of(), path)
@@ -191,7 +191,7 @@ async def test_a_part_of_another_save_that_comes_with_the_commit(
             shutil.copy(path, tmp_path / "a" / path.name)
 
     monkeypatch.setattr(Transaction, "commit", with_another)
-    pending = async_save_part(part_of(0), tmp_path / "a", Apart(rank=0, world_size=WORLD, save_id="step 5"))
+    pending = async_save_part(part_of(0), tmp_path / "a", IndependentPart(rank=0, world_size=WORLD, save_id="step 5"))
     with pytest.raises(CheckpointExistsError, match="rank 1 of 'step 6'"):
         await pending
     assert pending.outcome == "committed"
@@ -267,7 +267,7 @@ async def test_a_part_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path:
     with pytest.raises(PlannerError):
         await save_part(0, tmp_path / "a", planner=failing(DefaultSavePlanner, "resolve_data"))
     planner = Gated()
-    part = Apart(rank=0, world_size=WORLD, save_id="step 5")
+    part = IndependentPart(rank=0, world_size=WORLD, save_id="step 5")
     pending = async_save_part(part_of(0), tmp_path / "a", part, planner=planner)
     await asyncio.to_thread(planner.began.wait, 60)
     pending.cancel()
@@ -286,7 +286,7 @@ async def test_a_part_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path:
 async def test_replicas_have_to_be_equal(tmp_path: Path) -> None:
     for name, tensor in (("tensor", torch.ones(3)), ("value", 4.0)):
         for rank in range(2):
-            part = Apart(rank=rank, world_size=2, save_id="x")
+            part = IndependentPart(rank=rank, world_size=2, save_id="x")
             await async_save_part({"mine": tensor + rank, f"own{rank}": 1}, tmp_path / name, part)
         with pytest.raises(CorruptCheckpointError, match="mine: the ranks saved different values"):
             await sidestream.load({"own0": 0}, tmp_path / name)
@@ -331,7 +331,7 @@ async def test_steps_that_were_saved_apart_are_listed_when_they_are_whole(tmp_pa
         assert await checkpointer.restore(target) == 5
         same(target, whole_of())
         assert (await checkpointer.verify()).ok
-        await checkpointer.save({"x": 1}, step=6)
+        await checkpointer.async_save({"x": 1}, step=6)
         (tmp_path / "step-5" / "__2.metadata").unlink()
         assert await checkpointer.steps() == [6]
 
@@ -347,7 +347,7 @@ async def test_a_step_that_loses_a_part_while_it_is_restored(tmp_path: Path, mon
 
     monkeypatch.setattr(restoring, "load_from", late)
     async with sidestream.Checkpointer(tmp_path) as checkpointer:
-        await checkpointer.save({"common": part_of(0)["common"]}, step=1)
+        await checkpointer.async_save({"common": part_of(0)["common"]}, step=1)
         await save_all(tmp_path / "step-5")
         assert await checkpointer.restore({"common": part_of(0, 9)["common"]}) == 1
 
@@ -389,14 +389,14 @@ async def test_planners_and_stagers(tmp_path: Path) -> None:
 )
 def test_what_is_no_part(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidOptionError):
-        Apart(**wrong)
+        IndependentPart(**wrong)
 
 
 async def test_options_that_are_wrong(tmp_path: Path) -> None:
     for options in ({"durability": "none"}, {"timeout_s": -1}, {"planner": 3}, {"metadata": {"f": open}}):
         with pytest.raises(InvalidOptionError):
             await save_part(0, tmp_path / "a", **options)
-    with pytest.raises(InvalidOptionError, match=r"part=3 has to be a sidestream\.dcp\.Apart"):
+    with pytest.raises(InvalidOptionError, match=r"part=3 has to be a sidestream\.dcp\.IndependentPart"):
         async_save_part({}, tmp_path / "a", 3)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import sidestream
-from sidestream.dcp import Apart, async_save_part
+from sidestream.dcp import IndependentPart, async_save_part
 from sidestream.errors import (
     CorruptCheckpointError,
     DeadlineExceededError,
@@ -275,8 +275,8 @@ class Relaying:
         return self.stager.stage(state_dict)
 
 
-@pytest.mark.parametrize("part", [None, Apart(rank=0, world_size=1, save_id="x")], ids=["alone", "part"])
-async def test_a_cancel_while_it_waits_for_staging_memory(part: Apart | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [None, IndependentPart(rank=0, world_size=1, save_id="x")], ids=["alone", "part"])
+async def test_a_cancel_while_it_waits_for_staging_memory(part: IndependentPart | None, tmp_path: Path) -> None:
     async with sidestream.AsyncStager(budget_bytes=1 << 20) as stager:
         held = await stager.stage({"held": torch.ones(200_000)})
         state, options = {"more": torch.ones(200_000)}, {"planner": DefaultSavePlanner(), "stager": stager}
@@ -416,7 +416,7 @@ async def test_a_run(tmp_path: Path) -> None:
                 state_of(step), step=step, metadata={"loss": step}, planner=DefaultSavePlanner()
             )
             await pending
-        await checkpointer.save(state_of(5), step=1, planner=Renaming())
+        await checkpointer.async_save(state_of(5), step=1, planner=Renaming())
         target = state_of(9)
         assert await checkpointer.restore(target, options=sidestream.LoadOptions(planner=RenamingBack())) == 1
         same(target, state_of(5))

@@ -28,7 +28,7 @@ from sidestream._runtime.threads import (
     time_limit,
 )
 from sidestream._staging import AsyncStager, Piece, Staging, capture
-from sidestream._worker.client import saver_process
+from sidestream._worker.client import worker_for
 from sidestream._worker.copying import Copier
 from sidestream._worker.filling import LinkFiller
 from sidestream._worker.wire import PIECE, Kind
@@ -78,7 +78,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
 
 async def up(options: WriterProcess | None = None) -> None:
     with time_limit(Deadline.after(60)):
-        await saver_process(options or WriterProcess()).up()
+        await worker_for(options or WriterProcess()).up()
 
 
 async def test_it_copies_what_lies_in_rows(tmp_path: Path, asked: list[bool | None]) -> None:
@@ -117,13 +117,13 @@ async def test_the_sources_may_change_once_it_has_copied(tmp_path: Path, asked: 
 
 
 async def test_one_that_is_not_up_is_not_waited_for(tmp_path: Path, asked: list[bool | None]) -> None:
-    assert saver_process(WriterProcess()).filler() is None
+    assert worker_for(WriterProcess()).filler() is None
     await sidestream.save(state_of(1.0), tmp_path / "c", options=sidestream.SaveOptions(writer="process"))
     assert asked == []
 
 
 async def test_one_that_the_system_does_not_let_read(tmp_path: Path, asked: list[bool | None]) -> None:
-    saver = saver_process(WriterProcess())
+    saver = worker_for(WriterProcess())
     await up()
     assert saver._current().reads_memory
     saver._current().reads_memory = False
@@ -188,7 +188,7 @@ async def test_one_that_is_stopped_while_it_copies_and_a_cancel(
 async def test_a_source_that_it_cannot_read(children: Children) -> None:
     """Whoever asked is told, nothing else happens, and the process goes on."""
     await up()
-    saver = saver_process(WriterProcess())
+    saver = worker_for(WriterProcess())
     filler, source = saver.filler(), torch.arange(5 * MIB, dtype=torch.float32)
     assert filler is not None
     async with AsyncStager(backing="shared") as stager:

@@ -37,7 +37,7 @@ from sidestream._runtime.threads import (
     time_limit,
 )
 from sidestream._storage import Attempt, LocalStore, locate_run
-from sidestream._worker.client import close_all, saver_process
+from sidestream._worker.client import close_all, worker_for
 from sidestream._worker.job import Job, Order
 from sidestream._worker.wire import Channel, Frame, Kind, Outbox, pack
 from sidestream._worker.work import READY, Rate, Request, _Windows
@@ -363,7 +363,7 @@ async def test_one_that_hangs_is_ended_at_the_deadline(
     for name, value in environment(tmp_path / "notes", tmp_path / "run", "hang", where).items():
         monkeypatch.setenv(name, value)
     with time_limit(Deadline.after(60)):
-        await saver_process(WriterProcess()).up()  # so that the time is not over before it gets there
+        await worker_for(WriterProcess()).up()  # so that the time is not over before it gets there
     with pytest.raises(DeadlineExceededError):
         await sidestream.save(
             state_of(1.0), tmp_path / "run" / "c", options=sidestream.SaveOptions(writer="process", timeout_s=4)
@@ -407,7 +407,7 @@ async def test_a_cancel_reaches_it(tmp_path: Path, children: Children) -> None:
 async def test_a_save_that_was_stopped_before_it_was_asked_for_ends_no_other(
     tmp_path: Path, children: Children
 ) -> None:
-    saver = saver_process(WriterProcess())
+    saver = worker_for(WriterProcess())
     with time_limit(Deadline.after(60)):
         await saver.up()
     (pid,) = children()
@@ -459,7 +459,7 @@ async def test_prewarm_starts_it_and_a_checkpointer_keeps_it(tmp_path: Path, chi
         await checkpoints.prewarm(state)
         (pid,) = children()
         for step in (1, 2):
-            await checkpoints.save(state, step=step)
+            await checkpoints.async_save(state, step=step)
             await asyncio.sleep(1.5)  # as often as it looks whether it is needed
         assert children() == [pid]
     until(lambda: children() == [])
@@ -516,7 +516,7 @@ async def main():
     sidestream.async_save(state, sys.argv[1] + "/c", options=sidestream.SaveOptions(writer=sidestream.WriterProcess(rate_bytes_per_s=1e6)))
     while not any(name.startswith(".c") for name in os.listdir(sys.argv[1])):
         await asyncio.sleep(0.01)
-    print(sidestream._worker.client.saver_process(sidestream.WriterProcess(rate_bytes_per_s=1e6)).pid, flush=True)
+    print(sidestream._worker.client.worker_for(sidestream.WriterProcess(rate_bytes_per_s=1e6)).pid, flush=True)
     await asyncio.sleep(3600)
 import sidestream._worker.client
 asyncio.run(main())
@@ -569,7 +569,7 @@ def test_a_forked_child_has_its_own(tmp_path: Path, children: Children) -> None:
                 await sidestream.save({"n": 2}, tmp_path / "b", options=sidestream.SaveOptions(writer="process"))
 
             asyncio.run(save())
-            own = saver_process(WriterProcess()).pid
+            own = worker_for(WriterProcess()).pid
             close_all()
             os._exit(0 if own != parents else 1)
         finally:

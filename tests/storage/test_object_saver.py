@@ -15,7 +15,7 @@ from _s3_server import S3Server
 from states import assert_same
 
 import sidestream
-from sidestream._worker.client import close_all, saver_process
+from sidestream._worker.client import close_all, worker_for
 from sidestream.errors import SidestreamError
 
 
@@ -59,7 +59,7 @@ async def test_killed_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Serve
         )
         while not s3.uploads and not pending.done():
             await asyncio.sleep(0.005)
-        pid = saver_process(saver).pid
+        pid = worker_for(saver).pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await pending

@@ -13,7 +13,7 @@ from .._format.records import Node
 from .._group import Operation
 from .._runtime.threads import Deadline, Stop, Threads
 from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Transaction, read_sources
-from .._worker.client import Saver
+from .._worker.client import Worker
 from ..errors import SkippedError
 from ..events import (
     SaveCommitted,
@@ -27,7 +27,7 @@ from ..events import (
     SaveWritten,
     emit,
 )
-from ..options import Apart, Digest, Durability
+from ..options import Digest, Durability, IndependentPart
 
 __all__ = ["Lifecycle", "SaveOrder"]
 
@@ -111,11 +111,11 @@ class SaveOrder:
     metadata: Node = None
     operation: Operation | None = None
     """Set for a save of several ranks together."""
-    saver: Saver | None = None
+    worker: Worker | None = None
     """The process that writes; None: threads of this process."""
     fall_back: bool = False
     """Whether threads write where no process can be started."""
-    apart: Apart | None = None
+    apart: IndependentPart | None = None
     """Set for a save of one rank's part, in the target itself."""
     kind: Kind = "directory"
     """What becomes visible, where that does not follow from ``operation`` and ``apart``."""
@@ -179,10 +179,10 @@ class SaveOrder:
     def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
         """Write ``files`` into the attempt, in ``threads`` or by the writer process. Blocks; raises what
         ``Transaction.write`` raises, and ``WriterProcessError``."""
-        if self.saver is None:
+        if self.worker is None:
             self.transaction.write(files, threads=threads, stop=stop)
         else:
-            self.saver.write(
+            self.worker.write(
                 self.transaction,
                 files,
                 threads=threads,

@@ -8,32 +8,22 @@ from .._layout.renamed_state import renamed_state
 from .._runtime.threads import run_sliced
 from .._staging import Captured, PlanCache
 from ..errors import InvalidOptionError
-from ..options import Dtypes, Names, check_dtype, check_names
+from ..options import Dtypes, Names
 from .stage import LayOut
 
-__all__ = ["AS_IT_IS", "SavedAs"]
+__all__ = ["SavedAs"]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedAs:
-    """Raises ``InvalidOptionError`` for what is no ``Names`` and no ``Dtypes``."""
+    """The names and dtypes that a state gets in the checkpoint (``SaveOptions``)."""
 
     names: Names | None = None
     dtype: Dtypes | None = None
 
-    def __post_init__(self) -> None:
-        check_names(self.names)
-        check_dtype(self.dtype)
-
-    def check(self, *, planner: bool, own: bool) -> None:
-        """Raise ``InvalidOptionError`` if these are given for a save with a planner, or without a stager of our
-        ``own``."""
+    def check(self, *, own: bool) -> None:
+        """Raise ``InvalidOptionError`` if these are given for a save without a stager of our ``own``."""
         given = [name for name, one in (("names=", self.names), ("dtype=", self.dtype)) if one is not None]
-        if given and planner:
-            raise InvalidOptionError(
-                f"{' and '.join(given)} cannot be combined with planner=, which decides names and dtypes itself: leave "
-                "out the planner, or let it rename and convert"
-            )
         if given and not own:
             raise InvalidOptionError(
                 f"{' and '.join(given)} need a stager of sidestream, which renames and converts while it copies: leave "
@@ -52,6 +42,3 @@ class SavedAs:
             return lay_out(plans, budget_bytes, captured)
 
         return renamed
-
-
-AS_IT_IS = SavedAs()

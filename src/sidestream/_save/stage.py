@@ -98,11 +98,11 @@ class LaidOutStage(Stage):
         self.snapshots = tuple(SnapshotReader(staging, number) for number in range(self._readers))
 
     def _launch(self, captured: Captured, readers: int = 0) -> Staging[Any]:
-        stager, saver = self._stager, self._order.saver
-        if saver is not None:
+        stager, worker = self._stager, self._order.worker
+        if worker is not None:
             stager.share()
         planned = partial(self._lay_out, stager.plans, stager.budget_bytes)
-        filler = None if saver is None else saver.filler()
+        filler = None if worker is None else worker.filler()
         staging = self._staging = stager.launch(captured, planned, self._order.deadline, filler=filler, readers=readers)
         if self._given_way:
             staging.release()

@@ -222,8 +222,8 @@ class LiveWriter:
 
     def _write(self) -> tuple[Any, Any]:
         order, stage, stop = self._order, self._stage, self._stop
-        if order.saver is not None:
-            order.saver.start()  # while the plan is made
+        if order.worker is not None:
+            order.worker.start()  # while the plan is made
         plan = stage.plan(stop)  # what cannot be saved is refused before anything is made
         order.lifecycle.planned(order.reported_id)
         if self._ready is not None:

@@ -21,12 +21,12 @@ from .link import Handed, Link
 from .process import available
 from .wire import Unsendable, pack
 
-__all__ = ["Saver", "choose_worker", "close_all", "saver_process"]
+__all__ = ["Saver", "choose_worker", "close_all", "worker_for"]
 
 _CLOSE_S = 1.0
 
 
-class Saver:
+class Worker:
     """The process for one set of options: there is one at most at a time, and a new one where it was lost."""
 
     def __init__(self, options: WriterProcess) -> None:
@@ -142,21 +142,21 @@ def _hand(link: Link, memories: Sequence[Handed]) -> None:
             link.hand(memory)
 
 
-def choose_worker(saver: WriterChoice, store: Store) -> tuple[Saver | None, bool]:
+def choose_worker(worker: WriterChoice, store: Store) -> tuple[Worker | None, bool]:
     """Who writes to ``store`` (None: threads), and whether threads do where no process can be started.
 
     Raises ``InvalidOptionError`` where a process was asked for and cannot write there.
     """
-    check_writer(saver)
-    if saver == "thread":
+    check_writer(worker)
+    if worker == "thread":
         return None, False
-    if saver == "auto":
+    if worker == "auto":
         suits = available() and _obstacle(store, known_only=True) is None
-        return (saver_process(WriterProcess()), True) if suits else (None, False)
+        return (worker_for(WriterProcess()), True) if suits else (None, False)
     obstacle = _obstacle(store, known_only=False)
     if obstacle is not None:
         raise InvalidOptionError(f'writer="process": {obstacle}; writer="thread" can write there')
-    return saver_process(saver if isinstance(saver, WriterProcess) else WriterProcess()), False
+    return worker_for(worker if isinstance(worker, WriterProcess) else WriterProcess()), False
 
 
 _KNOWN = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
@@ -180,30 +180,30 @@ def _obstacle(store: Store, *, known_only: bool) -> str | None:
     return None
 
 
-_savers: dict[WriterProcess, Saver] = {}
+_workers: dict[WriterProcess, Worker] = {}
 _lock = threading.Lock()
 
 
-def saver_process(options: WriterProcess) -> Saver:
+def worker_for(options: WriterProcess) -> Worker:
     """The one of this process for ``options``; nothing is started yet."""
     with _lock:
-        if options not in _savers:
-            _savers[options] = Saver(options)
-        return _savers[options]
+        if options not in _workers:
+            _workers[options] = Worker(options)
+        return _workers[options]
 
 
 def close_all() -> None:
     """End every writer process of this one."""
-    for saver in list(_savers.values()):
-        saver.close()
+    for worker in list(_workers.values()):
+        worker.close()
 
 
 def _forget_after_fork() -> None:
-    global _savers, _lock
-    for saver in _savers.values():
-        saver.forget()
-    _of_the_parent.append(_savers)  # their handles shall not be finalized here
-    _savers, _lock = {}, threading.Lock()
+    global _workers, _lock
+    for worker in _workers.values():
+        worker.forget()
+    _of_the_parent.append(_workers)  # their handles shall not be finalized here
+    _workers, _lock = {}, threading.Lock()
 
 
 _of_the_parent: list[Any] = []

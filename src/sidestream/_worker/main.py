@@ -46,7 +46,7 @@ def main(descriptor: int, trainer: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        _Saver(channel, trainer).serve()
+        _Worker(channel, trainer).serve()
     except BrokenPipeError:
         pass  # the trainer is gone
     except BaseException:  # the edge of the process: the trainer sees it end, whoever looks at stderr sees why
@@ -64,7 +64,7 @@ def _die_with(trainer: int) -> None:
         os._exit(0)
 
 
-class _Saver:
+class _Worker:
     def __init__(self, channel: Channel, trainer: int) -> None:
         self._channel = channel
         self._outbox = Outbox(channel)

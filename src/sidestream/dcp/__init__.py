@@ -8,10 +8,10 @@ an event loop.
 from __future__ import annotations
 
 from .._save.planner.save import async_save_part
-from ..options import Apart
+from ..options import IndependentPart
 from .reader import StorageReader
 from .writer import StorageWriter
 
-__all__ = ["Apart", "StorageReader", "StorageWriter", "async_save_part"]
+__all__ = ["IndependentPart", "StorageReader", "StorageWriter", "async_save_part"]
 
 StorageReader.__module__ = StorageWriter.__module__ = async_save_part.__module__ = __name__  # what users import

@@ -32,8 +32,8 @@ from .._worker.client import choose_worker
 from ..blocking import run_anywhere
 from ..errors import InvalidOptionError, SaveAbortedError, SidestreamError
 from ..options import (
-    Apart,
     Durability,
+    IndependentPart,
     Storage,
     Trust,
     WriterChoice,
@@ -94,8 +94,8 @@ class StorageWriter(DcpStorageWriter):
     use instead.
 
     ``timeout_s`` is for a whole save. ``use_collectives=False`` with more than one rank needs ``apart``, which says
-    which part of which save this is (``sidestream.dcp.Apart``): such ranks do not know of each other, no rank commits
-    for all, and readers wait until all parts are there.
+    which part of which save this is (``sidestream.dcp.IndependentPart``): such ranks do not know of each other, no rank
+    commits for all, and readers wait until all parts are there.
 
     The errors are those of ``sidestream.save``, ``StorageNotSharedError`` and ``InvalidOptionError`` for what a planner
     did; DCP raises its own ``CheckpointException`` with the error of each rank in ``failures``.
@@ -109,10 +109,10 @@ class StorageWriter(DcpStorageWriter):
         durability: Durability | None = None,
         timeout_s: float = 600.0,
         extensions: Sequence[Any] = (),
-        saver: WriterChoice = "thread",
+        worker: WriterChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
-        apart: Apart | None = None,
+        apart: IndependentPart | None = None,
         allow: Iterable[type] = (),
         trust: Trust = "data",
         **stock: Unpack[StockWriterOptions],
@@ -122,15 +122,15 @@ class StorageWriter(DcpStorageWriter):
         url, durability = one_url("StorageWriter", url, stock), durability_of(durability, stock)
         extensions = tuple(extensions) + tuple(stock.get("_extensions") or ())
         check_extensions(extensions)
-        if apart is not None and (overwrite or extensions or saver != "thread"):
+        if apart is not None and (overwrite or extensions or worker != "thread"):
             raise InvalidOptionError("part= goes with none of overwrite=, extensions= and saver=")
         self._apart = apart
         check_choice("durability", durability, Durability)
         check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
         self._address = Address(url, storage_of(storage_options, storage))
-        check_writer(saver)
-        self._saver: WriterChoice = saver
+        check_writer(worker)
+        self._worker: WriterChoice = worker
         self._kind: Kind = "replacement" if overwrite else "directory"
         self._durability: Durability = durability
         self._timeout_s = timeout_s
@@ -155,7 +155,7 @@ class StorageWriter(DcpStorageWriter):
         if not together and ranks > 1 and self._apart is None:
             raise InvalidOptionError(
                 "use_collectives=False: ranks that do not talk to each other cannot commit one checkpoint; leave it "
-                "out, or say which part of which save this is: StorageWriter(url, apart=sidestream.dcp.Apart(...))"
+                "out, or say which part of which save this is: StorageWriter(url, apart=sidestream.dcp.IndependentPart(...))"
             )
         if together and ranks > 1 and self._apart is not None:
             raise InvalidOptionError("part= is for dcp.save(use_collectives=False): here the ranks commit together")
@@ -258,12 +258,12 @@ class StorageWriter(DcpStorageWriter):
         return save
 
     def _order(self, save: _Save, sent: Order, kind: Kind) -> SaveOrder:
-        saver, fall_back = choose_worker(self._saver, save.location.store)
+        worker, fall_back = choose_worker(self._worker, save.location.store)
         return SaveOrder(
             save.location,
             self._durability,
             save.deadline,
-            saver=saver,
+            worker=worker,
             fall_back=fall_back,
             apart=self._apart,
             kind=kind,
@@ -281,7 +281,7 @@ class StorageWriter(DcpStorageWriter):
 
     def _write_items(self, order: SaveOrder, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         tag = "" if order.apart is None else tag_of(order.save_id)
-        shared = order.saver is not None
+        shared = order.worker is not None
         outgoing = Outgoing(
             plan, planner, rank, self._extensions, order.deadline, shared=shared, tag=tag, allow=self._allow
         )

@@ -25,7 +25,7 @@ from _seeded import make_state
 
 import sidestream
 from sidestream import errors
-from sidestream._worker.client import saver_process
+from sidestream._worker.client import worker_for
 from sidestream.options import WriterChoice
 
 SHORT, LONG = 120, 2_000
@@ -49,7 +49,7 @@ def saver(request: pytest.FixtureRequest) -> Iterator[WriterChoice]:
         return
     options = sidestream.WriterProcess(retries=0)
     yield options
-    saver_process(options).close()
+    worker_for(options).close()
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Bench:
         async with sidestream.Checkpointer(
             run, stager=self.stager, save=sidestream.SaveOptions(writer=self.saver)
         ) as checkpoints:
-            await checkpoints.save(make_state(10 + step), step=step)
+            await checkpoints.async_save(make_state(10 + step), step=step)
 
     async def exhausted_at(self, at: int) -> tuple[str, list[Any]]:
         """At operation ``at`` of this process. Returns what the save was doing, "" if it was done."""

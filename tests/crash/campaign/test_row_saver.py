@@ -20,7 +20,7 @@ from _trials import Told, Trials
 import sidestream
 from sidestream import errors, events
 from sidestream._runtime.threads import Deadline, time_limit
-from sidestream._worker.client import saver_process
+from sidestream._worker.client import worker_for
 
 SHORT, LONG = 30, 500
 SAVES = [(1, 11), (2, 12)]
@@ -113,7 +113,7 @@ async def test_a_saver_in_a_memory_group(tmp_path: Path, row: Callable[..., Row]
         options = sidestream.WriterProcess(retries=number % 2, nice=number % 2)
         wrong = await short_of_memory(tmp_path / str(number), options, judge)
         counting.trial({"retries": options.retries}, wrong)
-        saver_process(options).close()
+        worker_for(options).close()
         shutil.rmtree(tmp_path / str(number))
     counting.end(at_least=1)
 
@@ -121,7 +121,7 @@ async def test_a_saver_in_a_memory_group(tmp_path: Path, row: Callable[..., Row]
 async def short_of_memory(run: Path, options: sidestream.WriterProcess, judge: Oracle) -> list[Any]:
     heard: list[events.Event] = []
     wrong: list[Any] = []
-    saver = saver_process(options)
+    saver = worker_for(options)
     with time_limit(Deadline.after(60)):
         await saver.up()
     assert saver.pid is not None
@@ -143,6 +143,6 @@ async def short_of_memory(run: Path, options: sidestream.WriterProcess, judge: O
     if (run / "large").exists() != bool(options.retries) or attempts_in(run):
         wrong.append("what is there is not what was told")
     async with sidestream.Checkpointer(run / "steps", save=sidestream.SaveOptions(writer=options)) as checkpoints:
-        await checkpoints.save(make_state(2), step=1)
+        await checkpoints.async_save(make_state(2), step=1)
     found = judge.look(run / "steps")
     return wrong + found.violations + ([] if found.seeds == {"step-1": 2} else [f"found {found.seeds}"])

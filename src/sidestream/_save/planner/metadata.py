@@ -19,7 +19,7 @@ from ..._layout.values import encode_value
 from ..._runtime.threads import Steps, gathered, run_sliced, sliced
 from ..._runtime.torch_probes import TORCH_VERSION, dtype_from_name, dtype_name, storage_info
 from ...errors import InvalidOptionError, UnsafeObjectError
-from ...options import Apart
+from ...options import IndependentPart
 from .receipts import PackedReceipt, Receipt, TensorReceipt, ValueReceipt
 
 __all__ = ["as_stock", "complete", "files_of_commit", "files_of_part"]
@@ -69,7 +69,7 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> d
     return {manifest_name(about.save_id): raw, METADATA_NAME: marked}
 
 
-def files_of_part(metadata: Metadata, about: Manifest, apart: Apart, part_id: str, saved_at: int) -> dict[str, bytes]:
+def files_of_part(metadata: Metadata, about: Manifest, apart: IndependentPart, part_id: str, saved_at: int) -> dict[str, bytes]:
     """In a worker thread: as ``files_of_commit``, of what one of several ranks has saved by itself. Raises the same,
     and ``InvalidOptionError`` where there is no manifest."""
     if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):

@@ -20,7 +20,7 @@ from ..._runtime.threads import Deadline, Stop, result_of
 from ..._staging import AsyncStager, StagedState
 from ..._storage import Body, locate_directory
 from ...errors import InvalidOptionError
-from ...options import Apart, Durability, Storage, check_choice, check_timeout, storage_of
+from ...options import Durability, IndependentPart, Storage, check_choice, check_timeout, storage_of
 from ..group import Group, maker_of_attempt, terms_of
 from ..operation import SaveOperation, Solo
 from ..order import SaveOrder
@@ -39,7 +39,7 @@ _REMEDY = "Pass safe_globals=[...] with the types to sidestream.load."
 def async_save_part(
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
-    part: Apart,
+    part: IndependentPart,
     *,
     stager: AsyncStager | Stager | None = None,
     planner: Any = None,
@@ -73,8 +73,8 @@ def async_save_part(
     ``"committed"`` if the other save was seen only after this part had been committed.
     """
     running_loop("async_save_part")
-    if not isinstance(part, Apart):
-        raise InvalidOptionError(f"part={part!r} has to be a sidestream.dcp.Apart(rank=, world_size=, save_id=)")
+    if not isinstance(part, IndependentPart):
+        raise InvalidOptionError(f"part={part!r} has to be a sidestream.dcp.IndependentPart(rank=, world_size=, save_id=)")
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
     location = locate_directory(url, storage_of(storage_options, storage))
@@ -164,7 +164,7 @@ class PlannedStage(Stage):
             decided.rank,
             (),
             order.deadline,
-            shared=order.saver is not None,
+            shared=order.worker is not None,
             tag="" if order.apart is None else tag_of(order.save_id),
         )
         return decided
