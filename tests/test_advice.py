@@ -48,7 +48,7 @@ async def test_a_target_that_is_not_initialized(kind: str, options: dict[str, An
     }[kind]
     state = {"other": torch.ones(2), "m": saved, "step": 7}
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await checkpoints.async_save(state, step=1)
+        await checkpoints.save(state, step=1)
         target: dict[str, Any] = {"other": torch.zeros(2), "m": LAZY[kind](), "step": 0}
         says = r"[\w.]+: cannot load into an uninitialized Uninitialized(Parameter|Buffer): run the module once first"
         for refuses in (

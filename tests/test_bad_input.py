@@ -122,7 +122,7 @@ async def test_inference_tensors_and_modules(tmp_path: Path) -> None:
 
 async def test_keys_that_are_not_asked_for_are_reported(saved: Path) -> None:
     report = await sidestream.load({"step": 0}, saved)
-    assert report.not_asked_for == ("model.w", "model.b", "extra.k")
+    assert report.not_requested == ("model.w", "model.b", "extra.k")
     assert report.loaded == ("step",)
 
 

@@ -58,7 +58,7 @@ def test_async_save_and_checkpointer(tmp_path: Path) -> None:
     assert pending.outcome == "committed"
     assert not pending.cancel()
     with sidestream.blocking.Checkpointer(tmp_path / "run") as checkpoints:
-        assert checkpoints.async_save({"t": torch.ones(2)}, step=4).step == 4
+        assert checkpoints.save({"t": torch.ones(2)}, step=4).step == 4
         assert checkpoints.steps() == [4]
         assert checkpoints.latest() == 4
         target = {"t": torch.zeros(2)}
@@ -172,7 +172,7 @@ def test_code_of_the_caller_runs_in_its_thread(tmp_path: Path) -> None:
         sidestream.blocking.save(state, tmp_path / "c", stager=watching)
         sidestream.blocking.load(state, tmp_path / "a", options=LoadOptions(progress=watching.progress))
         with sidestream.blocking.Checkpointer(tmp_path / "run") as checkpoints:
-            checkpoints.async_save(state, step=1)
+            checkpoints.save(state, step=1)
             assert checkpoints.restore(state, options=LoadOptions(progress=watching.progress)) == 1
         sidestream.blocking.verify(tmp_path / "a", progress=watching.progress)
         sidestream.blocking.load(state, tmp_path / "a", options=LoadOptions(planner=DefaultLoadPlanner()))

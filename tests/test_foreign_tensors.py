@@ -104,7 +104,7 @@ async def test_every_other_key_is_read(kind: str, tmp_path: Path) -> None:
     report = await sidestream.load(state, path)
     assert torch.equal(state["other"], PLAIN["other"])
     assert state["step"] == 7
-    assert set(report.not_asked_for) == {"m.weight", "m.bias"}
+    assert set(report.not_requested) == {"m.weight", "m.bias"}
 
     checkpoint = await sidestream.open_checkpoint(path)
     assert set(checkpoint) == {"m.weight", "m.bias", "other", "step"}

@@ -96,7 +96,7 @@ async def test_stock_without_flattening_and_partial(tmp_path: Path) -> None:
     target = {"a": torch.zeros(4, dtype=torch.int64)}
     report = await sidestream.load(target, tmp_path / "c")
     assert target["a"].tolist() == [0, 1, 2, 3]
-    assert report.not_asked_for == ("b",)
+    assert report.not_requested == ("b",)
     with pytest.raises(MissingKeysError, match="c: in the target"):
         await sidestream.load({"c": torch.zeros(1)}, tmp_path / "c")
 

@@ -116,7 +116,7 @@ async def test_a_restore_that_falls_back(tmp_path: Path) -> None:
     run = tmp_path / "run"
     async with sidestream.Checkpointer(run) as checkpoints:
         for step in (1, 2):
-            await checkpoints.async_save(state(), step=step)
+            await checkpoints.save(state(), step=step)
         damage(run / "step-2")
         with watched() as seen:
             assert await checkpoints.restore(state(), fallback="older") == 1

@@ -139,20 +139,20 @@ async def test_a_cast_module(tmp_path: Path) -> None:
 async def test_unexpected_keys_are_ignored_when_asked(tmp_path: Path, saved: Path) -> None:
     target = {"model": {"w": torch.zeros(3, 4)}}
     report = await sidestream.load(target, saved, allow_unexpected=True)
-    assert report.ignored == ("model.b",)
-    assert report.not_asked_for == ("step", "extra.k")
+    assert report.unexpected == ("model.b",)
+    assert report.not_requested == ("step", "extra.k")
     assert_same(STATE["model"]["w"], target["model"]["w"])
     await sidestream.save({"m": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))}, tmp_path / "two")
     report = await sidestream.load(
         {"m": torch.nn.Sequential(torch.nn.Linear(2, 2))}, tmp_path / "two", allow_unexpected=True
     )
-    assert report.ignored == ("m.1.weight", "m.1.bias")
+    assert report.unexpected == ("m.1.weight", "m.1.bias")
     assert report.loaded == ("m.0.weight", "m.0.bias")
 
 
 async def test_a_strict_load_reports_that_nothing_was_let_pass(saved: Path) -> None:
     report = await sidestream.load({"step": 0}, saved)
-    assert report.missing == report.cast == report.ignored == ()
+    assert report.missing == report.cast == report.unexpected == ()
 
 
 @pytest.mark.parametrize("strict", [False, True, "partial", {"partially"}, [1], None])
@@ -164,7 +164,7 @@ async def test_strict_takes_names(strict: Any, saved: Path) -> None:
 async def test_restore_takes_the_same_keywords(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await checkpoints.async_save(STATE, step=1)
+        await checkpoints.save(STATE, step=1)
         assert checkpoints.restored is None
         target = {"model": {"w": torch.zeros(3, 4).double()}, "new": 1}
         with pytest.raises(errors.StateMismatchError):
@@ -179,7 +179,7 @@ async def test_restore_takes_the_same_keywords(tmp_path: Path) -> None:
         )
         report = checkpoints.restored
         assert report is not None
-        assert (report.missing, report.cast, report.ignored) == (("new",), ("model.w",), ("model.b",))
+        assert (report.missing, report.cast, report.unexpected) == (("new",), ("model.w",), ("model.b",))
         assert told[-1] == (48, 48)
         for wrong in ({"verify": "no"}, {"timeout_s": 0}, {"strict": "cast"}):
             with pytest.raises(errors.InvalidOptionError):

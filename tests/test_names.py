@@ -49,7 +49,7 @@ async def test_the_call_that_an_error_proposes_loads(
         report = await sidestream.load(asked, tmp_path / "c", options=sidestream.LoadOptions(names=eval(call[1])))  # noqa: S307
         assert asked["epoch"] == 3
         assert_same(target.state_dict(), source.state_dict())
-        assert (report.not_asked_for, report.missing, report.ignored) == ((), (), ())
+        assert (report.not_requested, report.missing, report.unexpected) == ((), (), ())
         assert set(report.loaded) >= {"epoch", f"model.{'' if saved_wrapped else prefix}0.weight"}
         with torch.no_grad():
             target[0].weight.zero_()
@@ -99,7 +99,7 @@ async def test_names_that_change_places_and_names_that_are_not_there(tmp_path: P
         target, tmp_path / "c", allow_unexpected=True, options=sidestream.LoadOptions(names=swap)
     )
     assert (target["m"]["a"].sum(), target["m"]["b"].sum()) == (0, 2)
-    assert report.ignored == ("m.c",)
+    assert report.unexpected == ("m.c",)
     with pytest.raises(errors.InvalidOptionError, match="nobody"):
         await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(names={"nobody": "m.a"}))
     with pytest.raises(errors.MissingKeysError, match=r"m\.a: in the target, not in the checkpoint as m\.x"):

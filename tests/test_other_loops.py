@@ -148,7 +148,7 @@ def test_uvloop(tmp_path: Path) -> None:
         with pytest.raises(WrongLoopError, match="await the functions of sidestream"):
             sidestream.blocking.save(STATE, tmp_path / "a")
         async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
-            await checkpoints.async_save({"t": torch.arange(1 << 20)}, step=1)
+            await checkpoints.save({"t": torch.arange(1 << 20)}, step=1)
             target = {"t": torch.zeros(1 << 20, dtype=torch.int64)}
             assert await checkpoints.restore(target) == 1
             assert torch.equal(target["t"], torch.arange(1 << 20))

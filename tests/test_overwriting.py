@@ -151,7 +151,7 @@ async def test_only_a_checkpoint_is_removed(what: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
     if what == "a run":
         async with sidestream.Checkpointer(place) as checkpoints:
-            await checkpoints.async_save(state_of(1), step=1)
+            await checkpoints.save(state_of(1), step=1)
     elif what == "an export":
         await save({"a": torch.ones(3)}, tmp_path / "step", export=HF(place))
     else:

@@ -65,8 +65,8 @@ async def test_a_save(options: dict[str, Any], tmp_path: Path) -> None:
 async def test_a_step_of_a_run(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path / "run") as checkpoints:
         with watched() as seen:
-            await checkpoints.async_save(state(), step=5)
-            await checkpoints.async_save(state(), step=5)
+            await checkpoints.save(state(), step=5)
+            await checkpoints.save(state(), step=5)
     assert [
         (event.save.run, event.save.step, event.save.generation) for event in seen if "Committed" in str(event)
     ] == [

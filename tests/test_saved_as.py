@@ -280,7 +280,7 @@ async def test_a_run_saves_and_restores_with_its_names(tmp_path: Path) -> None:
     names = sidestream.add_prefix("policy.")
     async with Checkpointer(tmp_path / "run", save=sidestream.SaveOptions(names=names, dtype=BF16)) as run:
         await run.prewarm({"model": module})
-        await run.async_save({"model": module}, step=1, files={"a": b"b"})
+        await run.save({"model": module}, step=1, files={"a": b"b"})
         target, _ = model_and_optimizer(2)
         with pytest.raises(errors.DtypeMismatchError):
             await run.restore({"model": target})

@@ -69,8 +69,8 @@ async def test_files_of_a_save_that_a_planner_plans(tmp_path: Path) -> None:
 
 async def test_files_of_a_run_go_with_its_steps_and_a_blocking_save_has_them(tmp_path: Path) -> None:
     async with Checkpointer(tmp_path / "run") as run:
-        await run.async_save(STATE, step=1, files=sources(tmp_path))
-        await run.async_save(STATE, step=2)
+        await run.save(STATE, step=1, files=sources(tmp_path))
+        await run.save(STATE, step=2)
         assert (await open_checkpoint(tmp_path / "run" / "step-2")).files == {}
         await check(tmp_path / "run" / "step-1")
     await asyncio.to_thread(

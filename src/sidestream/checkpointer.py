@@ -8,9 +8,9 @@ import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -18,9 +18,8 @@ from typing import Any, Literal, NoReturn
 from ._format.records import Node
 from ._group import GroupChoice, Member, Operation, call_together, group_of
 from ._layout.metadata import encode_metadata
-from ._layout.objects import allowed_types
 from ._layout.values import copy_value
-from ._load.api import LoadOptions, LoadReport
+from ._load.api import LoadReport, LoadRequest
 from ._load.checkpoint import Checkpoint, open_from
 from ._load.open.manifest import read_metadata
 from ._load.open.steps import Step
@@ -41,8 +40,8 @@ from ._runtime.abandoned import Watched, watch
 from ._runtime.public import public
 from ._runtime.tasks import finish, running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
-from ._save.api import Stager, plan_alone, start_save, start_together
-from ._save.pending import PendingSave, SaveWork
+from ._save.api import STREAM_BYTES, Stager, completed, plan_alone, start_save, start_together
+from ._save.pending import PendingSave, SaveInfo, SaveWork
 from ._save.saved_as import SavedAs
 from ._save.sinks import Export, PendingExport
 from ._staging import AsyncStager, Backing, capture
@@ -62,28 +61,22 @@ from .errors import (
     WrongLoopError,
 )
 from .options import (
-    RANK_WAIT_S,
-    Allowance,
-    Digest,
-    Dtypes,
-    Durability,
     Fallback,
-    Names,
-    Overlap,
+    LoadOptions,
     Progress,
+    SaveOptions,
     Storage,
-    Trust,
-    Verify,
-    WriterChoice,
+    Tolerated,
+    WhenFull,
     check_choice,
     check_count,
     check_seconds,
     check_step,
     check_steps,
-    check_strict,
     check_timeout,
-    check_verify,
+    options_of,
     storage_of,
+    tolerance_of,
 )
 
 __all__ = ["Checkpointer"]
@@ -130,8 +123,8 @@ class _Asked:
 
     state: Mapping[str, Any]
     step: int
+    options: SaveOptions
     metadata: Node = None
-    planner: Any = None
     files: Mapping[str, FileSource] = field(default_factory=dict)
 
 
@@ -166,58 +159,58 @@ class Checkpointer:
         url: str | os.PathLike[str],
         *,
         keep: Retention | None = None,
-        overlap: Overlap = "wait",
+        slots: int = 2,
+        when_full: WhenFull = "wait",
         stager: AsyncStager | Stager | None = None,
-        in_flight: int = 2,
-        durability: Durability = "fsync",
-        verify: Verify = "always",
-        timeout_s: float = 600.0,
-        rank_wait_s: float = RANK_WAIT_S,
-        lease_s: float = 300.0,
-        abandoned_after_s: float = 3600.0,
-        digest: Digest | None = None,
-        worker: WriterChoice = "thread",
-        storage_options: Mapping[str, Any] | None = None,
-        storage: Storage | None = None,
-        process_group: GroupChoice = None,
+        save: SaveOptions | None = None,
+        load: LoadOptions | None = None,
         export: Export | Sequence[Export] | None = None,
         exports_every: int = 1,
         exports_keep: int | None = None,
-        names: Names | None = None,
-        dtype: Dtypes | None = None,
+        timeout_s: float = 600.0,
+        lease_s: float = 300.0,
+        abandoned_after_s: float = 3600.0,
+        process_group: GroupChoice = None,
+        storage_options: Mapping[str, Any] | None = None,
+        storage: Storage | None = None,
     ) -> None:
-        check_count("in_flight", in_flight)
-        check_choice("overlap", overlap, Overlap)
-        check_choice("durability", durability, Durability)
-        check_verify(verify)
-        for seconds in (timeout_s, lease_s, abandoned_after_s):
-            check_timeout(seconds)
-        check_seconds("rank_wait_s", rank_wait_s)
-        if digest is not None:
-            check_choice("digest", digest, Digest)
+        check_count("slots", slots)
+        check_choice("when_full", when_full, WhenFull)
+        for name, seconds in (("timeout_s", timeout_s), ("lease_s", lease_s), ("abandoned_after_s", abandoned_after_s)):
+            check_seconds(name, seconds)
         keep = KeepAll() if keep is None else keep
         if isinstance(keep, type) or not isinstance(keep, Retention):
             raise InvalidOptionError(f"keep={keep!r} has to be a policy, such as sidestream.KeepLast(3)")
-        self._saved_as = SavedAs(names, dtype)
+        self._save_options = options_of(save, SaveOptions)
+        self._load_options = options_of(load, LoadOptions)
         self._group: GroupChoice = process_group
         self._store, self.url = locate_run(url, storage_of(storage_options, storage))
-        self._worker, self._fall_back = choose_worker(worker, self._store)
+        self._worker, self._fall_back = choose_worker(self._save_options.writer, self._store)
+        durability = self._save_options.durability
         self._exports = Exports(
-            export, self.url, every=exports_every, keep=exports_keep, durability=durability, timeout_s=timeout_s
+            export,
+            self.url,
+            every=exports_every,
+            keep=exports_keep,
+            durability=durability,
+            timeout_s=self._save_options.timeout_s,
         )
+        if self._save_options.streaming and stager is not None:
+            raise InvalidOptionError("streaming=True passes through memory of its own: leave out stager=")
         backing: Backing = "private" if self._worker is None else "shared"
-        self._own_stager = AsyncStager(timeout_s=timeout_s, backing=backing) if stager is None else None
+        budget_bytes = STREAM_BYTES if self._save_options.streaming else None
+        self._own_stager = None
+        if stager is None:
+            self._own_stager = AsyncStager(
+                budget_bytes=budget_bytes, timeout_s=self._save_options.timeout_s, backing=backing
+            )
         self._stager = stager if self._own_stager is None else self._own_stager
-        self._slots = Slots(in_flight)
+        self._slots = Slots(slots)
         self._queued: OwnTurn | None = None
-        self._starts = Starts(self._slots, timeout_s, self._claim_generation)
+        self._starts = Starts(self._slots, self._save_options.timeout_s, self._claim_generation)
         self._starting = asyncio.Lock()  # a generation is chosen by one save at a time
-        self._overlap: Overlap = overlap
-        self._durability: Durability = durability
-        self._verify: Verify = verify
+        self._when_full: WhenFull = when_full
         self._timeout_s = timeout_s
-        self._rank_wait_s = rank_wait_s
-        self._digest = digest
         self._leases = Leases(self._store, lease_s)
         self._pruner = Pruner(
             self._store, self.url, keep, self._leases, durability, lease_s=lease_s, abandoned_after_s=abandoned_after_s
@@ -241,26 +234,46 @@ class Checkpointer:
 
     # --- saving ---
 
-    async def prewarm(self, state: Mapping[str, Any] | int | None = None) -> None:
-        """Do now what the first save would have to: start the writer process, if there is one, map staging memory for
-        ``state`` (or so many bytes), and, in a run of one process, plan. Nothing is copied. Raises
-        ``WriterProcessError``, ``ArenaExhaustedError``; what is wrong with ``state`` is left to the save to say.
+    async def prewarm(self, state: Mapping[str, Any] | None = None) -> None:
+        """Do now what the first save of ``state`` would have to: start the writer process, if there is one, map staging
+        memory, and, in a run of one process, plan. Nothing is copied. Cancelling leaves what has been done by then.
 
-        Cancelling it leaves what has been done by then.
+        Args:
+            state: The state that will be saved. None: only start the writer process. What is wrong with it is raised by
+                the save.
+
+        Raises:
+            WriterProcessError: The process could not be started.
+            ArenaExhaustedError: The memory does not fit the budget of the stager.
         """
         self._check_usable()
         with self._time_limit():
-            if self._worker is not None and self._fall_back:
-                await io_threads().run(self._worker.start)
-            elif self._worker is not None:
-                await self._worker.up()
+            await self._start_worker()
             if state is not None and isinstance(self._stager, AsyncStager):
-                if isinstance(state, int):
-                    await self._stager.prewarm(state)
-                else:
-                    await self._prewarm(self._stager, state)
-                if self._worker is not None:
-                    await self._worker.hand(self._stager.shared_memory())
+                await self._prewarm(self._stager, state)
+                await self._share_memory(self._stager)
+
+    async def reserve(self, nbytes: int) -> None:
+        """Map ``nbytes`` of staging memory now, and start the writer process, if there is one.
+
+        Raises as ``prewarm``. Cancelling leaves what has been done by then.
+        """
+        self._check_usable()
+        with self._time_limit():
+            await self._start_worker()
+            if isinstance(self._stager, AsyncStager):
+                await self._stager.prewarm(nbytes)
+                await self._share_memory(self._stager)
+
+    async def _start_worker(self) -> None:
+        if self._worker is not None and self._fall_back:
+            await io_threads().run(self._worker.start)
+        elif self._worker is not None:
+            await self._worker.up()
+
+    async def _share_memory(self, stager: AsyncStager) -> None:
+        if self._worker is not None:
+            await self._worker.hand(stager.shared_memory())
 
     async def _prewarm(self, stager: AsyncStager, state: Mapping[str, Any]) -> None:
         try:
@@ -272,7 +285,9 @@ class Checkpointer:
         if captured.sharded or self._together() is not None:
             return  # it takes a group to plan
         with suppress(InvalidOptionError, KeyCollisionError, UnsafeObjectError, UnsupportedTensorError):  # as above
-            plan = self._saved_as.applied(plan_alone, self.url, others=False)
+            plan = SavedAs(self._save_options.names, self._save_options.dtype).applied(
+                plan_alone, self.url, others=False
+            )
             await io_threads().run(plan, stager.plans, stager.budget_bytes, captured)
 
     async def save(
@@ -281,32 +296,75 @@ class Checkpointer:
         *,
         step: int,
         metadata: Mapping[str, Any] | None = None,
-        planner: Any = None,
         files: Mapping[str, FileSource] | None = None,
-    ) -> PendingSave:
-        """Launch the copies of ``state`` and return; see ``async_save`` for the result. With ``when_full="wait"`` this
-        waits for a free slot first, with the other policies for nothing but the listing of the run. Over several ranks
-        it waits for the others to come to the call too, but with ``when_full="latest"`` for nothing at all: the copies
-        are launched when all have called and rank 0 has a slot, unless all have called a newer save by then.
+        options: SaveOptions | None = None,
+    ) -> SaveInfo:
+        """Save ``state`` as ``step``, and return when the checkpoint is visible and durable, and its exports have
+        ended.
 
-        ``metadata`` is plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
-        ``planner`` and ``files`` are as for ``save``; two saves that overlap need a planner each. A step that is
-        committed already is saved as its next generation; the old one stays until that is verified. Raises
-        ``TooManySavesError`` (``when_full="fail"``), and what an earlier save, or the deleting after it, failed with if
-        nobody has heard of it; then it starts nothing. Cancelling before this returns starts nothing either.
+        ``async_save`` describes arguments and errors. Cancelling cancels the save.
+
+        Returns:
+            What was committed. ``SaveInfo.exports`` has for each export its report, or the error that it failed with.
+        """
+        pending = await self.async_save(state, step=step, metadata=metadata, files=files, options=options)
+        return await completed(pending)
+
+    async def async_save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        files: Mapping[str, FileSource] | None = None,
+        options: SaveOptions | None = None,
+    ) -> PendingSave:
+        """Launch the copies of ``state``, and return a ``PendingSave`` when they have been launched.
+
+        With ``when_full="wait"`` this waits for a free slot first. Over several ranks it waits for the other ranks to
+        make the call. With ``when_full="latest"`` it waits for neither: the copies are launched when all ranks have
+        made the call and a slot is free, unless all have called a newer save by then.
+
+        A step that is committed already is saved as its next generation. The old one stays until the new one has been
+        verified. Cancelling before this returns starts nothing.
+
+        Args:
+            state: As for ``sidestream.save``.
+            step: The number of the step, not negative.
+            metadata: Plain data that can be read without the state: metrics for ``KeepBest``, a configuration.
+            files: Sidecar files, as for ``sidestream.save``.
+            options: In place of the ``save=`` of the ``Checkpointer``, whose writer stays. A planner is given here: two
+                saves at the same time need two.
+
+        Raises:
+            TooManySavesError: No slot is free, and ``when_full="fail"``. SidestreamError: An earlier save, or the
+            pruning after it, failed, and its error was not retrieved; nothing was
+                started. Each error is raised once.
         """
         self._check_usable()
+        options = self._save_options if options is None else self._checked(options)
         member = self._together()
         if member is not None:
-            return await self._save_together(member, state, step, metadata, planner, files)
+            return await self._save_together(member, state, step, options, metadata, files)
         check_step(step)
-        asked = _Asked(state, step, encode_metadata(metadata), planner, check_sources(files))
+        asked = _Asked(state, step, options, encode_metadata(metadata), check_sources(files))
         self._raise_unheard()
-        if self._slots.full and self._overlap == "latest":
+        if self._slots.full and self._when_full == "latest":
             return self._queue(asked)
-        if self._slots.full and self._overlap != "wait":
+        if self._slots.full and self._when_full != "wait":
             return self._give_way(step)
         return await self._in_turn(asked)
+
+    def _checked(self, options: SaveOptions) -> SaveOptions:
+        """Return the options of one save. Raises ``InvalidOptionError`` for those that belong to the whole run."""
+        options = options_of(options, SaveOptions)
+        for name in ("writer", "streaming"):
+            mine = getattr(self._save_options, name)
+            if getattr(options, name) not in (mine, getattr(SaveOptions(), name)):
+                raise InvalidOptionError(
+                    f"{name}= is one for all saves of a Checkpointer: Checkpointer(save=SaveOptions({name}=...))"
+                )
+        return replace(options, writer=self._save_options.writer, streaming=self._save_options.streaming)
 
     async def _in_turn(self, asked: _Asked, *, promised: bool = False) -> PendingSave:
         exports = self._exports_of(asked.step)
@@ -330,34 +388,34 @@ class Checkpointer:
         member: Member,
         state: Mapping[str, Any],
         step: int,
-        metadata: Mapping[str, Any] | None,
-        planner: Any = None,
+        options: SaveOptions,
+        metadata: Mapping[str, Any] | None = None,
         files: Mapping[str, FileSource] | None = None,
         *,
         promised: bool = False,
     ) -> PendingSave:
-        operation = member.begin("save", self._deadline(), self._rank_wait_s)
-        overlap: Overlap = "wait" if promised else self._overlap
-        turn = JointTurn(self._starts, operation, step, self._overlap, promised=promised)
+        operation = member.begin("save", Deadline.after(options.timeout_s), options.rank_wait_s)
+        when_full: WhenFull = "wait" if promised else self._when_full
+        turn = JointTurn(self._starts, operation, step, self._when_full, promised=promised)
 
         async def begin() -> _Asked:
             check_step(step)
-            asked = _Asked(state, step, encode_metadata(metadata), planner, check_sources(files))
+            asked = _Asked(state, step, options, encode_metadata(metadata), check_sources(files))
             if not promised:
                 self._raise_unheard_to_all(operation)
-            if overlap != "latest":
+            if when_full != "latest":
                 await turn.agree()
             return asked
 
         try:
             asked = await call_together(operation, begin)
-            if overlap != "latest" and turn.generation is None:
+            if when_full != "latest" and turn.generation is None:
                 operation.close()
                 turn.leave()
                 return self._give_way(step)
             exports = () if operation.rank else self._exports_of(step)
             start = partial(self._start_together, turn, operation, asked, exports)
-            if overlap == "latest":
+            if when_full == "latest":
                 queued = QueuedSave(self.url, step, turn, start)
                 return self._watch_over(PendingSave(queued, exports), step)
             pending = PendingSave(await start(), exports)
@@ -409,7 +467,7 @@ class Checkpointer:
 
     def _give_way(self, step: int) -> PendingSave:
         url = f"{self.url}/{step_name(step, 1)}"
-        if self._overlap == "fail":
+        if self._when_full == "fail":
             raise TooManySavesError(
                 f"{url} was not saved: {self._slots.taken} saves are in flight, as many as slots= allows"
             )
@@ -448,19 +506,15 @@ class Checkpointer:
         return start_save(
             asked.state,
             Location(self._store, name, f"{self.url}/{name}"),
+            asked.options,
             stager=self._stager,
-            durability=self._durability,
-            timeout_s=self._timeout_s,
             step=asked.step,
             generation=generation,
             metadata=asked.metadata,
-            digest=self._digest,
             worker=(self._worker, self._fall_back),
             operation=operation,
-            planner=asked.planner,
             exports=exports,
             files=asked.files,
-            saved_as=self._saved_as,
         )
 
     def _watch_over(self, pending: PendingSave, step: int) -> PendingSave:
@@ -487,15 +541,11 @@ class Checkpointer:
         step: int | Latest | None = "latest",
         *,
         fallback: Fallback = "never",
-        strict: Collection[Allowance] = (),
-        names: Names | None = None,
-        verify: Verify | None = None,
-        atomic: bool = False,
-        progress: Progress | None = None,
-        timeout_s: float | None = None,
-        allow: Iterable[type] = (),
-        trust: Trust = "data",
-        planner: Any = None,
+        strict: bool = True,
+        allow_missing: Tolerated = (),
+        allow_unexpected: Tolerated = (),
+        allow_cast: Tolerated = (),
+        options: LoadOptions | None = None,
     ) -> int | None:
         """Load the newest committed step, or ``step``, into ``state`` and return its number; None if there is none yet.
 
@@ -510,23 +560,18 @@ class Checkpointer:
         """
         self._check_usable()
         wish = self._wish(step, fallback)
-        options = LoadOptions(
-            self._verify if verify is None else verify,
-            check_strict(strict),
-            atomic,
-            progress,
-            self._timeout_s if timeout_s is None else timeout_s,
-            allowed_types(allow),
-            trust,
-            planner,
-            self._saved_as.names if names is None and planner is None else names,
-        )
+        options = self._load_options if options is None else options_of(options, LoadOptions)
+        if options.names is None and options.planner is None:
+            options = replace(options, names=self._save_options.names)
+        request = LoadRequest(options, tolerance_of(strict, allow_missing, allow_unexpected, allow_cast))
         member = self._together()
         restoring: Restoring | RestoringTogether
         if member is None:
-            restoring = Restoring(self._store, self.url, self._leases, wish, options)
+            restoring = Restoring(self._store, self.url, self._leases, wish, request)
         else:
-            restoring = RestoringTogether(member, self._store, self.url, self._leases, wish, options, self._rank_wait_s)
+            restoring = RestoringTogether(
+                member, self._store, self.url, self._leases, wish, request, options.rank_wait_s
+            )
         with time_limit(Deadline.after(options.timeout_s)):
             self._restored = await restoring.run(state)
         self._passed_over = restoring.passed_over
@@ -538,12 +583,12 @@ class Checkpointer:
 
     @property
     def restored(self) -> LoadReport | None:
-        """What the last ``restore`` did, and what its ``strict`` let pass; None before the first."""
+        """What the last ``restore`` did, and which differences it accepted; None before the first."""
         return self._restored
 
     @asynccontextmanager
-    async def open(
-        self, step: int | Latest = "latest", *, allow: Iterable[type] = (), trust: Trust = "data"
+    async def reading(
+        self, step: int | Latest = "latest", *, options: LoadOptions | None = None
     ) -> AsyncIterator[Checkpoint]:
         """``open_checkpoint`` of a step, with a lease on it: nobody deletes it within the ``async with``.
 
@@ -552,7 +597,14 @@ class Checkpointer:
         async with self._reading(step) as (found, location):
             if found.damage is not None:
                 raise found.damage
-            yield await open_from(location, verify=self._verify, timeout_s=self._timeout_s, allow=allow, trust=trust)
+            wanted = self._load_options if options is None else options_of(options, LoadOptions)
+            yield await open_from(
+                location,
+                verify=wanted.verify,
+                timeout_s=wanted.timeout_s,
+                safe_globals=wanted.safe_globals,
+                trust=wanted.trust,
+            )
 
     async def verify(self, step: int | Latest = "latest", *, progress: Progress | None = None) -> VerifyReport:
         """Read a step whole and compare it with all that is known about it, under a lease; see ``sidestream.verify``.
@@ -564,7 +616,7 @@ class Checkpointer:
             with self._time_limit():
                 return await verify_at(location, progress)
 
-    async def metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
+    async def read_metadata(self, step: int | Latest = "latest") -> dict[str, Any]:
         """What was noted about a step when it was saved, and nothing else of it is read; empty if nothing was.
 
         Raises ``CheckpointNotFoundError``, ``CorruptCheckpointError``.
@@ -705,9 +757,9 @@ class Checkpointer:
                 check_step(step)
                 member = self._together()
                 if member is not None:
-                    await (await self._save_together(member, state, step, None, promised=True))
+                    await (await self._save_together(member, state, step, self._save_options, promised=True))
                 else:
-                    await (await self._in_turn(_Asked(state, step), promised=True))
+                    await (await self._in_turn(_Asked(state, step, self._save_options), promised=True))
         except Exception:
             await self._all_ended()
             raise

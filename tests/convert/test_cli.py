@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with sidestream.blocking.Checkpointer(directory) as checkpoints:
         for step in (1, 2):
             state = {"model": {"w": torch.arange(600.0).reshape(20, 30) * step, "b": torch.ones(3)}, "step": step}
-            checkpoints.async_save(state, step=step)
+            checkpoints.save(state, step=step)
     return directory
 
 

@@ -45,7 +45,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sidestream.blocking.save({"t": tensors, "v": values}, directory / name)
     damaged = directory / "run" / "step-7"
     with sidestream.blocking.Checkpointer(directory / "run") as checkpoints:
-        checkpoints.async_save({"t": {fqn: torch.arange(500.0) for fqn in NAMES}}, step=7)
+        checkpoints.save({"t": {fqn: torch.arange(500.0) for fqn in NAMES}}, step=7)
     for path in damaged.glob("*.distcp"):
         path.write_bytes(path.read_bytes().replace(torch.arange(100.0, 300.0).numpy().tobytes(), bytes(800)))
     return directory
@@ -150,7 +150,7 @@ async def test_no_line_of_a_log_is_forged(tmp_path: Path, caplog: pytest.LogCapt
     fqn = "line\nERROR forged\x1b[31m"
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2):
-            await checkpoints.async_save({fqn: torch.arange(500.0)}, step=step)
+            await checkpoints.save({fqn: torch.arange(500.0)}, step=step)
     for path in (tmp_path / "step-2").glob("*.distcp"):
         path.write_bytes(path.read_bytes().replace(torch.arange(100.0, 300.0).numpy().tobytes(), bytes(800)))
     with caplog.at_level(logging.DEBUG, "sidestream"):

@@ -90,7 +90,7 @@ async def made(folder: Path) -> AsyncIterator[Bench]:
     async with sidestream.AsyncStager(budget_bytes=64 << 20) as stager:
         bench = Bench(folder, stager)
         async with sidestream.Checkpointer(bench.run, stager=stager) as checkpoints:
-            await checkpoints.async_save(make_state(1), step=1)
+            await checkpoints.save(make_state(1), step=1)
         yield bench
 
 
@@ -172,7 +172,7 @@ async def delete(bench: Bench) -> None:
         run, stager=bench.stager, keep=keep, save=sidestream.SaveOptions(durability="flush")
     ) as checkpoints:
         for step in (1, 2):
-            await checkpoints.async_save({"weight": torch.zeros(8)}, step=step)
+            await checkpoints.save({"weight": torch.zeros(8)}, step=step)
         await checkpoints.prune()
 
 

@@ -23,7 +23,7 @@ async def one_step(run: Path, acked: Acked, saver: WriterChoice, *, step: int) -
         sidestream.AsyncStager(budget_bytes=1 << 20) as stager,
         sidestream.Checkpointer(run, stager=stager, save=sidestream.SaveOptions(writer=saver)) as checkpoints,
     ):
-        info = await checkpoints.async_save(make_state(12), step=step)
+        info = await checkpoints.save(make_state(12), step=step)
         acked(Path(info.url).name, 12)
 
 
@@ -55,7 +55,7 @@ async def prune(run: Path, acked: Acked, saver: WriterChoice) -> None:
             run, stager=stager, keep=sidestream.KeepLast(1), save=sidestream.SaveOptions(writer=saver)
         ) as checkpoints,
     ):
-        info = await checkpoints.async_save(make_state(12), step=2)
+        info = await checkpoints.save(make_state(12), step=2)
         acked(Path(info.url).name, 12)
 
 
@@ -74,7 +74,7 @@ async def recorded(place: Path, name: str, writer: Writer) -> Recording:
     """``WORK[name]`` below ``place / "root"``, in a run that has step 1, with what either process did to the disk."""
     root, options = place / "root", sidestream.WriterProcess(retries=0)
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        await checkpoints.async_save(make_state(11), step=1)
+        await checkpoints.save(make_state(11), step=1)
 
     async def work(acked: Acked, journal: Path) -> None:
         if writer == "threads":

@@ -104,7 +104,7 @@ class _Child:
         ):
             for step, seed in self.trial["saves"]:
                 files = {"seed": str(seed).encode()}
-                info = await checkpoints.async_save(make_state(seed), step=step, files=files)
+                info = await checkpoints.save(make_state(seed), step=step, files=files)
                 self.tell(acked=Path(info.url).name, seed=seed)
 
     async def exported(self, run: Path) -> None:
@@ -123,7 +123,7 @@ class _Child:
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:
 
             async def one(step: int, seed: int) -> None:
-                info = await checkpoints.async_save(make_state(seed), step=step)
+                info = await checkpoints.save(make_state(seed), step=step)
                 self.tell(acked=Path(info.url).name, seed=seed)
 
             async with asyncio.TaskGroup() as group:
@@ -136,7 +136,7 @@ class _Child:
         keep = sidestream.KeepLast(2)
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, keep=keep) as checkpoints:
             for step, seed in self.trial["saves"]:
-                info = await checkpoints.async_save(make_state(seed), step=step)
+                info = await checkpoints.save(make_state(seed), step=step)
                 self.tell(acked=Path(info.url).name, seed=seed)
             self.tell(pruned=asdict(await checkpoints.prune()))
 
@@ -180,7 +180,7 @@ class _Child:
                     await asyncio.sleep(0)
                 try:
                     if number % 2:
-                        info = await checkpoints.async_save(make_state(seed), step=number)
+                        info = await checkpoints.save(make_state(seed), step=number)
                     else:
                         info = await sidestream.save(make_state(seed), run / f"plain-{number}", stager=stager)
                 except errors.CheckpointExistsError:
@@ -204,7 +204,7 @@ class _Child:
             while not Path(self.trial["stop"]).exists():
                 step += 1
                 noted = {"seed": step}
-                await checkpoints.async_save(make_state(step), step=step, metadata=noted)
+                await checkpoints.save(make_state(step), step=step, metadata=noted)
         self.tell(published=step)
 
     async def soak(self, run: Path) -> None:
@@ -217,7 +217,7 @@ class _Child:
         ):
             state = make_state(1)
             for number in range(1, self.trial["saves"] + 1):
-                await checkpoints.async_save(state, step=number)
+                await checkpoints.save(state, step=number)
                 if number % self.trial["every"] == 0:
                     await checkpoints.prune()  # a pass of retention that goes on has files open
                     self.tell(after=number, **usage())
@@ -237,7 +237,7 @@ class _Child:
         with Intercept(run, hook).installed():
             async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager) as checkpoints:
                 for step, seed in self.trial["saves"]:
-                    info = await checkpoints.async_save(make_state(seed), step=step)
+                    info = await checkpoints.save(make_state(seed), step=step)
                     self.tell(acked=Path(info.url).name, seed=seed)
         self.tell(held=here.is_set())
 
@@ -251,7 +251,7 @@ class _Child:
         keep = sidestream.KeepLast(2) | sidestream.KeepEvery(seconds=3600)
         async with self.stager() as stager, sidestream.Checkpointer(run, stager=stager, keep=keep) as checkpoints:
             for step, seed in self.trial["saves"]:
-                info = await checkpoints.async_save(make_state(seed), step=step)
+                info = await checkpoints.save(make_state(seed), step=step)
                 self.tell(acked=Path(info.url).name, seed=seed)
                 await checkpoints.prune()
 

@@ -21,7 +21,7 @@ async def work(run: Path, saver: Any) -> dict[str, Any]:
     async with sidestream.Checkpointer(run, save=sidestream.SaveOptions(writer=saver)) as checkpoints:
         for step in (1, 2):
             try:
-                await checkpoints.async_save(make_state(step), step=step)
+                await checkpoints.save(make_state(step), step=step)
             except sidestream.errors.SidestreamError as error:
                 told.setdefault("refused", []).append(f"{type(error).__name__}: {error}")
                 continue

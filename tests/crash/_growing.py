@@ -37,14 +37,14 @@ async def operation(kind: str, folder: Path) -> AsyncIterator[Callable[[int], Aw
             folder / "run", keep=sidestream.KeepLast(2), save=sidestream.SaveOptions(durability="flush")
         ) as checkpoints,
     ):
-        await checkpoints.async_save(state, step=0)
+        await checkpoints.save(state, step=0)
 
         async def save(**options: Any) -> None:
             await sidestream.save(state, folder / "new", options=sidestream.SaveOptions(durability="flush"), **options)
             shutil.rmtree(folder / "new")
 
         async def save_in_run(number: int) -> None:
-            await checkpoints.async_save(state, step=number + 1)
+            await checkpoints.save(state, step=number + 1)
 
         async def stage() -> None:
             (await stager.stage(state)).release()

@@ -115,7 +115,7 @@ class Bench:
 
     async def prepare(self) -> None:
         async with sidestream.Checkpointer(self.folder / "base", stager=self.stager) as checkpoints:
-            await checkpoints.async_save(make_state(11), step=1)
+            await checkpoints.save(make_state(11), step=1)
 
     async def save(
         self, hook: Callable[[Operation], Any], step: int = 2
@@ -170,7 +170,7 @@ class Bench:
         async with sidestream.Checkpointer(
             self.run, stager=self.stager, save=sidestream.SaveOptions(durability="flush")
         ) as checkpoints:
-            info = await checkpoints.async_save(make_state(22), step=2)
+            info = await checkpoints.save(make_state(22), step=2)
         if await seed_of(Path(info.url)) != 22:
             wrong.append("the next save did not work")
         return wrong

@@ -73,7 +73,7 @@ async def save_further(run: Path, step: int, found: Found) -> list[str]:
     """What is wrong with one more save."""
     try:
         async with sidestream.Checkpointer(run, save=sidestream.SaveOptions(durability="flush")) as checkpoints:
-            await checkpoints.async_save(make_state(99), step=step)
+            await checkpoints.save(make_state(99), step=step)
     except Exception as error:
         return [f"a further save failed: {type(error).__name__}: {error}"]
     after = await look(run)

@@ -281,7 +281,7 @@ async def corruption(place: Path, chance: random.Random, first: str) -> AsyncIte
 
     async with sidestream.Checkpointer(place / "run") as checkpoints:
         for step, seed in ((1, 11), (2, 12)):
-            await checkpoints.async_save(make_state(seed), step=step)
+            await checkpoints.save(make_state(seed), step=step)
     for _ in range(1500):
         with damaged(place / "run" / "step-1", chance.choice(DAMAGES), chance):
             _, wrong = await judged(place / "run" / "step-1", chance.choice(OWN_READERS))
@@ -306,7 +306,7 @@ async def renamed(place: Path, chance: random.Random, first: str) -> AsyncIterat
     import sidestream
 
     async with sidestream.Checkpointer(place / "run") as checkpoints:
-        await checkpoints.async_save(make_state(1), step=1)
+        await checkpoints.save(make_state(1), step=1)
         shutil.copytree(place / "run" / "step-1", place / "run" / "step-7")
         try:
             step = await checkpoints.restore(blank_state())

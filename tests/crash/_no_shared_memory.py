@@ -83,7 +83,7 @@ async def work(run: Path, saver: Any, lack: str) -> dict[str, Any]:
             run, save=sidestream.SaveOptions(writer="thread" if step == 3 else saver)
         ) as checkpoints:
             try:
-                await checkpoints.async_save(make_state(step), step=step)
+                await checkpoints.save(make_state(step), step=step)
             except sidestream.errors.SidestreamError as error:
                 told["refused"].append(f"{type(error).__name__}: {error}")
                 continue

@@ -37,7 +37,7 @@ async def make(run: Path, steps: list[int], random: Any) -> list[str]:
     async with sidestream.Checkpointer(run, save=sidestream.SaveOptions(durability="flush")) as checkpoints:
         for step in steps:
             for _ in range(random.choice([1, 1, 2])):
-                info = await checkpoints.async_save(make_state(step), step=step)
+                info = await checkpoints.save(make_state(step), step=step)
                 names.append(Path(info.url).name)
     return names
 

@@ -48,7 +48,7 @@ def once(way: str, run: Path, number: int) -> None:
 
 async def both(run: Path, number: int, state: dict[str, Any]) -> None:
     async with sidestream.Checkpointer(run, save=sidestream.SaveOptions(durability="flush")) as checkpoints:
-        await checkpoints.async_save(make_state(number), step=number)
+        await checkpoints.save(make_state(number), step=number)
         await checkpoints.restore(state, number)
 
 

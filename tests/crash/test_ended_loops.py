@@ -200,7 +200,7 @@ def test_closed_under_a_checkpointer(saver: Any, overlap: Any, tmp_path: Path, l
 
     async def go_on() -> None:
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
-            assert await checkpoints.async_save(make_state(9), step=9)
+            assert await checkpoints.save(make_state(9), step=9)
             assert 9 in await checkpoints.steps()
 
     asyncio.run(go_on())
@@ -239,7 +239,7 @@ def test_closed_under_a_load(tmp_path: Path, lines: Callable[[], list[str]]) -> 
 def test_a_lease_of_a_reader_is_given_back(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
     async def save() -> None:
         async with sidestream.Checkpointer(tmp_path) as checkpoints:
-            await checkpoints.async_save(make_state(1), step=1)
+            await checkpoints.save(make_state(1), step=1)
 
     opened = []
 
@@ -399,7 +399,7 @@ def test_an_idle_loop_is_not_kept(tmp_path: Path) -> None:
 
     async def begin() -> None:
         checkpoints = await sidestream.Checkpointer(tmp_path).__aenter__()
-        await checkpoints.async_save(make_state(1), step=1)
+        await checkpoints.save(make_state(1), step=1)
         while len(asyncio.all_tasks()) > 1:  # the deleting after it
             await asyncio.sleep(0.001)
 

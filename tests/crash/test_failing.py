@@ -194,7 +194,7 @@ async def test_a_run_that_is_a_file(tmp_path: Path) -> None:
             with pytest.raises(errors.SidestreamError):
                 await attempt()
         with pytest.raises(errors.SidestreamError):
-            await checkpoints.async_save(make_state(1), step=1)
+            await checkpoints.save(make_state(1), step=1)
     for url in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
         with pytest.raises(errors.SidestreamError):
             await sidestream.save(make_state(1), url)

@@ -42,7 +42,7 @@ async def test_files_and_copies_are_the_work_of_other_threads(tmp_path: Path) ->
             sidestream.AsyncStager(budget_bytes=1 << 26, engine=engine) as stager,
             sidestream.Checkpointer(tmp_path / "run", stager=stager) as checkpoints,
         ):
-            await checkpoints.async_save(state, step=1)
+            await checkpoints.save(state, step=1)
             await checkpoints.restore(blank)
             assert await checkpoints.steps() == [1]
             (await stager.stage(state)).release()

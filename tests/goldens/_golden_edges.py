@@ -62,7 +62,7 @@ async def blocking(table: Table) -> None:
 
 def _blocking_run(run: Path) -> Any:
     with sidestream.blocking.Checkpointer(run) as checkpoints:
-        saved = checkpoints.async_save(small(), step=1, metadata={"loss": 1.0})
+        saved = checkpoints.save(small(), step=1, metadata={"loss": 1.0})
         told = [checkpoints.steps(), checkpoints.latest(), checkpoints.metadata(), checkpoints.verify().ok]
         return [saved, *told, checkpoints.restore(blank(small())), checkpoints.prune(dry_run=True)]
 
@@ -83,7 +83,7 @@ def _failed_unheard(run: Path) -> None:
 
 def _body_raises(run: Path) -> None:
     with sidestream.blocking.Checkpointer(run) as checkpoints:
-        checkpoints.async_save(small(), step=1)
+        checkpoints.save(small(), step=1)
         raise KeyError("the body")
 
 
@@ -149,7 +149,7 @@ async def command_line(table: Table) -> None:
     async with sidestream.Checkpointer(run) as checkpoints:
         for step in (1, 2):
             state = {"model": {"w": counted(20, 30) * step, "b": torch.ones(3)}, "step": step}
-            await checkpoints.async_save(state, step=step, metadata={"loss": 1.0 / step})
+            await checkpoints.save(state, step=step, metadata={"loss": 1.0 / step})
     await sidestream.save({"odd [name]": torch.ones(2), "v": (1, 2)}, folder / "odd")
     shutil.copytree(run / "step-2", folder / "broken")
     DAMAGE["shard altered"](folder / "broken")

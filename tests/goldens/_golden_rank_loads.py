@@ -125,7 +125,7 @@ async def run(rank: Rank) -> None:
 
         async def saved(step: int, state: Any = None, **options: Any) -> Any:
             state = rank.state(float(step)) if state is None else state
-            return await checkpoints.async_save(state, step=step, **options)
+            return await checkpoints.save(state, step=step, **options)
 
         async def restored(**options: Any) -> Any:
             target = rank.blank()
@@ -181,7 +181,7 @@ async def run_damaged(rank: Rank) -> None:
     folder = rank.folder / "run"
     async with sidestream.Checkpointer(folder) as checkpoints:
         for step in (1, 2, 3):
-            await checkpoints.async_save(rank.state(float(step)), step=step)
+            await checkpoints.save(rank.state(float(step)), step=step)
     await rank.together()
     if rank.number == 0:
         altered("__1_1.distcp")(folder / "step-3")
@@ -212,7 +212,7 @@ async def run_damaged(rank: Rank) -> None:
 
 async def _one_step(rank: Rank, folder: Path, step: int, **options: Any) -> Any:
     async with sidestream.Checkpointer(folder, **options) as checkpoints:
-        return await checkpoints.async_save(rank.state(float(step)), step=step)
+        return await checkpoints.save(rank.state(float(step)), step=step)
 
 
 async def run_overlapping(rank: Rank) -> None:

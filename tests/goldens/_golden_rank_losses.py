@@ -29,7 +29,7 @@ def absent(verb: str, number: int, rank_wait_s: float, *, before: bool = False) 
         if rank.number == 0:
             await sidestream.save({"n": 1}, folder / "saved", process_group="alone")
             async with sidestream.Checkpointer(folder / "run", process_group="alone") as checkpoints:
-                await checkpoints.async_save({"n": 1}, step=1)
+                await checkpoints.save({"n": 1}, step=1)
         await rank.together()
         if before:
             await sidestream.save(rank.state(), folder / "before")
@@ -43,7 +43,7 @@ def absent(verb: str, number: int, rank_wait_s: float, *, before: bool = False) 
             async with sidestream.Checkpointer(folder / "run", **limit) as checkpoints:
                 if verb == "restore":
                     return await checkpoints.restore({"n": 0})
-                return await checkpoints.async_save(rank.state(), step=2)
+                return await checkpoints.save(rank.state(), step=2)
 
         if rank.number != number:
             await rank.tries_alone("call", call)

@@ -60,7 +60,7 @@ async def blocking(rank: Rank) -> None:
 
     def in_run() -> Any:
         with sidestream.blocking.Checkpointer(folder / "run") as checkpoints:
-            saved = checkpoints.async_save(rank.state(), step=1)
+            saved = checkpoints.save(rank.state(), step=1)
             target = rank.blank()
             return [saved, checkpoints.restore(target), local(target), checkpoints.steps()]
 
@@ -189,4 +189,4 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
 
 
 async def _saved_in(checkpoints: sidestream.Checkpointer, rank: Rank, step: int) -> Any:
-    return await checkpoints.async_save(rank.state(), step=step)
+    return await checkpoints.save(rank.state(), step=step)

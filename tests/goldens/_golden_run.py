@@ -26,7 +26,7 @@ def blank() -> dict[str, Any]:
 async def _saved(run: Path, *steps: int, **options: Any) -> None:
     async with Checkpointer(run, **options) as checkpoints:
         for step in steps:
-            await checkpoints.async_save(STATE, step=step, metadata={"loss": 1.0 / (step + 1)})
+            await checkpoints.save(STATE, step=step, metadata={"loss": 1.0 / (step + 1)})
 
 
 def _alter(step: Path) -> None:
@@ -121,7 +121,7 @@ async def _full(table: Table, run: Path) -> None:
 
 
 async def _saved_by(checkpoints: Checkpointer, step: int, state: Any = STATE, **options: Any) -> Any:
-    return await checkpoints.async_save(state, step=step, **options)
+    return await checkpoints.save(state, step=step, **options)
 
 
 async def _overlapping(table: Table, run: Path) -> None:
@@ -227,5 +227,5 @@ async def _ends(table: Table, run: Path) -> None:
 
 async def _body_raises(run: Path) -> None:
     async with Checkpointer(run) as checkpoints:
-        await checkpoints.async_save(STATE, step=4)
+        await checkpoints.save(STATE, step=4)
         raise KeyError("the body")

@@ -344,7 +344,7 @@ async def files(table: Table) -> None:
 
 async def _step(run: Path, metadata: dict[str, Any] | None) -> None:
     async with sidestream.Checkpointer(run) as checkpoints:
-        await checkpoints.async_save(SMALL, step=3, metadata=metadata)
+        await checkpoints.save(SMALL, step=3, metadata=metadata)
 
 
 def _described(path: Path, *, planned: bool) -> dict[str, Any]:

@@ -33,7 +33,7 @@ async def saved(root: Path) -> None:
 
 async def run_saved(root: Path) -> None:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        await checkpoints.async_save(small(), step=1)
+        await checkpoints.save(small(), step=1)
 
 
 async def save(root: Path, **options: Any) -> Any:
@@ -52,14 +52,14 @@ class Case:
 async def _checkpointer(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run", keep=KeepLast(1)) as checkpoints:
         for step in (2, 3):
-            await checkpoints.async_save(small(), step=step)
+            await checkpoints.save(small(), step=step)
             await checkpoints.prune()
         return await checkpoints.steps()
 
 
 async def _generation(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        return await checkpoints.async_save(small(), step=1)
+        return await checkpoints.save(small(), step=1)
 
 
 async def _restore(root: Path) -> Any:
@@ -174,7 +174,7 @@ class _Raising(DefaultSavePlanner):
 
 async def _second_step(root: Path) -> Any:
     async with sidestream.Checkpointer(root / "run") as checkpoints:
-        return await checkpoints.async_save(small(), step=2)
+        return await checkpoints.save(small(), step=2)
 
 
 def _other_writers() -> dict[str, Case]:

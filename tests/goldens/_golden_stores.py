@@ -120,7 +120,7 @@ async def _names(url: str, options: dict[str, Any]) -> list[str]:
 
 async def _run_save(place: Place, step: int, state: dict[str, Any] = SMALL) -> Any:
     async with sidestream.Checkpointer(place.base, keep=KeepLast(1), **place.keywords) as checkpoints:
-        return await checkpoints.async_save(state, step=step)
+        return await checkpoints.save(state, step=step)
 
 
 async def _run_restore(place: Place) -> Any:

@@ -74,9 +74,9 @@ async def native(target: Path) -> None:
     await sidestream.save(small(), target / "planner", options=sidestream.SaveOptions(planner=DefaultSavePlanner()))
     await asyncio.to_thread(dcp.save, foreign(), storage_writer=StorageWriter(target / "storage-writer"), no_dist=True)
     async with sidestream.Checkpointer(target / "run") as checkpoints:
-        await checkpoints.async_save(small(), step=1, metadata={"loss": 1.5})
-        await checkpoints.async_save(small(1.0), step=2)
-        await checkpoints.async_save(small(), step=2)
+        await checkpoints.save(small(), step=1, metadata={"loss": 1.5})
+        await checkpoints.save(small(1.0), step=2)
+        await checkpoints.save(small(), step=2)
     for rank in range(3):
         await async_save_part(part(rank), target / "parts", IndependentPart(rank=rank, world_size=3, save_id="step 5"))
     await sidestream.copy(target / "metadata", target / "copied")

@@ -111,7 +111,7 @@ async def main():
     await checkpoint.state_dict(memory=torch.device("cuda:1"))
     check("open_checkpoint()")
     async with sidestream.Checkpointer(folder / "run") as run:
-        await run.async_save(state, step=1)
+        await run.save(state, step=1)
         await run.restore(state)
     check("Checkpointer")
 

@@ -84,7 +84,7 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
 
     async def restored() -> None:
         async with sidestream.Checkpointer(url, **limit) as checkpoints:
-            await checkpoints.async_save(state, step=3)
+            await checkpoints.save(state, step=3)
             assert await checkpoints.restore(target) == 3
 
     def blocking() -> None:
@@ -227,7 +227,7 @@ def never_comes(
                 if verb == "restore":
                     await checkpoints.restore(state)
                 else:
-                    await checkpoints.async_save(state, step=2)
+                    await checkpoints.save(state, step=2)
 
     async def work() -> None:
         if before:
@@ -251,7 +251,7 @@ def never_comes(
 
 async def _one_step(state: dict[str, Any], run_at: Path) -> None:
     async with sidestream.Checkpointer(run_at, process_group="alone") as checkpoints:
-        await checkpoints.async_save(state, step=1)
+        await checkpoints.save(state, step=1)
 
 
 def comes_late(rank: int, world: int, directory: Path) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def load_events(rank: int, world: int, directory: Path) -> list[Any]:
             save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
             load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
         ) as checkpoints:
-            await checkpoints.async_save({f"t{rank}": torch.ones(3)}, step=4)
+            await checkpoints.save({f"t{rank}": torch.ones(3)}, step=4)
             await checkpoints.restore({f"t{rank}": torch.zeros(3)})
         other = {f"t{rank}": torch.zeros(3 + rank)}
         try:

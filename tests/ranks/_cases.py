@@ -647,7 +647,7 @@ def a_run(rank: int, world: int, directory: Path) -> list[Any]:
                 pending = await checkpoints.async_save(large(mesh, step), step=step, metadata={"step": step})
                 await pending.staged
                 info = await pending
-            again = await checkpoints.async_save(large(mesh, 30), step=3)
+            again = await checkpoints.save(large(mesh, 30), step=3)
         async with sidestream.Checkpointer(
             directory / "run",
             timeout_s=TIMEOUT_S,
@@ -696,7 +696,7 @@ def own_disks(rank: int, world: int, directory: Path) -> list[Any]:
             save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
             load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
         ) as checkpoints:
-            await checkpoints.async_save({"w": ROWS}, step=1)
+            await checkpoints.save({"w": ROWS}, step=1)
 
     if rank == 0:
         run(save())
@@ -797,7 +797,7 @@ def object_storage(rank: int, world: int, directory: Path, url: str, options: di
         ids = []
         async with sidestream.Checkpointer(f"{url}/run", **keywords) as checkpoints:
             for step in range(2):
-                ids.append((await checkpoints.async_save(large(mesh, step), step=step)).save_id)
+                ids.append((await checkpoints.save(large(mesh, step), step=step)).save_id)
             target = large(mesh, 9)
             restored = await checkpoints.restore(target)
             same(target, large(mesh, 1))

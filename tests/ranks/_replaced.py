@@ -239,7 +239,7 @@ def restored(rank: int, world: int, directory: Path) -> dict[str, Any]:
                 save=sidestream.SaveOptions(timeout_s=TIMEOUT_S),
                 load=sidestream.LoadOptions(timeout_s=TIMEOUT_S),
             ) as checkpoints:
-                await checkpoints.async_save(large(race.mesh, plus), step=1)
+                await checkpoints.save(large(race.mesh, plus), step=1)
         race._desk.mkdir(exist_ok=True)
         race.on_event = seen
         target = large(race.mesh, 9)
@@ -252,7 +252,7 @@ def restored(rank: int, world: int, directory: Path) -> dict[str, Any]:
             with events.observe(race.observe):
                 step = await checkpoints.restore(target)
             same(target, large(race.mesh, NEW))
-            again = await checkpoints.async_save(large(race.mesh, 3), step=2)
+            again = await checkpoints.save(large(race.mesh, 3), step=2)
         return {"step": step, "opened": race.opened, "again": again.save_id}
 
     return dict(run(work()))

@@ -65,7 +65,9 @@ def same(one: Any, other: Any) -> None:
 
 
 async def save_part(rank: int, path: Any, save_id: str = "step 5", **options: Any) -> sidestream.SaveInfo:
-    return await async_save_part(part_of(rank), path, IndependentPart(rank=rank, world_size=WORLD, save_id=save_id), **options)
+    return await async_save_part(
+        part_of(rank), path, IndependentPart(rank=rank, world_size=WORLD, save_id=save_id), **options
+    )
 
 
 async def save_all(path: Any, **options: Any) -> None:
@@ -331,7 +333,7 @@ async def test_steps_that_were_saved_apart_are_listed_when_they_are_whole(tmp_pa
         assert await checkpointer.restore(target) == 5
         same(target, whole_of())
         assert (await checkpointer.verify()).ok
-        await checkpointer.async_save({"x": 1}, step=6)
+        await checkpointer.save({"x": 1}, step=6)
         (tmp_path / "step-5" / "__2.metadata").unlink()
         assert await checkpointer.steps() == [6]
 
@@ -347,7 +349,7 @@ async def test_a_step_that_loses_a_part_while_it_is_restored(tmp_path: Path, mon
 
     monkeypatch.setattr(restoring, "load_from", late)
     async with sidestream.Checkpointer(tmp_path) as checkpointer:
-        await checkpointer.async_save({"common": part_of(0)["common"]}, step=1)
+        await checkpointer.save({"common": part_of(0)["common"]}, step=1)
         await save_all(tmp_path / "step-5")
         assert await checkpointer.restore({"common": part_of(0, 9)["common"]}) == 1
 

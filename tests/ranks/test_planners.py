@@ -416,7 +416,7 @@ async def test_a_run(tmp_path: Path) -> None:
                 state_of(step), step=step, metadata={"loss": step}, planner=DefaultSavePlanner()
             )
             await pending
-        await checkpointer.async_save(state_of(5), step=1, planner=Renaming())
+        await checkpointer.save(state_of(5), step=1, planner=Renaming())
         target = state_of(9)
         assert await checkpointer.restore(target, options=sidestream.LoadOptions(planner=RenamingBack())) == 1
         same(target, state_of(5))

@@ -59,7 +59,7 @@ async def test_generations_of_a_step(tmp_path: Path) -> None:
         second = await checkpoints.async_save({"n": 2}, step=7)
         assert [(await first).generation, (await second).generation] == [1, 2]
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        assert (await checkpoints.async_save({"n": 3}, step=7)).url.endswith("step-7.g3")
+        assert (await checkpoints.save({"n": 3}, step=7)).url.endswith("step-7.g3")
         assert await checkpoints.steps() == [7]
         state = {"n": 0}
         assert await checkpoints.restore(state) == 7
@@ -69,7 +69,7 @@ async def test_generations_of_a_step(tmp_path: Path) -> None:
 
 async def test_only_what_is_committed_counts(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await checkpoints.async_save({"n": 1}, step=1)
+        await checkpoints.save({"n": 1}, step=1)
         (tmp_path / "step-9").mkdir()
         (tmp_path / ".step-8.0123.partial").mkdir()
         (tmp_path / "step-1").rename(tmp_path / "step-5")  # the marker says that it is another step
@@ -81,7 +81,7 @@ async def test_only_what_is_committed_counts(tmp_path: Path) -> None:
 async def test_a_damaged_newest_step_is_told_not_skipped(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         for step in (1, 2):
-            await checkpoints.async_save({"t": torch.ones(10)}, step=step)
+            await checkpoints.save({"t": torch.ones(10)}, step=step)
         newest = tmp_path / "step-2"
         raw = (newest / ".metadata").read_bytes()
         shard = (newest / "__0_1.distcp").read_bytes()
@@ -105,21 +105,21 @@ async def test_a_damaged_newest_step_is_told_not_skipped(tmp_path: Path) -> None
         assert await checkpoints.restore({"t": torch.zeros(10)}) == 2
         (newest / ".metadata").write_bytes(b"")
         assert await checkpoints.steps() == [1]
-        assert (await checkpoints.async_save({"t": torch.ones(10)}, step=2)).generation == 2
+        assert (await checkpoints.save({"t": torch.ones(10)}, step=2)).generation == 2
         assert await checkpoints.steps() == [1, 2]
         assert await checkpoints.restore({"t": torch.zeros(10)}, step=1) == 1
 
 
 async def test_a_step_that_stock_dcp_wrote(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await checkpoints.async_save({"t": torch.ones(10)}, step=1)
+        await checkpoints.save({"t": torch.ones(10)}, step=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({"t": torch.full((10,), 2.0)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
         target = {"t": torch.zeros(10)}
         assert await checkpoints.restore(target) == 2
         assert target["t"].tolist() == [2.0] * 10
-        assert (await checkpoints.async_save({"t": torch.ones(10)}, step=2)).generation == 2
+        assert (await checkpoints.save({"t": torch.ones(10)}, step=2)).generation == 2
 
 
 async def test_values_are_those_at_the_call_while_saves_overlap(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ async def test_a_failure_nobody_awaited_is_raised_by_the_next_save(tmp_path: Pat
         with pytest.raises(CheckpointExistsError):
             await checkpoints.async_save({"n": 2}, step=2)
         (tmp_path / "step-1").unlink()
-        assert (await checkpoints.async_save({"n": 2}, step=2)).step == 2, "it is told once"
+        assert (await checkpoints.save({"n": 2}, step=2)).step == 2, "it is told once"
 
 
 async def test_a_failure_nobody_awaited_is_raised_by_aclose(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ async def test_prewarm_plans(tmp_path: Path) -> None:
         await checkpoints.prewarm(state)
         assert isinstance(checkpoints._stager, sidestream.AsyncStager)
         assert checkpoints._stager.plans.made == 1
-        await checkpoints.async_save(state, step=1)
+        await checkpoints.save(state, step=1)
         assert checkpoints._stager.plans.made == 1
         await checkpoints.prewarm({"w": object()})
         pending = await checkpoints.async_save({"w": object()}, step=2)

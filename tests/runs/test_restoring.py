@@ -58,7 +58,7 @@ async def test_a_fallback_is_asked_for_and_reported(tmp_path: Path, caplog: pyte
 async def test_an_older_generation_comes_before_an_older_step(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         await save_steps(checkpoints, 1, 2)
-        await checkpoints.async_save(state_of(2) | {"step": "again"}, step=2)
+        await checkpoints.save(state_of(2) | {"step": "again"}, step=2)
         flip(tmp_path / "step-2.g2")
         state = blank()
         assert await checkpoints.restore(state, 2, fallback="older") == 2
@@ -85,13 +85,13 @@ async def test_when_none_is_good(tmp_path: Path) -> None:
 async def test_a_fallback_never_mixes_two_steps(tmp_path: Path) -> None:
     """The older step lacks a tensor that was read of the damaged one before the damage was found."""
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await checkpoints.async_save({"b": torch.ones(4096)}, step=1)
-        await checkpoints.async_save({"a": torch.full((4096,), 2.0), "b": torch.full((1 << 20,), 2.0)}, step=2)
+        await checkpoints.save({"b": torch.ones(4096)}, step=1)
+        await checkpoints.save({"a": torch.full((4096,), 2.0), "b": torch.full((1 << 20,), 2.0)}, step=2)
         flip(tmp_path / "step-2")
         state = {"a": torch.zeros(4096), "b": torch.zeros(4096)}
         with pytest.raises(sidestream.errors.StateMismatchError):
             await checkpoints.restore(state, fallback="older")  # nothing that is not damage leads to an older step
-        await checkpoints.async_save({"a": torch.full((4096,), 3.0), "b": torch.full((4096,), 3.0)}, step=3)
+        await checkpoints.save({"a": torch.full((4096,), 3.0), "b": torch.full((4096,), 3.0)}, step=3)
         flip(tmp_path / "step-3")
         (tmp_path / "step-2" / ".metadata").write_bytes(b"")
         assert await checkpoints.restore(state, fallback="older", allow_missing=True) == 1
@@ -103,8 +103,8 @@ async def test_a_fallback_never_mixes_two_steps(tmp_path: Path) -> None:
 
 async def test_what_is_not_damage_is_raised(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await checkpoints.async_save({"a": 1, "b": 2}, step=1)
-        await checkpoints.async_save({"a": 1}, step=2)
+        await checkpoints.save({"a": 1, "b": 2}, step=1)
+        await checkpoints.save({"a": 1}, step=2)
         with pytest.raises(MissingKeysError):
             await checkpoints.restore({"a": 0, "b": 0}, fallback="older")
         for fallback in (True, "any", None):
@@ -147,7 +147,7 @@ async def test_metadata_comes_back_without_the_state(tmp_path: Path) -> None:
 
 async def test_metadata_is_data_that_stock_dcp_ignores(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await checkpoints.async_save({"t": torch.ones(10)}, step=1, metadata=PLAIN)
+        await checkpoints.save({"t": torch.ones(10)}, step=1, metadata=PLAIN)
         assert (await checkpoints.verify(1)).ok
     target = {"t": torch.zeros(10)}
     with warnings.catch_warnings():

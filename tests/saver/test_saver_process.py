@@ -459,7 +459,7 @@ async def test_prewarm_starts_it_and_a_checkpointer_keeps_it(tmp_path: Path, chi
         await checkpoints.prewarm(state)
         (pid,) = children()
         for step in (1, 2):
-            await checkpoints.async_save(state, step=step)
+            await checkpoints.save(state, step=step)
             await asyncio.sleep(1.5)  # as often as it looks whether it is needed
         assert children() == [pid]
     until(lambda: children() == [])

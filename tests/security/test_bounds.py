@@ -646,7 +646,7 @@ async def test_every_path_that_stock_dcp_makes_is_read(tmp_path: Path) -> None:
 )
 async def test_a_step_has_one_name(name: str, tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
-        await checkpoints.async_save({"w": torch.ones(2)}, step=7)
+        await checkpoints.save({"w": torch.ones(2)}, step=7)
         os.rename(tmp_path / "step-7", tmp_path / name)
         assert await checkpoints.steps() == []
         assert await checkpoints.restore({"w": torch.zeros(2)}) is None

@@ -121,7 +121,7 @@ async def test_without_the_extra_a_save_is_refused_and_a_load_tells(tmp_path: Pa
 
 async def test_a_checkpointer_passes_it_on(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path, save=sidestream.SaveOptions(digest="blake3")) as checkpoints:
-        await checkpoints.async_save({"w": torch.ones(3)}, step=1)
+        await checkpoints.save({"w": torch.ones(3)}, step=1)
         await checkpoints.restore({"w": torch.zeros(3)})
         assert checkpoints.restored is not None
         assert checkpoints.restored.digest == "verified"

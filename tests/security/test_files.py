@@ -27,7 +27,7 @@ async def test_published_with_the_umask(umask: int, directory: int, file: int, t
     try:
         await sidestream.save({"w": torch.ones(4), "s": 1}, tmp_path / "run" / "c")
         async with sidestream.Checkpointer(tmp_path / "steps") as checkpoints:
-            await checkpoints.async_save({"w": torch.ones(4), "s": 1}, step=1)
+            await checkpoints.save({"w": torch.ones(4), "s": 1}, step=1)
     finally:
         os.umask(old)
     for path in ("run", "run/c", "steps", "steps/step-1"):

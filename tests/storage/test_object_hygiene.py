@@ -119,7 +119,7 @@ async def test_a_run_keeps_what_its_policy_says(s3: S3Server) -> None:
     target = {"large": torch.zeros(3 << 20), "step": 0}
     async with sidestream.Checkpointer(place.base, keep=sidestream.KeepLast(1), **place.keywords) as checkpoints:
         for step in (1, 2, 3):
-            await checkpoints.async_save(STATE, step=step)
+            await checkpoints.save(STATE, step=step)
         assert await checkpoints.restore(target) == 3
     # A lease whose removal failed expires by itself, and is no step.
     assert {name.split("/")[1] for name in s3.objects} - {".leases"} == {"step-3"}

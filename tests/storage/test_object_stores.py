@@ -68,7 +68,7 @@ async def test_a_run(place: Place) -> None:
     async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
         assert await checkpoints.restore(target) is None
         for step in (1, 2, 2):
-            await checkpoints.async_save(state(step), step=step)
+            await checkpoints.save(state(step), step=step)
         assert await checkpoints.steps() == [1, 2]
         assert await checkpoints.restore(target) == 2
         assert_same(state(2), target)
@@ -143,5 +143,5 @@ async def test_listings_are_never_stale(s3: S3Server) -> None:
         assert await reader.steps() == []
         for step in (1, 2):
             async with sidestream.Checkpointer(writer.base, **writer.keywords) as checkpoints:
-                await checkpoints.async_save({"t": torch.ones(4)}, step=step)
+                await checkpoints.save({"t": torch.ones(4)}, step=step)
             assert await reader.latest() == step

@@ -90,7 +90,7 @@ async def test_a_run(store: DirectoryStore) -> None:
     async with sidestream.Checkpointer("run", keep=sidestream.KeepLast(2), **keywords(wrapped)) as checkpoints:
         assert await checkpoints.restore(target) is None
         for step in (1, 2, 3):
-            await checkpoints.async_save(state(), step=step)
+            await checkpoints.save(state(), step=step)
         assert await checkpoints.restore(target) == 3
     assert torch.equal(target["large"], state()["large"])
     assert {name.split("/")[1] for name in files(store.blobs)} - {".leases"} == {"step-2", "step-3"}

@@ -44,7 +44,7 @@ class Child:
         """Of a run, one after the other."""
         async with sidestream.Checkpointer(self.trial["run"], **self.where) as checkpoints:
             for step, seed in self.trial["saves"]:
-                info = await checkpoints.async_save(make_state(seed, self.trial["mib"]), step=step)
+                info = await checkpoints.save(make_state(seed, self.trial["mib"]), step=step)
                 self.tell(acked=info.url.rpartition("/")[2], seed=seed)
 
     async def plain(self) -> None:

@@ -92,7 +92,7 @@ async def test_a_run_is_saved_and_restored(run: tuple[str, dict[str, Any]]) -> N
         async with sidestream.Checkpointer(url, **how) as checkpoints:
             assert await checkpoints.restore(blank_state()) is None
             for step, seed in ((1, 31), (2, 32), (2, 33)):
-                await checkpoints.async_save(make_state(seed), step=step)
+                await checkpoints.save(make_state(seed), step=step)
             assert await checkpoints.steps() == [1, 2]
         state = blank_state()
         async with sidestream.Checkpointer(url, **how) as checkpoints:

@@ -129,7 +129,7 @@ async def test_kill_at_every_request(
 
     async with sidestream.Checkpointer(seaweed.url(f"{prefix}/before"), **how) as checkpoints:
         for step, seed in scenario.before:
-            await checkpoints.async_save(make_state(seed, MIB), step=step)
+            await checkpoints.save(make_state(seed, MIB), step=step)
 
     def prepared(run: str) -> str:
         bucket.copy(f"{prefix}/before/", f"{run}/")
@@ -166,7 +166,7 @@ async def test_kill_at_every_request(
         wrong = judged(seen, told, scenario)
         committed += len(seen.ours) > len(scenario.before)
         async with sidestream.Checkpointer(run, **how) as checkpoints:
-            await checkpoints.async_save({"seed": 99}, step=9)
+            await checkpoints.save({"seed": 99}, step=9)
             if await checkpoints.restore(state := {"seed": 0}) != 9 or state != {"seed": 99}:
                 wrong.append(f"a further save gave {state}")
         violations += [(at, requests[at - 1], after, one) for one in wrong]
@@ -340,7 +340,7 @@ async def test_a_polling_reader_sees_whole_steps_alone(
     child.begin()
     async with sidestream.Checkpointer(run, storage_options=seaweed.options) as checkpoints:
         for step in range(1, steps + 1):
-            await checkpoints.async_save(make_state(100 + step, 1), step=step)
+            await checkpoints.save(make_state(100 + step, 1), step=step)
     told = child.finish()
     assert (told.exit, told.get("error")) == (0, None), told
     seen = told.get("seen")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -33,6 +34,7 @@ from ..errors import (
     UnsupportedTensorError,
     printable,
 )
+from ..options import Tolerance
 from .ask import Answers
 from .cast import castable
 from .flatten import Leaf, StatefulRoot, leaves_of
@@ -74,10 +76,10 @@ class LoadPlan:
     ``tensors``: FQN to the tensor that is overwritten in place. Of these, ``straight`` are read as they are in the
     file; of the others, ``local`` is the memory of this process that they are, by name (of plain tensors the FQN), and
     ``leaders`` the first name of the same memory (tied tensors have one leader). ``names`` has the checkpoint under the
-    FQNs of the target; only ``not_asked_for``, ``ignored`` and ``unexpected`` are names of the checkpoint.
+    FQNs of the target; only ``not_requested``, ``ignored`` and ``unexpected`` are names of the checkpoint.
     ``new``: FQNs of tensors that have no place yet. ``values``: leaves whose holder gets a
-    new value. ``not_asked_for``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: what
-    ``strict=`` let pass.
+    new value. ``not_requested``: keys of the checkpoint that are not read. ``missing``, ``cast`` and ``ignored``: the
+    differences that were accepted.
     """
 
     names: Renamed
@@ -88,7 +90,7 @@ class LoadPlan:
     new: tuple[str, ...]
     values: tuple[tuple[Leaf, ValueEntry], ...]
     statefuls: tuple[StatefulLoad, ...]
-    not_asked_for: tuple[str, ...]
+    not_requested: tuple[str, ...]
     missing: tuple[str, ...]
     cast: tuple[str, ...]
     ignored: tuple[str, ...]
@@ -100,9 +102,9 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class _Findings:
-    """Offenders by kind, in the order in which they are told, and what is none because ``strict`` allows it."""
+    """The differences between target and checkpoint: those that ``tolerance`` accepts, and the others by kind."""
 
-    strict: frozenset[str]
+    tolerance: Tolerance
     names: Renamed
     offenders: dict[type[StateMismatchError], list[str]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -118,7 +120,10 @@ class _Findings:
         self.offenders.setdefault(kind, []).append(line)
 
     def add_missing(self, fqn: str, what: str = _ABSENT) -> None:
-        if "partial" in self.strict:
+        accepted = _accepts(self.tolerance.missing, fqn)
+        if what != _ABSENT:  # an object of which nothing was saved: "optimizer.*" accepts "optimizer" too
+            accepted = accepted or _accepts(self.tolerance.missing, f"{fqn}.")
+        if accepted:
             self.missing.append(fqn)
         else:
             if what == _ABSENT:
@@ -129,7 +134,7 @@ class _Findings:
 
     def add_unexpected(self, fqn: str, where: str) -> None:
         fqn = self.names.told(fqn)
-        if "ignore_unexpected" in self.strict:
+        if _accepts(self.tolerance.unexpected, fqn):
             self.ignored.append(fqn)
         elif self.unexpected is not None:
             self.unexpected.append(fqn)
@@ -155,6 +160,10 @@ class _Findings:
         )
 
 
+def _accepts(pattern: re.Pattern[str] | None, fqn: str) -> bool:
+    return pattern is not None and pattern.match(fqn) is not None
+
+
 def plain_path(path: tuple[Key, ...]) -> PlainPath:
     """A path as DCP spells it: every dict key a string, list indices integers."""
     return tuple(str(key.value) if isinstance(key, DictKey) else key for key in path)
@@ -165,7 +174,7 @@ def match(
     answers: Answers,
     manifest: Manifest,
     url: str,
-    strict: frozenset[str],
+    tolerance: Tolerance,
     in_place: bool,
     *,
     others: bool = False,
@@ -176,14 +185,14 @@ def match(
     names in the checkpoint of those in ``state``.
 
     Raises a ``StateMismatchError`` that lists every missing or unexpected key and every tensor of another shape, dtype
-    or kind, as far as ``strict`` does not let them pass; ``KeyCollisionError`` where ``names`` gives one name to
+    or kind, as far as ``tolerance`` does not accept them; ``KeyCollisionError`` where ``names`` gives one name to
     several.
     """
     saved_names, called = manifest.entries.keys(), Renamed(manifest)
     if names is not None:
         called = yield from renamed(manifest, leaves_of(state, answers), names, url, same=_same, others=others)
         manifest = called.manifest
-    findings = _Findings(strict, called, unexpected=[] if others else None)
+    findings = _Findings(tolerance, called, unexpected=[] if others else None)
     roots: dict[int, Leaf] = {}
     owned: dict[int, list[Leaf]] = {}
     asked: set[str] = set()
@@ -240,7 +249,7 @@ def match(
         new=tuple(new),
         values=tuple(values),
         statefuls=tuple(stateful for stateful in statefuls if stateful is not None),
-        not_asked_for=rest,
+        not_requested=rest,
         missing=tuple(findings.missing),
         cast=tuple(findings.cast),
         ignored=tuple(findings.ignored),
@@ -361,10 +370,11 @@ def _tensor_fits(leaf: Leaf, entry: Entry | None, findings: _Findings) -> bool:
 def _dtype_fits(fqn: str, here: str, saved: str, findings: _Findings) -> bool:
     if here == saved:
         return True
-    if "cast" in findings.strict and castable(saved, here):
+    accepted = _accepts(findings.tolerance.cast, fqn)
+    if accepted and castable(saved, here):
         findings.cast.append(fqn)
         return True
-    remedy = "which torch does not convert into it" if "cast" in findings.strict else "allow_cast=True converts"
+    remedy = "which torch does not convert into it" if accepted else "allow_cast=True converts"
     findings.add(DtypeMismatchError, f"{fqn}: dtype {here} in the target, {saved} saved ({remedy})")
     return False
 
@@ -432,7 +442,8 @@ def _match_stateful(
     for some in chunked(entries.items(), _MANY):
         findings.opaque += [fqn for fqn, entry in some if isinstance(entry, OpaqueEntry) and fqn not in tensors]
         yield
-    kept = [leaf for leaf in leaves if leaf.fqn not in below] if "partial" in findings.strict else []
+    accepted = findings.tolerance.missing
+    kept = [leaf for leaf in leaves if leaf.fqn not in below and _accepts(accepted, leaf.fqn)] if accepted else []
     findings.missing.extend(leaf.fqn for leaf in kept if not isinstance(leaf.value, torch.Tensor))
     versions, integer_keys = root.value.versions, (yield from _integer_keys(leaves))
     return StatefulLoad(instance, root.fqn, versions, root.path, entries, tuple(kept), integer_keys)

@@ -23,12 +23,13 @@ Allowed = Mapping[str, type]
 NOTHING_ALLOWED: Allowed = {}
 
 
-def allowed_types(allow: Iterable[type]) -> Allowed:
-    """Raises ``InvalidOptionError`` for what is no class, and for classes of classes, which could make any."""
+def allowed_types(safe_globals: Iterable[type]) -> Allowed:
+    """Return types by their qualified names. Raises ``InvalidOptionError`` for anything but classes, and for classes of
+    classes, which could make any."""
     try:
-        kinds: list[Any] = list(allow)
+        kinds: list[Any] = list(safe_globals)
     except TypeError:
-        raise InvalidOptionError(f"allow={allow!r} has to be a list of types") from None
+        raise InvalidOptionError(f"safe_globals={safe_globals!r} has to be a list of types") from None
     for kind in kinds:
         if not isinstance(kind, type) or issubclass(kind, type):
             raise InvalidOptionError(f"safe_globals= takes types, not {kind!r}")

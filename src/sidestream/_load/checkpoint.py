@@ -74,7 +74,7 @@ async def open_checkpoint(
     *,
     verify: Verify = "always",
     timeout_s: float = 600.0,
-    allow: Iterable[type] = (),
+    safe_globals: Iterable[type] = (),
     trust: Trust = "data",
     storage_options: Mapping[str, Any] | None = None,
     storage: Storage | None = None,
@@ -86,18 +86,18 @@ async def open_checkpoint(
     nothing open and needs no closing.
     """
     location = locate_directory(url, storage_of(storage_options, storage))
-    return await open_from(location, verify=verify, timeout_s=timeout_s, allow=allow, trust=trust)
+    return await open_from(location, verify=verify, timeout_s=timeout_s, safe_globals=safe_globals, trust=trust)
 
 
 async def open_from(
-    location: Location, *, verify: Verify, timeout_s: float, allow: Iterable[type], trust: Trust
+    location: Location, *, verify: Verify, timeout_s: float, safe_globals: Iterable[type], trust: Trust
 ) -> Checkpoint:
     """``open_checkpoint`` of a resolved location."""
     running_loop("open_checkpoint")
     check_verify(verify)
     check_choice("trust", trust, Trust)
     check_timeout(timeout_s)
-    allowed = allowed_types(allow)
+    allowed = allowed_types(safe_globals)
     with time_limit(Deadline.after(timeout_s)):
         source, manifest = await open_manifest(location)
         await source.aclose()

@@ -149,7 +149,7 @@ async def one_checkpoint(
 def _masks(manifest: Manifest, plan: LoadPlan) -> Steps[tuple[int, int]]:
     """As sets of bits, by the position of the entry."""
     found = set(plan.unexpected)
-    outside = set(plan.not_asked_for)
+    outside = set(plan.not_requested)
     bits = bytearray(len(manifest.entries) // 8 + 1), bytearray(len(manifest.entries) // 8 + 1)
     for position, fqn in enumerate(manifest.entries):
         yield

@@ -30,7 +30,7 @@ from ..events import (
     LoadVerified,
     emit,
 )
-from .report import Loaded, LoadOptions, LoadReport, report_of
+from .report import Loaded, LoadReport, LoadRequest, report_of
 
 __all__ = ["LoadLifecycle", "LoadOperation", "Target"]
 
@@ -141,7 +141,7 @@ class LoadOperation:
 
     url: str
     target: Target
-    options: LoadOptions
+    request: LoadRequest
     lifecycle: LoadLifecycle
     together: Operation | None = None
     """Set for a load of several ranks together."""
@@ -204,7 +204,7 @@ class LoadOperation:
             together.step = "read"
         await self._stoppable(target.read())
         lifecycle.read(target.nbytes)
-        if self.options.verify == "always":
+        if self.request.options.verify == "always":
             lifecycle.verified(len(target.unverified))
         if together is not None:
             await together.agree("read")  # before anything changes that is more than bytes
@@ -228,7 +228,7 @@ class LoadOperation:
         return await stoppable(self.together, work)
 
     async def _report(self, manifest: Manifest) -> LoadReport:
-        target, digest = self.target, manifest.digest if self.options.verify == "always" else None
+        target, digest = self.target, manifest.digest if self.request.options.verify == "always" else None
         with time_limit(None):  # the load has succeeded
             loaded = await io_threads().run(target.finish)
         return report_of(self.url, manifest, digest, loaded, target.nbytes, target.unverified)

@@ -25,7 +25,7 @@ from .group import Outline, agree_on, open_outline
 from .new_tensors import new_tensors
 from .open.manifest import open_manifest, was_replaced
 from .reader import Reader, Wanted, whole
-from .report import Loaded, LoadOptions
+from .report import Loaded, LoadRequest
 
 __all__ = ["StateTarget"]
 
@@ -54,7 +54,7 @@ class StateTarget:
 
     location: Location
     state: Mapping[str, Any]
-    options: LoadOptions
+    request: LoadRequest
     together: Operation | None
     _answers: Answers = field(default_factory=Answers, init=False)
     _source: RangeSource | None = field(default=None, init=False)
@@ -92,10 +92,10 @@ class StateTarget:
                 self._manifest = manifest
                 plan = await threads.run(self._match)
         streams = await streams_of(await threads.run(_devices, plan))
-        verify, progress = self.options.verify, self.options.progress
+        verify, progress = self.request.options.verify, self.request.options.progress
         reader = Reader(source, verify, progress, streams, plan.straight)
         entries = await threads.run(_value_entries, plan)
-        allow, trust = self.options.allow, self.options.trust
+        allow, trust = self.request.allowed, self.request.options.trust
         values = await read_values(source, self._manifest, entries, allow, trust)
         self._prepared = await threads.run(self._prepare, plan, reader, values)
 
@@ -111,7 +111,7 @@ class StateTarget:
     async def apply(self) -> None:
         self._applying = True
         prepared = self._ready
-        if self.options.atomic:
+        if self.request.options.atomic:
             await io_threads().run(_copy_all, prepared)
         await io_threads().run(_count_versions, prepared.plan)
         await hand_over(prepared.handover)
@@ -124,7 +124,7 @@ class StateTarget:
         prepared, plan = self._ready, self._ready.plan
         let_go(self._manifest.entries)
         let_go(plan.names.manifest.entries)
-        return Loaded(prepared.loaded, plan.not_asked_for, plan.missing, plan.cast, plan.ignored)
+        return Loaded(prepared.loaded, plan.not_requested, plan.missing, plan.cast, plan.ignored)
 
     def written(self) -> tuple[str, ...]:
         if self._prepared is None:
@@ -132,7 +132,7 @@ class StateTarget:
         plan, reader = self._prepared.plan, self._prepared.reader
         if self._applying:
             return tuple(plan.tensors)
-        if self.options.atomic:
+        if self.request.options.atomic:
             return ()
         straight = {fqn: tensor.data_ptr() for fqn, tensor in plan.straight.tensors.items()}
         pointers = {**straight, **self._prepared.pointers}
@@ -157,10 +157,17 @@ class StateTarget:
     # --- in threads ---
 
     def _match(self) -> LoadPlan:
-        options, others = self.options, self.together is not None
-        found, url, in_place = self._manifest, self.location.url, not options.atomic
+        request, others = self.request, self.together is not None
+        found, url, in_place = self._manifest, self.location.url, not request.options.atomic
         steps = match(
-            self.state, self._answers, found, url, options.strict, in_place, others=others, names=options.names
+            self.state,
+            self._answers,
+            found,
+            url,
+            request.tolerance,
+            in_place,
+            others=others,
+            names=request.options.names,
         )
         return run_sliced(steps)
 
@@ -170,7 +177,7 @@ class StateTarget:
         new = new_tensors(entries, plan.new)
         fresh = new.tensors
         places = {leader: plan.local[leader].tensor for leader in plan.leaders.values()}
-        if self.options.atomic:
+        if self.request.options.atomic:
             with allocating("memory to load into before the target is changed"):
                 empty = gathered((fqn, torch.empty(one.shape, dtype=one.dtype)) for fqn, one in places.items())
                 places = dict(empty)

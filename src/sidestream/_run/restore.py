@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._group import Member, Operation, together
-from .._load.api import LoadOptions, LoadReport, PassedOver, load_from
+from .._load.api import LoadReport, LoadRequest, PassedOver, load_from
 from .._load.open.steps import Step, look_at
 from .._runtime.threads import current_deadline
 from .._storage import Location, Store
@@ -53,7 +53,7 @@ class Restoring:
     url: str
     leases: Leases
     wish: Wish
-    options: LoadOptions
+    request: LoadRequest
     step: int | None = None
     _passed: list[tuple[Step, CorruptCheckpointError]] = field(default_factory=list)
 
@@ -96,8 +96,8 @@ class Restoring:
     async def _load(self, step: Step, state: Mapping[str, Any]) -> LoadReport:
         if step.damage is not None:
             raise step.damage
-        context, options = _context(self.url, step), _options(self.options, self.wish)
-        return await load_from(Location(self.store, step.name, context.url), state, options, context)
+        context, request = _context(self.url, step), _request(self.request, self.wish)
+        return await load_from(Location(self.store, step.name, context.url), state, request, context)
 
     def _give_up(self) -> None:
         """The damage of the newest one, if there is none that is good."""
@@ -119,7 +119,7 @@ class RestoringTogether:
     url: str
     leases: Leases
     wish: Wish
-    options: LoadOptions
+    request: LoadRequest
     rank_wait_s: float
     step: int | None = None
     _passed: list[tuple[Step, SidestreamError]] = field(default_factory=list)
@@ -186,8 +186,8 @@ class _Attempt:
             raise CorruptCheckpointError(answer["damage"])
         context = _context(restoring.url, self.step)
         where = Location(restoring.store, self.step.name, context.url)
-        options = _options(restoring.options, restoring.wish)
-        return await load_from(where, self._state, options, context, operation)
+        request = _request(restoring.request, restoring.wish)
+        return await load_from(where, self._state, request, context, operation)
 
     async def _choose(self, _: Sequence[bytes]) -> bytes:
         """On rank 0."""
@@ -214,13 +214,15 @@ class _Attempt:
             raise StorageNotSharedError(2, text, f"{self._restoring.url}/{step.name}")
 
 
-def _options(options: LoadOptions, wish: Wish) -> LoadOptions:
+def _request(request: LoadRequest, wish: Wish) -> LoadRequest:
     """Return how a step is loaded.
 
-    What a step lacks stays as it is in the targets ("partial"), so where an older step may follow, a damaged one must
-    not leave what was read of it there.
+    What a step lacks may stay as it is in the target, so where an older step may follow, a damaged one must not leave
+    there what was read of it.
     """
-    return replace(options, atomic=True) if wish.or_older and "partial" in options.strict else options
+    if not (wish.or_older and request.tolerance.missing):
+        return request
+    return replace(request, options=replace(request.options, atomic=True))
 
 
 def _context(run: str, step: Step, *, rank: int = 0, world: int = 1) -> LoadContext:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from .._group import Operation, call_together, stoppable
 from .._runtime.threads import Deadline
 from ..errors import InvalidOptionError, RankFailuresError
-from ..options import Overlap
+from ..options import WhenFull
 from .slots import Slots
 
 __all__ = ["EARLIER", "JointTurn", "Starts", "tells_of_earlier"]
@@ -82,13 +82,13 @@ class JointTurn:
     """
 
     def __init__(
-        self, starts: Starts, operation: Operation, step: int, overlap: Overlap, *, promised: bool = False
+        self, starts: Starts, operation: Operation, step: int, overlap: WhenFull, *, promised: bool = False
     ) -> None:
         self.generation: int | None = None
         self._starts = starts
         self._operation = operation
         self._step = step
-        self._overlap: Overlap = overlap
+        self._overlap: WhenFull = overlap
         self._promised = promised
         self._place: asyncio.Future[bool] | None = None
         self._holds = False
@@ -153,14 +153,14 @@ class JointTurn:
         operation.resume(self._deadline())
         return json.dumps(await self._starts.claim(self._step) if self._holds else None).encode()
 
-    def _policy(self, told: Sequence[dict[str, object]]) -> Overlap:
+    def _policy(self, told: Sequence[dict[str, object]]) -> WhenFull:
         for name in ("step", "overlap"):
             said = {str(one[name]) for one in told}
             if len(said) > 1:
                 raise InvalidOptionError(f"ranks that save together have to say the same: {name} is {sorted(said)}")
         return "wait" if any(one["promised"] for one in told) else self._overlap
 
-    async def _slot(self, policy: Overlap) -> bool:
+    async def _slot(self, policy: WhenFull) -> bool:
         starts = self._starts
         await starts.asking.at_front(self._asking)
         if policy in ("skip", "fail") and starts.slots.full:

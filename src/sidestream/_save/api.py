@@ -33,9 +33,9 @@ from .sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .stage import LaidOutStage
 from .writer import LiveWriter, Stager
 
-__all__ = ["Stager", "async_save", "completed", "plan_alone", "save", "start_save", "start_together"]
+__all__ = ["STREAM_BYTES", "Stager", "async_save", "completed", "plan_alone", "save", "start_save", "start_together"]
 
-_STREAM_BYTES = 256 << 20
+STREAM_BYTES = 256 << 20
 
 
 @public
@@ -246,7 +246,7 @@ def start_save(
         deadline,
         step,
         generation,
-        _STREAM_BYTES if options.streaming else None,
+        STREAM_BYTES if options.streaming else None,
         options.digest,
         metadata,
         operation,

@@ -115,7 +115,7 @@ class SaveOrder:
     """The process that writes; None: threads of this process."""
     fall_back: bool = False
     """Whether threads write where no process can be started."""
-    apart: IndependentPart | None = None
+    part: IndependentPart | None = None
     """Set for a save of one rank's part, in the target itself."""
     kind: Kind = "directory"
     """What becomes visible, where that does not follow from ``operation`` and ``apart``."""
@@ -137,8 +137,8 @@ class SaveOrder:
         rank, world = 0, 1
         if self.operation is not None:
             rank, world = self.operation.rank, self.operation.world
-        elif self.apart is not None:
-            rank, world = self.apart.rank, self.apart.world_size
+        elif self.part is not None:
+            rank, world = self.part.rank, self.part.world_size
         run = None if self.step is None else self.location.store.url
         url = self.location.url
         return SaveContext(self.verb, url, run=run, step=self.step, generation=self.generation, rank=rank, world=world)
@@ -150,7 +150,7 @@ class SaveOrder:
         with self._lock:
             if not self._begun:
                 kind = self.kind
-                if self.apart is not None:
+                if self.part is not None:
                     kind = "part"
                 elif self.operation is not None and self.operation.rank:
                     kind = "joined"
@@ -174,7 +174,7 @@ class SaveOrder:
     @property
     def reported_id(self) -> str:
         """The save id that is reported to the caller."""
-        return self.save_id if self.apart is None else self.apart.save_id
+        return self.save_id if self.part is None else self.part.save_id
 
     def write(self, files: Iterable[tuple[str, Body]], *, threads: Threads, stop: Stop) -> None:
         """Write ``files`` into the attempt, in ``threads`` or by the writer process. Blocks; raises what

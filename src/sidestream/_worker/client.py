@@ -21,7 +21,7 @@ from .link import Handed, Link
 from .process import available
 from .wire import Unsendable, pack
 
-__all__ = ["Saver", "choose_worker", "close_all", "worker_for"]
+__all__ = ["Worker", "choose_worker", "close_all", "worker_for"]
 
 _CLOSE_S = 1.0
 

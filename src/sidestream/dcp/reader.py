@@ -79,8 +79,8 @@ class StorageReader(DcpStorageReader):
     goes on in silence this raises: ``CorruptCheckpointError`` for altered bytes, ``IncompleteTensorError`` for holes,
     ``DtypeMismatchError`` for a cast that torch would not make by itself, such as a float's to an integer.
 
-    Objects of the types in ``allow`` are made again by their own code; another value that is more than data is an
-    ``UnsafeObjectError``. ``trust="pickle"`` hands the bytes of all values to the planner as they are: DCP's own
+    Objects of the types in ``safe_globals`` are made again by their own code; another value that is more than data is
+    an ``UnsafeObjectError``. ``trust="pickle"`` hands the bytes of all values to the planner as they are: DCP's own
     unpickles them, which runs whatever code they hold, so it is for checkpoints that you trust, and for planners that
     write bytes of their own. ``checkpoint_id`` of DCP's call takes the place of ``url`` for that call;
     ``storage_options`` and ``storage`` (as for ``sidestream.load``) stay.
@@ -97,7 +97,7 @@ class StorageReader(DcpStorageReader):
         url: str | os.PathLike[str] | None = None,
         *,
         verify: Verify = "always",
-        allow: Iterable[type] = (),
+        safe_globals: Iterable[type] = (),
         trust: Trust = "data",
         timeout_s: float = 600.0,
         storage_options: Mapping[str, Any] | None = None,
@@ -112,7 +112,7 @@ class StorageReader(DcpStorageReader):
         check_timeout(timeout_s)
         self._address = Address(url, storage_of(storage_options, storage))
         self._verify: Verify = verify
-        self._allow = allowed_types(allow)
+        self._allow = allowed_types(safe_globals)
         self._trust: Trust = trust
         self._timeout_s = timeout_s
         self._sessions: Sessions[_Session] = Sessions(_Session)

@@ -83,17 +83,17 @@ class StorageWriter(DcpStorageWriter):
     A target that is not empty raises ``CheckpointExistsError`` before anything is written. With ``overwrite=True`` the
     new checkpoint is exchanged with the old one in one step, which is then deleted; where the file system cannot do
     that it is a ``CheckpointExistsError`` too. On object storage see ``sidestream.save``. ``extensions`` are DCP's
-    ``StreamTransformExtension``s, of which only ``ZStandard`` is supported. ``saver`` is as for ``sidestream.save``.
+    ``StreamTransformExtension``s, of which only ``ZStandard`` is supported. ``writer`` is as for ``sidestream.save``.
 
     A value that is not plain data is saved as DCP's planner pickled it. sidestream's readers refuse such a value by
-    default, so a warning names it, once for each name. ``allow`` declares the types that readers will be called with,
-    ``trust="pickle"`` that they will be called with this option; such values are not warned about.
+    default, so a warning names it, once for each name. ``safe_globals`` declares the types that readers will be called
+    with, ``trust="pickle"`` that they will be called with this option; such values are not warned about.
 
     The keywords of DCP's own writers are accepted too. ``path``, ``sync_files`` and ``_extensions`` have a meaning.
     Each of the others has no effect and is named in a warning, or raises an ``InvalidOptionError`` that says what to
     use instead.
 
-    ``timeout_s`` is for a whole save. ``use_collectives=False`` with more than one rank needs ``apart``, which says
+    ``timeout_s`` is for a whole save. ``use_collectives=False`` with more than one rank needs ``part``, which says
     which part of which save this is (``sidestream.dcp.IndependentPart``): such ranks do not know of each other, no rank
     commits for all, and readers wait until all parts are there.
 
@@ -109,11 +109,11 @@ class StorageWriter(DcpStorageWriter):
         durability: Durability | None = None,
         timeout_s: float = 600.0,
         extensions: Sequence[Any] = (),
-        worker: WriterChoice = "thread",
+        writer: WriterChoice = "thread",
         storage_options: Mapping[str, Any] | None = None,
         storage: Storage | None = None,
-        apart: IndependentPart | None = None,
-        allow: Iterable[type] = (),
+        part: IndependentPart | None = None,
+        safe_globals: Iterable[type] = (),
         trust: Trust = "data",
         **stock: Unpack[StockWriterOptions],
     ) -> None:
@@ -122,20 +122,20 @@ class StorageWriter(DcpStorageWriter):
         url, durability = one_url("StorageWriter", url, stock), durability_of(durability, stock)
         extensions = tuple(extensions) + tuple(stock.get("_extensions") or ())
         check_extensions(extensions)
-        if apart is not None and (overwrite or extensions or worker != "thread"):
-            raise InvalidOptionError("part= goes with none of overwrite=, extensions= and saver=")
-        self._apart = apart
+        if part is not None and (overwrite or extensions or writer != "thread"):
+            raise InvalidOptionError("part= goes with none of overwrite=, extensions= and writer=")
+        self._part = part
         check_choice("durability", durability, Durability)
         check_choice("trust", trust, Trust)
         check_timeout(timeout_s)
         self._address = Address(url, storage_of(storage_options, storage))
-        check_writer(worker)
-        self._worker: WriterChoice = worker
+        check_writer(writer)
+        self._writer: WriterChoice = writer
         self._kind: Kind = "replacement" if overwrite else "directory"
         self._durability: Durability = durability
         self._timeout_s = timeout_s
         self._extensions = extensions
-        self._allow = frozenset(allowed_types(allow))
+        self._allow = frozenset(allowed_types(safe_globals))
         self._trust: Trust = trust
         self._warned: set[str] = set()
         self._sessions: Sessions[_Session] = Sessions(_Session)
@@ -152,12 +152,12 @@ class StorageWriter(DcpStorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         together = kwargs.get("use_collectives", True)
-        if not together and ranks > 1 and self._apart is None:
+        if not together and ranks > 1 and self._part is None:
             raise InvalidOptionError(
                 "use_collectives=False: ranks that do not talk to each other cannot commit one checkpoint; leave it "
-                "out, or say which part of which save this is: StorageWriter(url, apart=sidestream.dcp.IndependentPart(...))"
+                "out, or say which part of which save this is: StorageWriter(url, part=sidestream.dcp.IndependentPart(...))"
             )
-        if together and ranks > 1 and self._apart is not None:
+        if together and ranks > 1 and self._part is not None:
             raise InvalidOptionError("part= is for dcp.save(use_collectives=False): here the ranks commit together")
         forget_order()
         session, location = self._sessions.current(), self._wanted()
@@ -175,11 +175,11 @@ class StorageWriter(DcpStorageWriter):
             session.save_id = uuid.uuid4().hex
         save_id = session.used = session.save_id
         sent = [Order(save_id, target, rank) for rank in range(len(plans))]
-        if self._apart is not None:
-            sent = [replace(sent[0], rank=self._apart.rank)]
+        if self._part is not None:
+            sent = [replace(sent[0], rank=self._part.rank)]
         save.sent, save.alone = sent[0], len(plans) == 1
         order = save.order = self._order(save, sent[0], self._kind)
-        order.lifecycle.started(None if self._apart is not None else len(plans))
+        order.lifecycle.started(None if self._part is not None else len(plans))
         order.lifecycle.planned(order.reported_id)
         try:
             with time_limit(save.deadline):
@@ -199,7 +199,7 @@ class StorageWriter(DcpStorageWriter):
             raise InvalidOptionError(f"this rank saves to {save.location.name!r}, rank 0 to {meant}: pass the same URL")
         if save.order is None:
             save.order = self._order(save, sent, "joined")
-        if self._apart is None:
+        if self._part is None:
             self._sessions.current().save_id = sent.save_id
         try:
             with time_limit(save.deadline):
@@ -258,14 +258,14 @@ class StorageWriter(DcpStorageWriter):
         return save
 
     def _order(self, save: _Save, sent: Order, kind: Kind) -> SaveOrder:
-        worker, fall_back = choose_worker(self._worker, save.location.store)
+        worker, fall_back = choose_worker(self._writer, save.location.store)
         return SaveOrder(
             save.location,
             self._durability,
             save.deadline,
             worker=worker,
             fall_back=fall_back,
-            apart=self._apart,
+            part=self._part,
             kind=kind,
             own_id=sent.save_id,
         )
@@ -273,14 +273,14 @@ class StorageWriter(DcpStorageWriter):
     def _coordinator(self, order: SaveOrder) -> Solo:
         """Return the coordinator of this rank, which commits. Raises ``CheckpointExistsError`` where the target of a
         part has another save."""
-        if self._apart is None:
+        if self._part is None:
             return Solo(order)
         independent = Independent(order)
         independent.look(Stop())
         return independent
 
     def _write_items(self, order: SaveOrder, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        tag = "" if order.apart is None else tag_of(order.save_id)
+        tag = "" if order.part is None else tag_of(order.save_id)
         shared = order.worker is not None
         outgoing = Outgoing(
             plan, planner, rank, self._extensions, order.deadline, shared=shared, tag=tag, allow=self._allow

@@ -62,7 +62,7 @@ async def prepare(folder: Path, scenario: Scenario) -> Path:
     if scenario.before:
         async with sidestream.Checkpointer(base / "run") as checkpoints:
             for step, seed in scenario.before:
-                await checkpoints.async_save(make_state(seed), step=step)
+                await checkpoints.save(make_state(seed), step=step)
     if scenario.wreck:
         wreck(base / "run")
     return base

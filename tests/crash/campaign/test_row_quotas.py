@@ -73,7 +73,7 @@ class Bench:
         async with sidestream.Checkpointer(
             run, stager=self.stager, save=sidestream.SaveOptions(writer=self.saver)
         ) as checkpoints:
-            await checkpoints.async_save(make_state(10 + step), step=step)
+            await checkpoints.save(make_state(10 + step), step=step)
 
     async def exhausted_at(self, at: int) -> tuple[str, list[Any]]:
         """At operation ``at`` of this process. Returns what the save was doing, "" if it was done."""

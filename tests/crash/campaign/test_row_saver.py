@@ -143,6 +143,6 @@ async def short_of_memory(run: Path, options: sidestream.WriterProcess, judge: O
     if (run / "large").exists() != bool(options.retries) or attempts_in(run):
         wrong.append("what is there is not what was told")
     async with sidestream.Checkpointer(run / "steps", save=sidestream.SaveOptions(writer=options)) as checkpoints:
-        await checkpoints.async_save(make_state(2), step=1)
+        await checkpoints.save(make_state(2), step=1)
     found = judge.look(run / "steps")
     return wrong + found.violations + ([] if found.seeds == {"step-1": 2} else [f"found {found.seeds}"])

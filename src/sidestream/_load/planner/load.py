@@ -23,7 +23,7 @@ from ..device_streams import streams_of
 from ..group import one_checkpoint
 from ..open.manifest import open_manifest, was_replaced
 from ..reader import Reader
-from ..report import Loaded, LoadOptions
+from ..report import Loaded, LoadRequest
 from .items import AskedFor, in_batches, metadata_of, read_bytes, targets_of, values_of
 
 __all__ = ["PlannerTarget"]
@@ -31,11 +31,12 @@ __all__ = ["PlannerTarget"]
 
 @dataclass(slots=True)
 class PlannerTarget:
-    """``state``, of which ``options.planner`` decides what is read. ``together`` is set where several ranks load."""
+    """``state``, of which the planner in ``request`` decides what is read. ``together`` is set where several ranks
+    load."""
 
     location: Location
     state: Mapping[str, Any]
-    options: LoadOptions
+    request: LoadRequest
     together: Operation | None
     nbytes: int = field(default=0, init=False)
     unverified: set[str] = field(default_factory=set, init=False)
@@ -60,7 +61,7 @@ class PlannerTarget:
             raise InvalidOptionError(
                 "a planner is given the keys of the state in order, and these cannot be compared"
             ) from None
-        self._planner = asked_load_planner(self.options.planner)
+        self._planner = asked_load_planner(self.request.options.planner)
         answers = {id(one.instance): ask(one) for one in self._objects()}
         self._state_dict = {key: answers.get(id(self.state[key]), self.state[key]) for key in keys}
 
@@ -84,7 +85,7 @@ class PlannerTarget:
         values, tensors = await threads.run(_kinds, self._plan)
         entries = await threads.run(values_of, values, manifest, self.location.url)
         if entries:
-            allow, trust = self.options.allow, self.options.trust
+            allow, trust = self.request.allowed, self.request.options.trust
             self._values = await read_bytes(source, manifest, entries, allow=allow, trust=trust)
         self._total, batches = await threads.run(_apportioned, tensors, manifest)
         for batch in batches:
@@ -171,7 +172,7 @@ class PlannerTarget:
         asked_for = await threads.run(targets_of, items, planner, manifest, url)  # type: ignore[arg-type]
         devices = {target.device for _, target in asked_for.targets}
         streams = await streams_of(devices)
-        reader = Reader(source, self.options.verify, self._tell, streams)
+        reader = Reader(source, self.request.options.verify, self._tell, streams)
         dest = {name: item.dest_index.fqn for name, (item, _) in zip(asked_for.names, asked_for.targets, strict=True)}
         try:
             with asked_for.telling(url):
@@ -191,8 +192,8 @@ class PlannerTarget:
         asked_for.commit(self._planner)  # type: ignore[arg-type]
 
     def _tell(self, done: int, _: int) -> None:
-        if self.options.progress is not None:
-            call(self.options.progress, self.nbytes + done, max(self._total, self.nbytes + done))
+        if self.request.options.progress is not None:
+            call(self.request.options.progress, self.nbytes + done, max(self._total, self.nbytes + done))
 
     # --- the end ---
 

@@ -68,24 +68,24 @@ class Independent(Solo):
         save. Of two saves that begin at once neither may see the other: then the reader does.
 
         Return the names that there is nothing to say against, which are not looked into again."""
-        location, apart, known = self._order.location, self._order.apart, self._known
-        assert apart is not None
+        location, part, known = self._order.location, self._order.part, self._known
+        assert part is not None
         async with aclosing(location.source()) as source:
             try:
                 found = await source.sizes()
             except FileNotFoundError:
                 return known
             found = {name: nbytes for name, nbytes in found.items() if name not in known}
-            own = part_metadata_name(apart.rank)
+            own = part_metadata_name(part.rank)
             for name in found:
                 if name in (METADATA_NAME, own) or name.startswith("manifest-"):
                     raise CheckpointExistsError(f"{location.url} has {name} already: save to a new directory")
             markers = await read_part_markers(source, found)
         for rank, marker in markers.items():
-            if marker is None or (marker.save_id, marker.world_size) != (apart.save_id, apart.world_size):
+            if marker is None or (marker.save_id, marker.world_size) != (part.save_id, part.world_size):
                 other = "another writer" if marker is None else f"{marker.save_id!r} of {marker.world_size} ranks"
                 raise CheckpointExistsError(
                     f"{location.url} has a part of another save: rank {rank} of {other}, this one is "
-                    f"{apart.save_id!r} of {apart.world_size}; save to a new directory"
+                    f"{part.save_id!r} of {part.world_size}; save to a new directory"
                 )
         return known | found.keys()

@@ -40,10 +40,10 @@ class PlannerLayout:
         sizes = {name: nbytes for receipt in receipts for name, nbytes in receipt.files.items()}
         about = Manifest(order.save_id, {}, sizes, order.step, order.generation, None, order.metadata)
         about = with_sidecars(about, order)
-        if order.apart is None:
+        if order.part is None:
             files = files_of_commit(self.metadata, about, order.saved_at)
         else:
-            files = files_of_part(self.metadata, about, order.apart, part_id_of(order.save_id), order.saved_at)
+            files = files_of_part(self.metadata, about, order.part, part_id_of(order.save_id), order.saved_at)
         return {**sidecar_files(order), **{name: [content] for name, content in files.items()}}
 
     def stock_metadata(self) -> Metadata:

@@ -69,15 +69,17 @@ def files_of_commit(metadata: Metadata, about: Manifest, saved_at: int = 0) -> d
     return {manifest_name(about.save_id): raw, METADATA_NAME: marked}
 
 
-def files_of_part(metadata: Metadata, about: Manifest, apart: IndependentPart, part_id: str, saved_at: int) -> dict[str, bytes]:
+def files_of_part(
+    metadata: Metadata, about: Manifest, part: IndependentPart, part_id: str, saved_at: int
+) -> dict[str, bytes]:
     """In a worker thread: as ``files_of_commit``, of what one of several ranks has saved by itself. Raises the same,
     and ``InvalidOptionError`` where there is no manifest."""
     if any(isinstance(receipt, PackedReceipt) for receipt in metadata.storage_data.values()):
         raise InvalidOptionError("extensions are not there for ranks that save apart")
     raw, _ = _manifest_of(metadata, about, partly=True)
-    marker = PartMarker(apart.save_id, apart.rank, apart.world_size, part_id, len(raw), crc32(raw), saved_at)
+    marker = PartMarker(part.save_id, part.rank, part.world_size, part_id, len(raw), crc32(raw), saved_at)
     marked = _marked(metadata, part_attribute(marker))
-    return {part_manifest_name(apart.rank, part_id): raw, part_metadata_name(apart.rank): marked}
+    return {part_manifest_name(part.rank, part_id): raw, part_metadata_name(part.rank): marked}
 
 
 def _manifest_of(metadata: Metadata, about: Manifest, *, partly: bool) -> tuple[bytes, bytes]:

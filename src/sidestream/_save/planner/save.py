@@ -74,11 +74,13 @@ def async_save_part(
     """
     running_loop("async_save_part")
     if not isinstance(part, IndependentPart):
-        raise InvalidOptionError(f"part={part!r} has to be a sidestream.dcp.IndependentPart(rank=, world_size=, save_id=)")
+        raise InvalidOptionError(
+            f"part={part!r} has to be a sidestream.dcp.IndependentPart(rank=, world_size=, save_id=)"
+        )
     check_choice("durability", durability, Durability)
     check_timeout(timeout_s)
     location = locate_directory(url, storage_of(storage_options, storage))
-    order = SaveOrder(location, durability, Deadline.after(timeout_s), metadata=encode_metadata(metadata), apart=part)
+    order = SaveOrder(location, durability, Deadline.after(timeout_s), metadata=encode_metadata(metadata), part=part)
     return PendingSave(start_planned(order, state, DefaultSavePlanner() if planner is None else planner, stager))
 
 
@@ -90,14 +92,14 @@ def start_planned(
     Raises ``InvalidOptionError`` for what is no planner, and for what one cannot be combined with."""
     asked = asked_save_planner(planner)
     _check(order)
-    url, operation, apart, layout = order.location.url, order.operation, order.apart, PlannerLayout(order)
+    url, operation, part, layout = order.location.url, order.operation, order.part, PlannerLayout(order)
     if operation is not None:
         together = DecidingTogether(asked, url, operation, terms_of(order, planner=True), maker_of_attempt(order))
         writer = LiveWriter(order, PlannedStage(order, state, together, stager))
         group = Group(order, operation, together)
         return SaveOperation(order=order, writer=writer, layout=layout, coordinator=group)
-    if apart is not None:
-        alone = DecidingAlone(asked, url, apart.rank, first=apart.rank == 0)
+    if part is not None:
+        alone = DecidingAlone(asked, url, part.rank, first=part.rank == 0)
         independent = Independent(order)
         writer = LiveWriter(order, PlannedStage(order, state, alone, stager), independent.look)
         return SaveOperation(order=order, writer=writer, layout=layout, coordinator=independent)
@@ -165,7 +167,7 @@ class PlannedStage(Stage):
             (),
             order.deadline,
             shared=order.worker is not None,
-            tag="" if order.apart is None else tag_of(order.save_id),
+            tag="" if order.part is None else tag_of(order.save_id),
         )
         return decided
 

@@ -207,7 +207,7 @@ class StoreEngine(Engine):
         try:
             with closing(_pieces(body, part_bytes, stop)) as pieces:
                 for number, piece in enumerate(pieces):
-                    if len(parts) == self._policy.in_flight:
+                    if len(parts) == self._policy.concurrency:
                         result(parts.popleft())
                     parts.append(send(partial(upload.part, number, number * part_bytes, piece)))
             while parts:

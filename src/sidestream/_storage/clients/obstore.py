@@ -146,7 +146,7 @@ class ObstoreEngine(Engine):
                 self._name(key),
                 feed,
                 chunk_size=part_bytes,
-                max_concurrency=self._policy.in_flight,
+                max_concurrency=self._policy.concurrency,
                 use_multipart=True,
             )
         )

@@ -106,7 +106,7 @@ class ObjectStore:
             for run in queue:
                 await self._read_run(name, run)
 
-        workers = [asyncio.ensure_future(work()) for _ in range(min(self._bucket.policy.in_flight, len(runs)))]
+        workers = [asyncio.ensure_future(work()) for _ in range(min(self._bucket.policy.concurrency, len(runs)))]
         try:
             for worker in workers:
                 await worker
