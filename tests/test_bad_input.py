@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from keywords import for_load, for_save
 from states import assert_same, model_and_optimizer
 
 import sidestream
@@ -33,7 +34,7 @@ async def refused(target: dict[str, Any], url: Path, kind: type[Exception], *lin
     """The load raises ``kind`` with those lines, and ``target`` is as it was."""
     before = {"model": {key: value.clone() for key, value in target["model"].items()}, "step": target["step"]}
     with pytest.raises(kind) as raised:
-        await sidestream.load(target, url, **options)
+        await sidestream.load(target, url, **for_load(**options))
     assert type(raised.value) is kind
     for line in lines:
         assert line in str(raised.value)
@@ -213,7 +214,7 @@ async def test_a_state_that_contains_itself(tmp_path: Path) -> None:
 )
 async def test_options(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidOptionError):
-        await sidestream.save(STATE, tmp_path / "c", **options)
+        await sidestream.save(STATE, tmp_path / "c", **for_save(**options))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
 import sidestream.blocking
+from sidestream import LoadOptions, SaveOptions
 from sidestream._runtime.caller import Caller
 from sidestream.errors import CheckpointExistsError, CheckpointNotFoundError, WrongLoopError
 

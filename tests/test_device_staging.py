@@ -75,7 +75,7 @@ async def test_work_before_the_call_is_in_it_and_work_behind_the_fence_is_not(se
 async def test_what_was_freed_since_its_copy_is_told_apart(order: list[str], tmp_path: Path) -> None:
     """Storages that were freed have one address: neither layout nor plan cache may take two of them for tied."""
     driver = FakeDriver()
-    async with on_fake(driver, mode="snapshot") as stager:
+    async with on_fake(driver, mode="eager") as stager:
         for kind in order:
             first = put(driver, 1.0)
             second = first if kind == "tied" else put(driver, 2.0)
@@ -148,7 +148,7 @@ async def test_small_tensors_and_buffers_need_no_fence(seed: int) -> None:
 async def test_a_snapshot_needs_no_fence_and_frees_the_sources_first(seed: int) -> None:
     driver = FakeDriver(seed)
     source = put(driver, 1.0)
-    async with on_fake(driver, mode="snapshot") as stager:
+    async with on_fake(driver, mode="eager") as stager:
         future = stager.stage({"t": source})
         driver.launch(lambda: source.fill_(2.0))
         driver.held.add("side")  # the copies to the host
@@ -226,7 +226,7 @@ async def test_layouts_survive_the_way_through_the_scratch_and_past_it() -> None
         assert driver.gaps > 0
 
 
-@pytest.mark.parametrize("mode", ["lazy", "snapshot", "hybrid"])
+@pytest.mark.parametrize("mode", ["lazy", "eager", "hybrid"])
 async def test_a_save_from_a_device(mode: StageMode, tmp_path: Path) -> None:
     driver = FakeDriver()
     state = {
@@ -284,7 +284,7 @@ async def test_device_memory_is_referred_to_until_it_has_been_read_and_no_longer
         return driver.put(torch.frombuffer(memory, dtype=torch.uint8))
 
     async with on_fake(driver) as stager:
-        for mode in ("lazy", "snapshot"):
+        for mode in ("lazy", "eager"):
             stager._mode = mode
             state = {"large": source(4000), "small": source(10), "t": source(4000).view(50, 80).t()}
             future = stager.stage(state)
@@ -292,7 +292,7 @@ async def test_device_memory_is_referred_to_until_it_has_been_read_and_no_longer
             driver.forget()
             await asyncio.to_thread(stager.fence)  # everything is enqueued
             gc.collect()
-            assert mode == "snapshot" or all(ref() for ref in gone[-3:]), "the allocator would hand it out again"
+            assert mode == "eager" or all(ref() for ref in gone[-3:]), "the allocator would hand it out again"
             await driver.drive(stager.synchronize_staging())
             await driver.drive(future)
             async with asyncio.timeout(60):  # the thread that has resolved it may not have returned yet
@@ -410,7 +410,7 @@ async def test_every_call_says_that_the_device_has_failed_at_what_and_in_its_wor
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("mode", ["lazy", "snapshot"])
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
 async def test_the_key_whose_copy_fails_is_named(mode: StageMode) -> None:
     driver = FakeDriver()
     state = {"model": {"a": put(driver, 1.0), "b": [put(driver, 1.0)]}}
@@ -443,7 +443,7 @@ async def test_memory_that_is_not_registered(failure: Exception, capfd: pytest.C
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("mode", ["lazy", "snapshot", "hybrid"])
+@pytest.mark.parametrize("mode", ["lazy", "eager", "hybrid"])
 async def test_a_full_device_in_each_mode(mode: StageMode) -> None:
     """Only ``snapshot`` copies more on the device than it must, so only there another mode helps."""
     driver = FakeDriver()
@@ -455,7 +455,7 @@ async def test_a_full_device_in_each_mode(mode: StageMode) -> None:
         for state in (small, {"m": module}):
             with pytest.raises(ArenaExhaustedError, match=r"free device memory$"):
                 stager.stage(state)
-        if mode == "snapshot":
+        if mode == "eager":
             with pytest.raises(ArenaExhaustedError, match=r'free device memory, or stage with mode="lazy", or'):
                 stager.stage(large)
         else:
@@ -549,7 +549,7 @@ async def test_the_fence_of_a_stage_without_memory() -> None:
 async def test_a_snapshot_that_waits_for_memory_holds_no_writer_back() -> None:
     driver = FakeDriver()
     source = put(driver, 1.0)
-    async with on_fake(driver, budget_bytes=4096, mode="snapshot") as stager:
+    async with on_fake(driver, budget_bytes=4096, mode="eager") as stager:
         first = await driver.drive(stager.stage({"t": source}))
         second = stager.stage({"t": source})
         stager.fence(timeout_s=0.01)
@@ -691,7 +691,7 @@ async def test_overlapping_stages_hold_what_was_live_at_their_own_call(seed: int
 
 def test_what_is_held_back() -> None:
     assert held_back([5, 5, 5], "lazy", 0, 100) == set()
-    assert held_back([5, 5, 5], "snapshot", 0, 0) == {0, 1, 2}
+    assert held_back([5, 5, 5], "eager", 0, 0) == {0, 1, 2}
     assert held_back([5, 5, 5], "hybrid", float("inf"), 100) == set()
     assert held_back([5, 5, 5], "hybrid", 10, 100) == {2}
     assert held_back([5, 5, 5], "hybrid", 9, 100) == {1, 2}

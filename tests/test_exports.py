@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from keywords import for_run
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -349,7 +350,7 @@ def test_wrong_arguments_of_a_run(options: dict[str, Any], tmp_path: Path) -> No
         HF(str(one.url).replace("{base}", str(tmp_path))) if isinstance(one, HF) else one for one in options["export"]
     ]
     with pytest.raises(InvalidOptionError):
-        Checkpointer(tmp_path / "run", **{**options, "export": export})
+        Checkpointer(tmp_path / "run", **for_run(**{**options, "export": export}))
 
 
 def test_blocking(tmp_path: Path) -> None:

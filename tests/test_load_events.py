@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from keywords import for_load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -50,7 +51,7 @@ def damage(directory: Path) -> None:
 async def test_a_load(options: dict[str, Any], tmp_path: Path) -> None:
     info = await sidestream.save(state(), tmp_path / "a")
     with watched() as seen:
-        report = await sidestream.load(state(), tmp_path / "a", **options)
+        report = await sidestream.load(state(), tmp_path / "a", **for_load(**options))
     assert names(seen) == WHOLE
     assert {(event.load.operation, event.load.url) for event in seen} == {("load", str(tmp_path / "a"))}
     assert [event.load.save_id for event in seen] == ["", *[info.save_id] * 5]
@@ -91,7 +92,7 @@ async def test_damage(options: dict[str, Any], tmp_path: Path) -> None:
     await sidestream.save(state(), tmp_path / "a")
     damage(tmp_path / "a")
     with watched() as seen, pytest.raises(CorruptCheckpointError) as raised:
-        await sidestream.load(state(), tmp_path / "a", **options)
+        await sidestream.load(state(), tmp_path / "a", **for_load(**options))
     assert names(seen) == ["LoadStarted", "LoadOpened", "LoadPlanned", "LoadFailed"]
     assert (seen[-1].phase, seen[-1].error_type) == ("read", "CorruptCheckpointError")
     assert seen[-1].written == len(raised.value.written) == 1

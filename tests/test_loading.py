@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from keywords import for_load
 from states import assert_same, model_and_optimizer
 
 import sidestream
@@ -173,7 +174,7 @@ async def test_restore_takes_the_same_keywords(tmp_path: Path) -> None:
         options: dict[str, Any] = {"verify": "manifest", "atomic": True, "timeout_s": 60.0}
         assert (
             await checkpoints.restore(
-                target, strict=strict, options=sidestream.LoadOptions(progress=lambda *now: told.append(now)), **options
+                target, strict=strict, **for_load(progress=lambda *now: told.append(now), **options)
             )
             == 1
         )
@@ -183,7 +184,7 @@ async def test_restore_takes_the_same_keywords(tmp_path: Path) -> None:
         assert told[-1] == (48, 48)
         for wrong in ({"verify": "no"}, {"timeout_s": 0}, {"strict": "cast"}):
             with pytest.raises(errors.InvalidOptionError):
-                await checkpoints.restore(target, **wrong)
+                await checkpoints.restore(target, **for_load(**wrong))
 
 
 # --- progress, and the loop -------------------------------------------------------------------------------------------

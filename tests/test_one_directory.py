@@ -16,6 +16,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from keywords import for_load
 from states import assert_same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -219,9 +220,7 @@ async def test_a_load_that_loses_its_files_to_another_checkpoint_starts_over(
 ) -> None:
     state, seen = blank(), []
     with events.observe(lambda event: seen.append(event) if isinstance(event, events.LoadEvent) else None):
-        report = await sidestream.load(
-            state, overwritten.url, options=sidestream.LoadOptions(progress=overwritten.progress), **options
-        )
+        report = await sidestream.load(state, overwritten.url, **for_load(progress=overwritten.progress, **options))
     assert_same(state, NEW)
     opened = [event.load.save_id for event in seen if isinstance(event, events.LoadOpened)]
     assert len(set(opened)) == 2

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from keywords import for_save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -43,11 +44,11 @@ def state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"planner": DefaultSavePlanner()}, {"saver": "process"}], ids=["native", "planner", "process"]
+    "options", [{}, {"planner": DefaultSavePlanner()}, {"writer": "process"}], ids=["native", "planner", "process"]
 )
 async def test_a_save(options: dict[str, Any], tmp_path: Path) -> None:
     with watched() as seen:
-        info = await sidestream.save(state(), tmp_path / "a", **options)
+        info = await sidestream.save(state(), tmp_path / "a", **for_save(**options))
     # Staging may end before or after the plan is passed on.
     assert sorted(names(seen)) == sorted(WHOLE)
     assert names(seen)[0] == "SaveStarted"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fake_device import FakeDriver
+from keywords import for_save
 from safetensors.torch import load_file
 from states import assert_same, model_and_optimizer
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -76,10 +77,8 @@ async def back(url: Path, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("way", ["thread", "process", "streamed"])
 async def test_every_tensor_is_converted_as_torch_does(way: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     state = state_of()
-    options = {"snapshot": False} if way == "streamed" else {"saver": way}
-    await sidestream.save(
-        state, tmp_path / "c", options=sidestream.SaveOptions(dtype=dtype, digest="blake3"), **options
-    )
+    options = {"streaming": True} if way == "streamed" else {"writer": way}
+    await sidestream.save(state, tmp_path / "c", **for_save(dtype=dtype, digest="blake3", **options))
     found = await back(tmp_path / "c")
     assert_same(found, cast(state, dtype))
     assert found["weight"].data_ptr() == found["head"].data_ptr()
@@ -138,7 +137,7 @@ async def test_conversions_that_torch_does_not_make_and_dtypes_that_are_none(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("mode", ["lazy", "snapshot", "hybrid"])
+@pytest.mark.parametrize("mode", ["lazy", "eager", "hybrid"])
 @pytest.mark.parametrize("seed", range(6))
 async def test_tensors_on_a_device(seed: int, mode: Any, tmp_path: Path) -> None:
     """Small ones are converted on the host, large ones on the device, by pieces."""
@@ -238,11 +237,9 @@ async def test_planners_and_other_stagers_are_refused(option: dict[str, Any], tm
     state = {"a": torch.ones(2)}
     name = next(iter(option))
     with pytest.raises(errors.InvalidOptionError, match=rf"{name}= .*planner=.*let it rename"):
-        await sidestream.save(
-            state, tmp_path / "c", options=sidestream.SaveOptions(planner=DefaultSavePlanner()), **option
-        )
+        await sidestream.save(state, tmp_path / "c", **for_save(planner=DefaultSavePlanner(), **option))
     with pytest.raises(errors.InvalidOptionError, match=rf"{name}= .*AsyncStager"):
-        await sidestream.save(state, tmp_path / "c", stager=BlockingAsyncStager(), **option)
+        await sidestream.save(state, tmp_path / "c", stager=BlockingAsyncStager(), **for_save(**option))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -259,15 +256,9 @@ async def test_an_export_has_the_names_and_dtypes_of_the_checkpoint(tmp_path: Pa
         ),
     ]
     names = {"model.a": "weights.a", "model.b": "weights.b"}
-    for number, options in enumerate(({}, {"snapshot": False})):
+    for number, options in enumerate(({}, {"streaming": True})):
         out = [type(one)(f"{one.url}{number}", one.select, one.names, one.dtype) for one in export]
-        await sidestream.save(
-            state,
-            tmp_path / str(number),
-            export=out,
-            options=sidestream.SaveOptions(names=names, dtype=BF16),
-            **options,
-        )
+        await sidestream.save(state, tmp_path / str(number), export=out, **for_save(names=names, dtype=BF16, **options))
         converted = cast(state["model"], BF16)
         found = load_file(tmp_path / f"same{number}" / "model.safetensors")
         assert_same(dict(sorted(found.items())), {"weights.a": converted["a"], "weights.b": converted["b"]})

@@ -11,6 +11,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from keywords import for_save
 
 import sidestream
 from sidestream import Checkpointer, open_checkpoint
@@ -47,9 +48,9 @@ async def check(url: Any, **options: Any) -> None:
     assert report.ok, report
 
 
-@pytest.mark.parametrize("options", [{}, {"digest": "blake3"}, {"saver": "process"}, {"snapshot": False}])
+@pytest.mark.parametrize("options", [{}, {"digest": "blake3"}, {"writer": "process"}, {"streaming": True}])
 async def test_files_are_read_back_and_stock_dcp_does_not_mind_them(tmp_path: Path, options: dict[str, Any]) -> None:
-    await sidestream.save(STATE, tmp_path / "step", files=sources(tmp_path), **options)
+    await sidestream.save(STATE, tmp_path / "step", files=sources(tmp_path), **for_save(**options))
     assert (tmp_path / "step" / "config.json").read_bytes() == b'{"layers": 2}'
     await check(tmp_path / "step")
     target = {"weight": torch.zeros(4, 6), "step": 0}

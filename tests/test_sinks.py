@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engines import GatedEngine
+from keywords import for_save
 from leases import all_returned
 from snapshots import payloads
 
@@ -128,10 +129,10 @@ async def test_two_sinks_read_what_the_checkpoint_has(saver: str, tmp_path: Path
     from sidestream.options import WriterProcess
 
     state = state_of(1)
-    options: dict[str, Any] = {"saver": (worker_for(WriterProcess()), False)} if saver == "process" else {}
+    options: dict[str, Any] = {"writer": (worker_for(WriterProcess()), False)} if saver == "process" else {}
     async with AsyncStager(budget_bytes=2 * STATE_BYTES) as stager:
         one, two = Collecting(), Collecting()
-        pending, sinks = save(state, tmp_path / "a", stager, one, two, Null(), **options)
+        pending, sinks = save(state, tmp_path / "a", stager, one, two, Null(), **for_save(**options))
         await pending
         for sink in sinks[:2]:
             same(await sink, state)

@@ -53,7 +53,7 @@ def on_fake(driver: FakeDriver, **options: Any) -> AsyncStager:
 # --- sources that move ---
 
 
-@pytest.mark.parametrize(("numel", "mode"), [(1000, "snapshot"), (4, "lazy")])
+@pytest.mark.parametrize(("numel", "mode"), [(1000, "eager"), (4, "lazy")])
 @pytest.mark.parametrize("what", ["moved", "freed"])
 async def test_what_was_copied_at_the_call_stays_whatever_becomes_of_its_source(
     numel: int, mode: StageMode, what: str

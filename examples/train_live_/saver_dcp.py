@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 
 from train_live_.records import Save, directory_size
-from train_live_.saver import ALONE, SAVES_ALONE, STEPS, Worker, State
+from train_live_.saver import ALONE, SAVES_ALONE, STEPS, State, Worker
 
 
 class DcpSaver(Worker):

@@ -9,7 +9,7 @@ from typing import Self
 
 from sidestream import Checkpointer, PendingSave
 from train_live_.records import Save, directory_size
-from train_live_.saver import ALONE, SAVES_ALONE, STEPS, Worker, State
+from train_live_.saver import ALONE, SAVES_ALONE, STEPS, State, Worker
 
 
 class SidestreamSaver(Worker):

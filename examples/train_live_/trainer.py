@@ -14,7 +14,7 @@ import torch
 from train_live_.loop import serving, ticking
 from train_live_.model import Size, Training
 from train_live_.records import Run
-from train_live_.saver import Worker, State
+from train_live_.saver import State, Worker
 
 
 async def train(

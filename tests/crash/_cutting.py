@@ -42,7 +42,7 @@ async def new_run(run: Path, acked: Acked, saver: WriterChoice) -> None:
 
 async def plain(run: Path, acked: Acked, saver: WriterChoice) -> None:
     info = await sidestream.save(
-        make_state(12), run / "plain", options=sidestream.SaveOptions(streaming=not saver != "thread", writer=saver)
+        make_state(12), run / "plain", options=sidestream.SaveOptions(streaming=saver == "thread", writer=saver)
     )
     acked(Path(info.url).name, 12)
 

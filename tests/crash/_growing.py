@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from keywords import for_save
 
 import sidestream
 
@@ -40,7 +41,7 @@ async def operation(kind: str, folder: Path) -> AsyncIterator[Callable[[int], Aw
         await checkpoints.save(state, step=0)
 
         async def save(**options: Any) -> None:
-            await sidestream.save(state, folder / "new", options=sidestream.SaveOptions(durability="flush"), **options)
+            await sidestream.save(state, folder / "new", **for_save(durability="flush", **options))
             shutil.rmtree(folder / "new")
 
         async def save_in_run(number: int) -> None:

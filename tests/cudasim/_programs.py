@@ -138,7 +138,7 @@ class State:
         storage = self._storage(random_, device, dtype)
         on_device = device != "cpu"
         # What is copied at the call, in the order of the stream, may be written to at once.
-        storage.volatile = mode == "snapshot" or (on_device and storage.raw.nbytes <= small_bytes)
+        storage.volatile = mode == "eager" or (on_device and storage.raw.nbytes <= small_bytes)
         for alias in range(random_.choice([1, 1, 2, 3])):
             layout = random_.choice(LAYOUTS)
             if dtype in NOT_COPIED and layout not in ("empty", "scalar", "slice"):
@@ -296,7 +296,7 @@ class _Program:
     def __init__(self, random_: random.Random, driver: str, folder: Path) -> None:
         self.random = random_
         self.folder = folder
-        self.mode: Any = random_.choice(["lazy", "snapshot", "hybrid"])
+        self.mode: Any = random_.choice(["lazy", "eager", "hybrid"])
         self.generic = driver == "torch" or (driver == "any" and random_.random() < 0.3)
         count = min(random_.choice([1, 1, 2]), torch.cuda.device_count())
         self.cuda = [f"cuda:{index}" for index in random_.sample(range(torch.cuda.device_count()), count)]

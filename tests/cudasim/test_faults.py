@@ -33,7 +33,7 @@ cudasim: Any = pytest.importorskip("cudasim", reason="needs the simulated CUDA r
 if not getattr(cudasim, "active", bool)():  # without it the name may stand for this folder
     pytest.skip("needs the simulated CUDA runtime", allow_module_level=True)
 
-MODES: tuple[StageMode, ...] = ("lazy", "snapshot", "hybrid")
+MODES: tuple[StageMode, ...] = ("lazy", "eager", "hybrid")
 BUDGET_BYTES = 1 << 28
 LARGE = 1 << 20  # elements: 4 MiB of float32, beyond what is coalesced
 BOUND_S = 60.0  # against a hang, on a busy machine
@@ -116,7 +116,7 @@ async def _save_alone(_: AsyncStager, target: Path) -> None:
     await sidestream.save(state_of(1.0), target)
 
 
-ROWS = [(_stage, mode) for mode in MODES] + [(_prewarm, "lazy"), (_save, "snapshot"), (_save_alone, "lazy")]
+ROWS = [(_stage, mode) for mode in MODES] + [(_prewarm, "lazy"), (_save, "eager"), (_save_alone, "lazy")]
 
 
 @pytest.mark.parametrize(("call", "mode"), ROWS)
@@ -167,7 +167,7 @@ def test_a_full_device(mode: StageMode) -> None:
             large, state = {"t": torch.full((4 * LARGE,), 5.0, device="cuda")}, state_of(5.0)
             synchronize()
             with no_device_memory():
-                if mode == "snapshot":
+                if mode == "eager":
                     with pytest.raises(ArenaExhaustedError, match=r'cuda:0 has no 16777216 bytes left.* mode="lazy"'):
                         stager.stage(large)
                 else:
@@ -205,7 +205,7 @@ async def says_so(call: Callable[[], Any], text: str = "CUDA error: ") -> bool:
     return False
 
 
-@pytest.mark.parametrize(("mode", "code"), [("lazy", 700), ("snapshot", 719), ("hybrid", 214)])
+@pytest.mark.parametrize(("mode", "code"), [("lazy", 700), ("eager", 719), ("hybrid", 214)])
 def test_the_device_fails_at_each_copy(
     mode: StageMode, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -561,13 +561,13 @@ from sidestream._staging import AsyncStager
 phase, how = sys.argv[1:]
 source = torch.full((1 << 20,), 3.0, device="cuda")
 state = {"t": source, "s": source[:7].clone(), "c": torch.ones(1 << 19, dtype=torch.complex64, device="cuda").conj()}
-stager = AsyncStager(budget_bytes=1 << 28, mode="eager" if phase == "snapshot" else "lazy")
+stager = AsyncStager(budget_bytes=1 << 28, mode="eager" if phase == "eager" else "lazy")
 folder = pathlib.Path(tempfile.mkdtemp())
 
 
 async def main():
     keep = []
-    if phase in ("launched", "snapshot"):
+    if phase in ("launched", "eager"):
         keep.append(stager.stage(state))
     if phase == "registering":
         keep.append(stager.prewarm(1 << 27))
@@ -606,7 +606,7 @@ kept = asyncio.run(main())
 """
 
 
-PHASES = ("idle", "launched", "snapshot", "registering", "held", "closing", "copied", "saving", "loading")
+PHASES = ("idle", "launched", "eager", "registering", "held", "closing", "copied", "saving", "loading")
 EXITS = {
     "exit": (7, PHASES),
     "raise": (1, ("launched", "held", "saving", "loading")),

@@ -32,6 +32,7 @@ from _dcp_kinds import (
     RenamingLoadPlanner,
     SilentHalfPlanner,
 )
+from keywords import for_load, for_save
 from states import SAVED_DTYPES, assert_same, filled
 from stock import blank, nested_state
 from torch.distributed.checkpoint.api import CheckpointException
@@ -198,8 +199,8 @@ def test_a_planner_with_bytes_of_its_own(kind: Kind, tmp_path: Path) -> None:
     state = {"w": torch.randn(8), "config": {"a": [1, 2]}}
     planner = JsonPlanner(flatten_state_dict=False)
     options = {"trust": "pickle"} if kind.ours else {}
-    kind.save(state, tmp_path / "c", planner=planner, **options)
-    loaded = kind.load(blank(state), tmp_path / "c", JsonLoadPlanner(flatten_state_dict=False), **options)
+    kind.save(state, tmp_path / "c", planner=planner, **for_save(**options))
+    loaded = kind.load(blank(state), tmp_path / "c", JsonLoadPlanner(flatten_state_dict=False), **for_load(**options))
     assert_same(state, loaded)
 
 
@@ -270,7 +271,7 @@ def test_a_failure_in_a_thread_of_the_writers(kind: Kind, tmp_path: Path) -> Non
             return super().resolve_data(write_item)
 
     state = {f"t{number}": torch.ones(8) for number in range(8)}
-    kind.save(state, tmp_path / "c", Planner(), **({} if kind.ours else {"thread_count": 2}))
+    kind.save(state, tmp_path / "c", Planner(), **for_save(**{} if kind.ours else {"thread_count": 2}))
     if kind.ours:
         assert_same(state, kind.load(blank(state), tmp_path / "c"))
     else:
@@ -501,7 +502,7 @@ class Hostile:
 async def test_objects(kind: Kind, tmp_path: Path) -> None:
     """Stock unpickles whatever is there. Ours saves it all the same, and reads what the caller allows."""
     state = {"config": Config(), "w": torch.ones(3)}
-    kind.save(state, tmp_path / "c", **({"allow": [Config]} if kind.ours else {}))
+    kind.save(state, tmp_path / "c", **for_save(**{"safe_globals": [Config]} if kind.ours else {}))
     if not kind.ours:
         assert_same(state, kind.load(blank(state), tmp_path / "c"))
     with pytest.raises(CheckpointException) as failure:
@@ -562,7 +563,7 @@ async def test_zstd(kind: Kind, tmp_path: Path) -> None:
 
     state = {"w": torch.zeros(1 << 18), "v": torch.randn(300)[::3], "n": {"a": 1}, "s": torch.tensor(3)}
     option = "extensions" if kind.ours else "_extensions"
-    written = kind.save(state, tmp_path / "c", **{option: [ZStandard()]})
+    written = kind.save(state, tmp_path / "c", **for_save(**{option: [ZStandard()]}))
     places = written.storage_data if kind.ours else written.storage_data or {}  # stock of torch 2.11 returns none
     assert all(place.transform_descriptors == ["stream.zstd/1"] for place in places.values())
     assert sum(path.stat().st_size for path in (tmp_path / "c").iterdir()) < 1 << 18

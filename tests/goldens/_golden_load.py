@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from _golden_checkpoints import CHECKPOINTS
 from _golden_states import blank, counted
 from _golden_table import Table
+from keywords import for_load
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import sidestream
@@ -92,11 +93,11 @@ async def load(table: Table) -> None:
         "verify": {"verify": "sometimes"},
         "trust": {"trust": True},
         "timeout_s": {"timeout_s": 0},
-        "allow": {"allow": [3]},
+        "allow": {"safe_globals": [3]},
         "planner": {"planner": 3},
         "a planner that raises": {"planner": FailingPlanner()},
     }.items():
-        await table.tries(f"option: {name}", lambda o=options: sidestream.load(template(), saved, **o))
+        await table.tries(f"option: {name}", lambda o=options: sidestream.load(template(), saved, **for_load(**o)))
     for url in ("s3://bucket", "nowhere://bucket/run", "", "/", "a\0b", "abc://abc.abc"):
         await table.tries(f"url: {url!r}", lambda url=url: sidestream.load({}, url))
     (folder / "empty").mkdir()
@@ -117,7 +118,7 @@ async def load(table: Table) -> None:
         "good, unverified": {"verify": "manifest"},
         "good, planner": {"planner": DefaultLoadPlanner()},
     }.items():
-        await table.tries(name, lambda o=options: sidestream.load(template(), saved, **o))
+        await table.tries(name, lambda o=options: sidestream.load(template(), saved, **for_load(**o)))
     for name in ("parts", "stock", "stock-zstd", "stock-safetensors", "hf", "torch-save.pt", "run/step-2.g2"):
         content = await (await sidestream.open_checkpoint(CHECKPOINTS / name)).state_dict()
         await table.tries(f"good, {name}", sidestream.load(blank(content), CHECKPOINTS / name))
@@ -169,8 +170,10 @@ async def _foreign(table: Table) -> None:
     folder = table.folder / "foreign"
     folder.mkdir()
     dcp.save({"v": timedelta(hours=1)}, storage_writer=dcp.FileSystemWriter(folder / "object"), no_dist=True)
-    for name, options in {"data": {}, "pickle": {"trust": "pickle"}, "allowed": {"allow": [timedelta]}}.items():
-        await table.tries(f"an object, {name}", lambda o=options: sidestream.load({"v": None}, folder / "object", **o))
+    for name, options in {"data": {}, "pickle": {"trust": "pickle"}, "allowed": {"safe_globals": [timedelta]}}.items():
+        await table.tries(
+            f"an object, {name}", lambda o=options: sidestream.load({"v": None}, folder / "object", **for_load(**o))
+        )
     state = {"w": counted(3, 4)}
     torch.save(state, folder / "old.pth", _use_new_zipfile_serialization=False)
     torch.save([1, 2], folder / "list.pt")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from _golden_states import counted
 from _golden_table import Table
+from keywords import for_load
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
@@ -304,7 +305,7 @@ def one_of(rank: Rank, number: int, here: Any, elsewhere: Any) -> Any:
 async def loaded(rank: Rank, url: Any, expected: dict[str, Any], **options: Any) -> Any:
     """The report, and whether the content is the expected one."""
     target = rank.blank()
-    report = await sidestream.load(target, url, **options)
+    report = await sidestream.load(target, url, **for_load(**options))
     return [report, same(local(target), local(expected))]
 
 

@@ -11,6 +11,7 @@ import torch
 from _golden_load import DAMAGE
 from _golden_rank import Gate, GatedPlanner, Rank, altered, awaited, damaged, local, one_of, same
 from _golden_users import Custom
+from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import Shard
 
@@ -41,7 +42,7 @@ async def load(rank: Rank) -> None:
     }
     for name, options in ways.items():
         target = rank.blank()
-        await rank.tries(name, lambda t=target, o=options: sidestream.load(t, saved, **o))
+        await rank.tries(name, lambda t=target, o=options: sidestream.load(t, saved, **for_load(**o)))
         if "raises" in rank.table.entries[name] and "progress" not in options:
             changed = sorted(
                 str(key) for key, item in local(target).items() if not same(item, local(rank.blank())[key])
@@ -114,7 +115,9 @@ async def load_damaged(rank: Rank) -> None:
             f"{name}, unverified": {"verify": "manifest"},
         }.items():
             mine = rank.own()  # of two damaged tensors of a rank, either could be named
-            await rank.tries(word, lambda t=mine, p=path, o=options: sidestream.load(t, p, **o), free="ranks")
+            await rank.tries(
+                word, lambda t=mine, p=path, o=options: sidestream.load(t, p, **for_load(**o)), free="ranks"
+            )
     path = damaged(rank, saved, "more", altered("__0_1.distcp"))
     await rank.tries("own keys of the other rank", lambda: sidestream.load(rank.own(), path))
 
@@ -125,11 +128,11 @@ async def run(rank: Rank) -> None:
 
         async def saved(step: int, state: Any = None, **options: Any) -> Any:
             state = rank.state(float(step)) if state is None else state
-            return await checkpoints.save(state, step=step, **options)
+            return await checkpoints.save(state, step=step, **for_save(**options))
 
         async def restored(**options: Any) -> Any:
             target = rank.blank()
-            return [await checkpoints.restore(target, **options), local(target)]
+            return [await checkpoints.restore(target, **for_load(**options)), local(target)]
 
         bad = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
         calls: dict[str, Callable[[], Any]] = {
@@ -191,7 +194,7 @@ async def run_damaged(rank: Rank) -> None:
     async def restored(**options: Any) -> Any:
         async with sidestream.Checkpointer(folder) as checkpoints:
             target = rank.own()
-            step = await checkpoints.restore(target, **options)
+            step = await checkpoints.restore(target, **for_load(**options))
             return [step, checkpoints.restored, local(target), checkpoints.health().passed_over]
 
     for name, options in {
@@ -211,7 +214,7 @@ async def run_damaged(rank: Rank) -> None:
 
 
 async def _one_step(rank: Rank, folder: Path, step: int, **options: Any) -> Any:
-    async with sidestream.Checkpointer(folder, **options) as checkpoints:
+    async with sidestream.Checkpointer(folder, **for_run(**options)) as checkpoints:
         return await checkpoints.save(rank.state(float(step)), step=step)
 
 

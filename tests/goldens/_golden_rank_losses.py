@@ -8,6 +8,7 @@ from typing import Any
 
 from _golden_rank import Gate, Rank, tree
 from _golden_users import Holder, Lethal, LethalPlanner
+from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sidestream
@@ -37,10 +38,10 @@ def absent(verb: str, number: int, rank_wait_s: float, *, before: bool = False) 
 
         async def call() -> Any:
             if verb == "save":
-                return await sidestream.save(rank.state(), folder / "bad", **limit)
+                return await sidestream.save(rank.state(), folder / "bad", **for_save(**limit))
             if verb == "load":
-                return await sidestream.load({"n": 0}, folder / "saved", **limit)
-            async with sidestream.Checkpointer(folder / "run", **limit) as checkpoints:
+                return await sidestream.load({"n": 0}, folder / "saved", **for_load(**limit))
+            async with sidestream.Checkpointer(folder / "run", **for_run(**limit)) as checkpoints:
                 if verb == "restore":
                     return await checkpoints.restore({"n": 0})
                 return await checkpoints.save(rank.state(), step=2)

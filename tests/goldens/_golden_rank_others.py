@@ -14,6 +14,7 @@ from _golden_rank import Rank, altered, damaged, local, one_of, short_files
 from _golden_save import _described
 from _golden_states import counted
 from _golden_users import Custom, Holder, failing
+from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import Shard
 
@@ -131,7 +132,9 @@ async def storages(rank: Rank) -> None:
         "save, not closed": unclosed,
         "save, closed": lambda: kept[0].close(),
         "save, writer process": lambda: save("process", options=sidestream.SaveOptions(writer="process")),
-        "load, a key is missing on rank 1": lambda: load("c", **one_of(rank, 1, {"more": torch.zeros(1)}, {})),
+        "load, a key is missing on rank 1": lambda: load(
+            "c", **for_load(**one_of(rank, 1, {"more": torch.zeros(1)}, {}))
+        ),
         "load, nothing there": lambda: load("none"),
         "load, nothing there on rank 1": lambda: load(one_of(rank, 1, "none", "c")),
     }
@@ -159,29 +162,25 @@ def stored(kind: str) -> Callable[[Rank], Awaitable[None]]:
         bad = rank.state() | one_of(rank, 1, {"a": Custom()}, {})
         raising = one_of(rank, 1, failing(DefaultSavePlanner, "resolve_data"), DefaultSavePlanner())
         if kind == "save":
-            await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", **keywords))
+            await rank.tries("call", lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(**keywords)))
         elif kind == "load":
-            await sidestream.save(rank.state(), f"{url}/c", **keywords)
-            await rank.tries("call", lambda: sidestream.load(rank.blank(), f"{url}/c", **keywords))
+            await sidestream.save(rank.state(), f"{url}/c", **for_save(**keywords))
+            await rank.tries("call", lambda: sidestream.load(rank.blank(), f"{url}/c", **for_load(**keywords)))
         elif kind == "a value":
-            await rank.tries("call", lambda: sidestream.save(bad, f"{url}/c", **keywords))
+            await rank.tries("call", lambda: sidestream.save(bad, f"{url}/c", **for_save(**keywords)))
         elif kind == "planner":
             planner = DefaultSavePlanner()
             await rank.tries(
                 "call",
-                lambda: sidestream.save(
-                    rank.state(), f"{url}/c", options=sidestream.SaveOptions(planner=planner), **keywords
-                ),
+                lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(planner=planner, **keywords)),
             )
         elif kind == "a planner that raises":
             await rank.tries(
                 "call",
-                lambda: sidestream.save(
-                    rank.state(), f"{url}/c", options=sidestream.SaveOptions(planner=raising), **keywords
-                ),
+                lambda: sidestream.save(rank.state(), f"{url}/c", **for_save(planner=raising, **keywords)),
             )
         elif kind == "a run":
-            async with sidestream.Checkpointer(f"{url}/run", **keywords) as checkpoints:
+            async with sidestream.Checkpointer(f"{url}/run", **for_run(**keywords)) as checkpoints:
                 for step in (1, 2):
                     await rank.tries(f"step {step}", partial(_saved_in, checkpoints, rank, step))
 

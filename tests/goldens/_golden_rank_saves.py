@@ -29,6 +29,7 @@ from _golden_users import (
     TracedSave,
     failing,
 )
+from keywords import for_save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import Shard
@@ -45,7 +46,7 @@ async def save(rank: Rank) -> None:
         "second": {},  # with the plan of the first one
         "metadata and digest": {"metadata": {"loss": 0.5}, "digest": "blake3"},
         "flush": {"durability": "flush"},
-        "streaming": {"snapshot": False},
+        "streaming": {"streaming": True},
         "planner": {"planner": DefaultSavePlanner()},
         "stager of torch": {"stager": BlockingAsyncStager()},
         "other timeouts": {"timeout_s": 60.0 + rank.number, "rank_wait_s": 60.0 - rank.number},
@@ -53,7 +54,7 @@ async def save(rank: Rank) -> None:
     }
     for number, (name, options) in enumerate(ways.items()):
         state = rank.state(float(number))
-        await rank.tries(name, lambda n=name, s=state, o=options: sidestream.save(s, folder / n, **o))
+        await rank.tries(name, lambda n=name, s=state, o=options: sidestream.save(s, folder / n, **for_save(**o)))
         await rank.tries(f"{name}, loaded", lambda n=name, s=state: loaded(rank, folder / n, s))
     async with sidestream.AsyncStager(budget_bytes=1 << 22) as stager:
         pending = sidestream.async_save(rank.state(), folder / "async", stager=stager)
@@ -127,13 +128,13 @@ async def save_refused(rank: Rank) -> None:
         "a bad rank_wait_s": {"rank_wait_s": other(-1, 60.0)},
         "bad metadata": {"metadata": other({"loss": torch.tensor(1.0)}, None)},
         "a bad digest": {"digest": other("md5", None)},
-        "a bad saver": {"saver": other("fork", "thread")},
+        "a bad saver": {"writer": other("fork", "thread")},
         "a bad stager": {"stager": other(3, None)},
         "a stager that raises": {"stager": other(RefusingStager(), BlockingAsyncStager())},
-        "a stager with streaming=True": other({"snapshot": False, "stager": BlockingAsyncStager()}, {}),
+        "a stager with streaming=True": other({"streaming": True, "stager": BlockingAsyncStager()}, {}),
     }
     for name, option in options.items():
-        await rank.tries(f"option: {name}", lambda o=option: sidestream.save(good, folder / "bad", **o))
+        await rank.tries(f"option: {name}", lambda o=option: sidestream.save(good, folder / "bad", **for_save(**o)))
         await asyncio.to_thread(shutil.rmtree, folder / "bad", ignore_errors=True)
     urls: dict[str, Any] = {
         "other directories": folder / other("one", "another"),

@@ -12,6 +12,7 @@ import torch
 from _golden_checkpoints import CHECKPOINTS
 from _golden_states import counted
 from _golden_table import Table
+from keywords import for_run, for_save
 
 import sidestream
 from sidestream import Checkpointer, KeepBest, KeepEvery, KeepLast
@@ -24,7 +25,7 @@ def blank() -> dict[str, Any]:
 
 
 async def _saved(run: Path, *steps: int, **options: Any) -> None:
-    async with Checkpointer(run, **options) as checkpoints:
+    async with Checkpointer(run, **for_run(**options)) as checkpoints:
         for step in steps:
             await checkpoints.save(STATE, step=step, metadata={"loss": 1.0 / (step + 1)})
 
@@ -39,16 +40,16 @@ async def checkpointer(table: Table) -> None:
     for name, options in {
         "keep": {"keep": 3},
         "keep, a class": {"keep": KeepLast},
-        "in_flight": {"in_flight": 0},
-        "overlap": {"overlap": "drop"},
+        "in_flight": {"slots": 0},
+        "overlap": {"when_full": "drop"},
         "durability": {"durability": "sync"},
         "verify": {"verify": "yes"},
         "timeout_s": {"timeout_s": 0},
         "lease_s": {"lease_s": -1},
         "digest": {"digest": "md5"},
-        "saver": {"saver": "fork"},
+        "saver": {"writer": "fork"},
     }.items():
-        await table.tries(f"option: {name}", lambda o=options: Checkpointer(folder / "run", **o))
+        await table.tries(f"option: {name}", lambda o=options: Checkpointer(folder / "run", **for_run(**o)))
     for name, make in {
         "KeepLast(0)": lambda: KeepLast(0),
         "KeepEvery()": lambda: KeepEvery(),
@@ -121,7 +122,7 @@ async def _full(table: Table, run: Path) -> None:
 
 
 async def _saved_by(checkpoints: Checkpointer, step: int, state: Any = STATE, **options: Any) -> Any:
-    return await checkpoints.save(state, step=step, **options)
+    return await checkpoints.save(state, step=step, **for_save(**options))
 
 
 async def _overlapping(table: Table, run: Path) -> None:

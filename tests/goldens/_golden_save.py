@@ -22,6 +22,7 @@ import torch
 from _golden_states import blocks, counted, small, tensors, training
 from _golden_table import Table, fixed
 from _golden_users import EmptyStager, Holder, RefusingStager, TracedSave, TracedStager, failing
+from keywords import for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -110,7 +111,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "timeout_s without end": {"timeout_s": float("inf")},
     "stager": {"stager": 3},
     "digest": {"digest": "md5"},
-    "saver": {"saver": "fork"},
+    "saver": {"writer": "fork"},
     "metadata with a tensor": {"metadata": {"loss": torch.tensor(1.0)}},
     "metadata that is a list": {"metadata": [1]},
     "planner": {"planner": 3},
@@ -129,7 +130,7 @@ async def save(table: Table) -> None:
         await table.tries(f"state: {name}", lambda make=make: sidestream.save(make(), folder / "deep" / "c"))
         await asyncio.to_thread(shutil.rmtree, folder / "deep" / "c", ignore_errors=True)  # the next state is saved too
     for name, options in OPTIONS.items():
-        await table.tries(f"option: {name}", lambda o=options: sidestream.save(SMALL, folder / "c", **o))
+        await table.tries(f"option: {name}", lambda o=options: sidestream.save(SMALL, folder / "c", **for_save(**o)))
     await table.tries("option: apart", lambda: async_save_part(SMALL, folder / "c", 3))  # type: ignore[arg-type]
     for url in URLS:
         await table.tries(f"url: {url!r}", lambda url=url: sidestream.save(SMALL, url))
@@ -140,13 +141,13 @@ async def save(table: Table) -> None:
     for name, options in {
         "good": {},
         "good, flushed": {"durability": "flush"},
-        "good, streaming": {"snapshot": False},
+        "good, streaming": {"streaming": True},
         "good, metadata": {"metadata": {"loss": 0.5}},
         "good, digest": {"digest": "blake3"},
         "good, planner": {"planner": DefaultSavePlanner()},
-        "good, writer process": {"saver": "process"},
+        "good, writer process": {"writer": "process"},
     }.items():
-        await table.tries(name, lambda n=name, o=options: sidestream.save(SMALL, folder / n, **o))
+        await table.tries(name, lambda n=name, o=options: sidestream.save(SMALL, folder / n, **for_save(**o)))
     for name in ("good, part", "same part again"):
         part = IndependentPart(rank=0, world_size=1, save_id="a")
         await table.tries(name, lambda p=part: async_save_part(SMALL, folder / "good, part", p))
@@ -168,7 +169,7 @@ async def save(table: Table) -> None:
         "engine": {"engine": "boto"},
         "retries": {"retries": -1},
         "part_bytes": {"part_bytes": 1},
-        "in_flight": {"in_flight": 0},
+        "in_flight": {"slots": 0},
     }.items():
         await table.tries(f"StorePolicy: {name}", lambda o=options: sidestream.StorePolicy(**o))
     await _pending(table)

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from _golden_calls import Fault
 from _golden_checkpoints import CHECKPOINTS, COLUMNS, ROWS
 from _golden_states import blank, plain, small, tensors
+from keywords import for_save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
@@ -37,7 +38,7 @@ async def run_saved(root: Path) -> None:
 
 
 async def save(root: Path, **options: Any) -> Any:
-    return await sidestream.save(small(), root / "c", **options)
+    return await sidestream.save(small(), root / "c", **for_save(**options))
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ async def _load_everything(root: Path) -> None:
 
 async def _cancelled(root: Path, **options: Any) -> Any:
     """The supervisor sends ``SIGUSR1`` at some call, and waits until the save has been told."""
-    pending = sidestream.async_save(small(), root / "c", **options)
+    pending = sidestream.async_save(small(), root / "c", **for_save(**options))
 
     loop = asyncio.get_running_loop()
 
@@ -210,7 +211,7 @@ def _other_writers() -> dict[str, Case]:
         )
         for name, options in {
             "save, planner": {"planner": DefaultSavePlanner()},
-            "save, streaming": {"snapshot": False},
+            "save, streaming": {"streaming": True},
         }.items()
     }
     killed = Fault("pwrite64", "__0_1", action="kill")

@@ -36,7 +36,7 @@ pytestmark = [
 CUDA = "cuda"
 BUDGET_BYTES = 8 << 30
 LARGE = 1 << 22  # elements: beyond what is coalesced, 16 MiB of float32
-MODES: tuple[StageMode, ...] = ("lazy", "snapshot", "hybrid")
+MODES: tuple[StageMode, ...] = ("lazy", "eager", "hybrid")
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ def test_the_fence_is_what_keeps_the_writer_out() -> None:
 
 
 def test_a_snapshot_needs_no_fence() -> None:
-    assert bool((overwritten(fenced=False, mode="snapshot") == 1).all())
+    assert bool((overwritten(fenced=False, mode="eager") == 1).all())
 
 
 def test_a_guarded_optimizer() -> None:

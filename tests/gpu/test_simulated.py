@@ -77,7 +77,7 @@ def check(what):
 
 
 async def main():
-    for mode in ("lazy", "snapshot", "hybrid"):
+    for mode in ("lazy", "eager", "hybrid"):
         stager = AsyncStager(mode=mode, **budget)
         await stager.prewarm(state)
         future = stager.stage(host)

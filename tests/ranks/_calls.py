@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _cases import TIMEOUT_S, run
+from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
@@ -77,22 +78,22 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
     limit: dict[str, Any] = {"timeout_s": TIMEOUT_S}
 
     async def saved_and_loaded(save_options: dict[str, Any], load_options: dict[str, Any]) -> None:
-        await sidestream.save(state, url, **limit, **save_options)
+        await sidestream.save(state, url, **for_save(**limit, **save_options))
         dist.barrier()
         saving.append("|")
-        await sidestream.load(target, url, **limit, **load_options)
+        await sidestream.load(target, url, **for_load(**limit, **load_options))
 
     async def restored() -> None:
-        async with sidestream.Checkpointer(url, **limit) as checkpoints:
+        async with sidestream.Checkpointer(url, **for_run(**limit)) as checkpoints:
             await checkpoints.save(state, step=3)
             assert await checkpoints.restore(target) == 3
 
     def blocking() -> None:
-        sidestream.blocking.async_save(state, url, **limit).result()
-        sidestream.blocking.load(target, url, **limit)
+        sidestream.blocking.async_save(state, url, **for_save(**limit)).result()
+        sidestream.blocking.load(target, url, **for_load(**limit))
 
     def in_dcp() -> None:
-        run(sidestream.save(state, url, **limit))
+        run(sidestream.save(state, url, **for_save(**limit)))
         # DCP asks objects in the order of a dict on each rank when it saves, so only its load is called here.
         for one in made:
             one.inner = None
@@ -101,7 +102,7 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
 
     ways: dict[str, Callable[[], object]] = {
         "native": lambda: run(saved_and_loaded({}, {})),
-        "atomic": lambda: run(saved_and_loaded({"snapshot": False}, {"atomic": True})),
+        "atomic": lambda: run(saved_and_loaded({"streaming": True}, {"atomic": True})),
         "planner": lambda: run(top_level(DefaultSavePlanner(), DefaultLoadPlanner())),
         "stager": lambda: run(top_level(None, None, stager=BlockingAsyncStager())),
         "restore": lambda: run(restored()),
@@ -114,9 +115,9 @@ def ordered(rank: int, world: int, directory: Path, way: str) -> list[list[str]]
         for one in made:
             one.inner = None
         flat = {key: Collective(key, saving) for key, item in state.items() if isinstance(item, Collective)}
-        await sidestream.save(flat, url, options=sidestream.SaveOptions(planner=save_planner), **limit, **options)
+        await sidestream.save(flat, url, **for_save(planner=save_planner, **limit, **options))
         into = {key: item for key, item in target.items() if isinstance(item, Collective)}
-        await sidestream.load(into, url, options=sidestream.LoadOptions(planner=load_planner), **limit)
+        await sidestream.load(into, url, **for_load(planner=load_planner, **limit))
 
     ways[way]()
     assert [one.loaded for one in made if one.name in ("10", "2", "b")] == ["10", "2", "b"]
@@ -219,11 +220,11 @@ def never_comes(
 
     async def call() -> None:
         if verb == "save":
-            await sidestream.save(state, directory / "failing", **limit)
+            await sidestream.save(state, directory / "failing", **for_save(**limit))
         elif verb == "load":
-            await sidestream.load(state, directory / "saved", **limit)
+            await sidestream.load(state, directory / "saved", **for_load(**limit))
         else:
-            async with sidestream.Checkpointer(directory / "run", **limit) as checkpoints:
+            async with sidestream.Checkpointer(directory / "run", **for_run(**limit)) as checkpoints:
                 if verb == "restore":
                     await checkpoints.restore(state)
                 else:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from keywords import for_load, for_run, for_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -140,7 +141,7 @@ def load_matrix(rank: int, world: int, directory: Path, saved: list[int]) -> lis
 
     async def load(path: Path, plus: int, turn: int, **options: Any) -> int:
         target = state_of(mesh, 100, turn)
-        report = await sidestream.load(target, path, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S), **options)
+        report = await sidestream.load(target, path, **for_load(timeout_s=TIMEOUT_S, **options))
         same(target, state_of(mesh, plus, turn))
         return report.nbytes
 
@@ -458,9 +459,7 @@ def disagreements(rank: int, world: int, directory: Path) -> dict[str, Any]:
     good = large(mesh)
 
     def save(state: dict[str, Any], name: str, **options: Any) -> list[Any]:
-        return failures_of(
-            sidestream.save(state, directory / name, options=sidestream.SaveOptions(timeout_s=TIMEOUT_S), **options)
-        )
+        return failures_of(sidestream.save(state, directory / name, **for_save(timeout_s=TIMEOUT_S, **options)))
 
     told = {
         "good": save(good, "good"),
@@ -773,13 +772,13 @@ def overwritten_on_storage(rank: int, world: int, directory: Path, url: str, opt
     async def several() -> list[Any]:
         ids = []
         for seed in range(3):
-            ids.append((await sidestream.save(large(mesh, seed), url, overwrite=True, **keywords)).save_id)
+            ids.append((await sidestream.save(large(mesh, seed), url, overwrite=True, **for_save(**keywords))).save_id)
             target = large(mesh, 9)
-            await sidestream.load(target, url, **keywords)
+            await sidestream.load(target, url, **for_load(**keywords))
             same(target, large(mesh, seed))
         with sidestream.events.observe(overtake):
             try:
-                await sidestream.save(large(mesh, 3), url, overwrite=True, **keywords)
+                await sidestream.save(large(mesh, 3), url, overwrite=True, **for_save(**keywords))
             except sidestream.errors.RankFailuresError as failures:
                 return [ids, [[one.rank, one.kind] for one in failures.failures]]
         return []
@@ -795,7 +794,7 @@ def object_storage(rank: int, world: int, directory: Path, url: str, options: di
 
     async def both() -> list[Any]:
         ids = []
-        async with sidestream.Checkpointer(f"{url}/run", **keywords) as checkpoints:
+        async with sidestream.Checkpointer(f"{url}/run", **for_run(**keywords)) as checkpoints:
             for step in range(2):
                 ids.append((await checkpoints.save(large(mesh, step), step=step)).save_id)
             target = large(mesh, 9)
@@ -803,7 +802,7 @@ def object_storage(rank: int, world: int, directory: Path, url: str, options: di
             same(target, large(mesh, 1))
         bad = {**large(mesh), **({"x": object()} if rank else {})}
         try:
-            await sidestream.save(bad, f"{url}/bad", **keywords)
+            await sidestream.save(bad, f"{url}/bad", **for_save(**keywords))
         except sidestream.errors.RankFailuresError as failures:
             return [ids, restored, [[one.rank, one.kind] for one in failures.failures]]
         return []
@@ -829,11 +828,7 @@ def saved_as(rank: int, world: int, directory: Path) -> list[Any]:
             for number in range(2):
                 url = directory / f"step{number}"
                 await sidestream.save(
-                    state,
-                    url,
-                    stager=stager,
-                    options=sidestream.SaveOptions(names=names, dtype=dtype, digest="blake3"),
-                    **keywords,
+                    state, url, stager=stager, **for_save(names=names, dtype=dtype, digest="blake3", **keywords)
                 )
                 target = {
                     "weights": {
@@ -841,16 +836,13 @@ def saved_as(rank: int, world: int, directory: Path) -> list[Any]:
                     },
                     "model": {"columns": torch.zeros_like(whole, dtype=torch.float16)},
                 }
-                await sidestream.load(target, url, allow_unexpected=True, **keywords)
+                await sidestream.load(target, url, allow_unexpected=True, **for_load(**keywords))
                 same(target["weights"], {"a": distribute_tensor(whole.bfloat16(), mesh, [Shard(0)])})
                 assert torch.equal(target["model"]["columns"], whole.half())
         try:
             mine = {"model.a": "model.b"} if rank else {"model.a": "model.c"}
             await sidestream.save(
-                {"model": {"a": sharded, "b": columns}},
-                directory / "none",
-                options=sidestream.SaveOptions(names=mine),
-                **keywords,
+                {"model": {"a": sharded, "b": columns}}, directory / "none", **for_save(names=mine, **keywords)
             )
         except sidestream.errors.RankFailuresError as failures:
             return [[one.rank, one.kind] for one in failures.failures]
@@ -865,13 +857,17 @@ def with_files(rank: int, world: int, directory: Path) -> list[Any]:
     keywords: dict[str, Any] = {"timeout_s": TIMEOUT_S}
 
     async def all_of_it() -> list[Any]:
-        await sidestream.save(large(mesh, 1), directory / "step", files={"rank": str(rank).encode()}, **keywords)
+        await sidestream.save(
+            large(mesh, 1), directory / "step", files={"rank": str(rank).encode()}, **for_save(**keywords)
+        )
         target = {"module": large(mesh, 9)}
         prefix = sidestream.strip_prefix("module.")
-        await sidestream.load(target, directory / "step", options=sidestream.LoadOptions(names=prefix), **keywords)
+        await sidestream.load(target, directory / "step", **for_load(names=prefix, **keywords))
         same(target["module"], large(mesh, 1))
         try:
-            await sidestream.save(large(mesh, 1), directory / "none", files={"a": directory / "missing"}, **keywords)
+            await sidestream.save(
+                large(mesh, 1), directory / "none", files={"a": directory / "missing"}, **for_save(**keywords)
+            )
         except sidestream.errors.RankFailuresError as failures:
             return [[one.rank, one.kind] for one in failures.failures]
         return []

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from _cases import TIMEOUT_S, large, run, same
+from keywords import for_save
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -83,19 +84,17 @@ def other_stagers(rank: int, world: int, directory: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (world,))
     plain = StagingOptions(False, False, False, False)
     ways: dict[str, Any] = {
-        "windows": lambda: {"snapshot": False},
+        "windows": lambda: {"streaming": True},
         "torch blocking": lambda: {"stager": BlockingAsyncStager()},
         "torch default": lambda: {"stager": DefaultStager(plain)},
         "snapshot": lambda: {"stager": sidestream.AsyncStager(mode="eager")},
-        "process": lambda: {"saver": "process"},
+        "process": lambda: {"writer": "process"},
     }
 
     async def save(name: str, options: dict[str, Any]) -> None:
         for number in range(2):
             path = directory / f"{name}-{number}"
-            await sidestream.save(
-                large(mesh, number), path, options=sidestream.SaveOptions(timeout_s=TIMEOUT_S), **options
-            )
+            await sidestream.save(large(mesh, number), path, **for_save(timeout_s=TIMEOUT_S, **options))
             target = large(mesh, 9)
             await sidestream.load(target, path, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
             same(target, large(mesh, number))

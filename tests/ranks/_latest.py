@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from _cases import ROWS, die, placed, run, same
+from keywords import for_run, for_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -70,11 +71,11 @@ class Rank:
     def run_in(self, directory: Path, **options: Any) -> sidestream.Checkpointer:
         self._desk, self.held = directory, Held()
         directory.mkdir(exist_ok=True)
-        options = {"overlap": "latest", "in_flight": 1, "timeout_s": PATIENCE_S, "stager": self.held, **options}
-        return sidestream.Checkpointer(directory / "run", **options)
+        options = {"when_full": "latest", "slots": 1, "timeout_s": PATIENCE_S, "stager": self.held, **options}
+        return sidestream.Checkpointer(directory / "run", **for_run(**options))
 
     async def save(self, checkpoints: sidestream.Checkpointer, step: int, **options: Any) -> sidestream.PendingSave:
-        return await checkpoints.async_save(self.state(step), step=step, **options)
+        return await checkpoints.async_save(self.state(step), step=step, **for_save(**options))
 
     def tell(self, word: str) -> None:
         (self._desk / f"{word}-{self.rank}").touch()

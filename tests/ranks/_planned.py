@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _cases import COLUMNS, ROWS, TIMEOUT_S, failures_of, placed, run, same
+from keywords import for_load, for_save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -107,7 +108,7 @@ def planned(rank: int, world: int, directory: Path) -> list[Any]:
 
     async def save(name: str, planner: Any, **options: Any) -> None:
         info = await sidestream.save(
-            want, directory / name, options=sidestream.SaveOptions(planner=planner, timeout_s=TIMEOUT_S), **options
+            want, directory / name, **for_save(planner=planner, timeout_s=TIMEOUT_S, **options)
         )
         told.append([info.save_id, info.nbytes])
 
@@ -191,19 +192,13 @@ def planners_fail(rank: int, world: int, directory: Path) -> dict[str, Any]:
         )
         told[f"load {step}"] = failures_of(work)
     one = {"planner": DefaultSavePlanner()} if rank else {}
-    told["save one"] = failures_of(
-        sidestream.save(want, directory / "bad", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S), **one)
-    )
+    told["save one"] = failures_of(sidestream.save(want, directory / "bad", **for_save(timeout_s=TIMEOUT_S, **one)))
     other = {} if rank else {"planner": DefaultSavePlanner()}
-    told["save other"] = failures_of(
-        sidestream.save(want, directory / "bad", options=sidestream.SaveOptions(timeout_s=TIMEOUT_S), **other)
-    )
+    told["save other"] = failures_of(sidestream.save(want, directory / "bad", **for_save(timeout_s=TIMEOUT_S, **other)))
     for name, here in (("load one", rank == 1), ("load other", rank == 0)):
         mine = {"planner": DefaultLoadPlanner()} if here else {}
         told[name] = failures_of(
-            sidestream.load(
-                state_of(mesh), directory / "good", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S), **mine
-            )
+            sidestream.load(state_of(mesh), directory / "good", **for_load(timeout_s=TIMEOUT_S, **mine))
         )
     run(
         sidestream.save(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _cases import TIMEOUT_S, damage, die, large, run, same
+from keywords import for_load
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -77,9 +78,7 @@ class Race:
         told: dict[str, Any] = {}
         with events.observe(self.observe):
             try:
-                report = await sidestream.load(
-                    target, path or self.path, options=sidestream.LoadOptions(timeout_s=TIMEOUT_S), **options
-                )
+                report = await sidestream.load(target, path or self.path, **for_load(timeout_s=TIMEOUT_S, **options))
             except sidestream.errors.RankFailuresError as failures:
                 told["failures"] = [[one.rank, one.kind, one.text] for one in failures.failures]
                 told["written"] = list(failures.written)
@@ -175,7 +174,7 @@ def seen_by_some(rank: int, world: int, directory: Path, who: int, planner: bool
     async def work() -> dict[str, Any]:
         saved = await race.save()
         race.on_event = seen
-        return {"saved": saved, **await race.load(**({"planner": DefaultLoadPlanner()} if planner else {}))}
+        return {"saved": saved, **await race.load(**for_load(**{"planner": DefaultLoadPlanner()} if planner else {}))}
 
     return dict(run(work()))
 

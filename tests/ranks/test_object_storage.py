@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from _s3_server import serving
+from keywords import for_load
 
 import sidestream
 
@@ -36,7 +37,7 @@ async def test_ranks_replace_a_checkpoint_in_a_bucket(groups: Groups, tmp_path: 
         assert len(set(ids)) == 3
         assert failures == [[0, "CheckpointExistsError"]]
         target = {"other": torch.zeros(3)}
-        report = await sidestream.load(target, url, **where)
+        report = await sidestream.load(target, url, **for_load(**where))
         assert target["other"].tolist() == [1.0] * 3
         names = {key.rpartition("/")[2] for key in server.objects}
         assert all(report.save_id in name for name in names - {".metadata"})

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _planned import LOAD_STEPS, SAVE_STEPS, Doubling, Dropping, Gated, Halving, Renaming, RenamingBack, failing
+from keywords import for_load, for_save
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
@@ -281,7 +282,7 @@ async def test_a_cancel_while_it_waits_for_staging_memory(part: IndependentPart 
         held = await stager.stage({"held": torch.ones(200_000)})
         state, options = {"more": torch.ones(200_000)}, {"planner": DefaultSavePlanner(), "stager": stager}
         if part is None:
-            pending = sidestream.async_save(state, tmp_path / "a", **options)
+            pending = sidestream.async_save(state, tmp_path / "a", **for_save(**options))
         else:
             pending = async_save_part(state, tmp_path / "a", part, **options)
         await waiting_for_memory(stager)
@@ -394,15 +395,17 @@ async def test_what_goes_with_no_planner(tmp_path: Path) -> None:
         {"planner": DefaultSavePlanner},
         {"planner": DefaultLoadPlanner()},
         {"planner": DefaultSavePlanner(), "digest": "blake3"},
-        {"planner": DefaultSavePlanner(), "snapshot": False},
+        {"planner": DefaultSavePlanner(), "streaming": True},
     ]
     loads: list[Any] = [
         {"planner": DefaultSavePlanner()},
-        {"planner": DefaultLoadPlanner(), "strict": {"partial"}},
+        {"planner": DefaultLoadPlanner(), "allow_missing": True},
         {"planner": DefaultLoadPlanner(), "atomic": True},
     ]
-    work: list[Coroutine[Any, Any, Any]] = [sidestream.save(state_of(), tmp_path / "b", **options) for options in saves]
-    work += [sidestream.load(state_of(), tmp_path / "a", **options) for options in loads]
+    work: list[Coroutine[Any, Any, Any]] = [
+        sidestream.save(state_of(), tmp_path / "b", **for_save(**options)) for options in saves
+    ]
+    work += [sidestream.load(state_of(), tmp_path / "a", **for_load(**options)) for options in loads]
     for one in work:
         with pytest.raises(InvalidOptionError):
             await one

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from _run import Held, leases_in, state_of, until
+from keywords import for_run
 
 import sidestream
 from sidestream._run.slots import OwnTurn, Slots
@@ -172,7 +173,7 @@ async def test_options_are_checked(tmp_path: Path) -> None:
     for seconds in (0, -1, "1"):
         for name in ("lease_s", "abandoned_after_s"):
             with pytest.raises(InvalidOptionError):
-                sidestream.Checkpointer(tmp_path, **{name: seconds})  # type: ignore[arg-type]
+                sidestream.Checkpointer(tmp_path, **for_run(**{name: seconds}))  # type: ignore[arg-type]
 
 
 async def test_two_writers_of_one_step(tmp_path: Path) -> None:

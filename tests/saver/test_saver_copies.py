@@ -134,7 +134,7 @@ async def test_one_that_the_system_does_not_let_read(tmp_path: Path, asked: list
 
 async def test_paced_and_snapshot_stages_are_copied_here(tmp_path: Path, asked: list[bool | None]) -> None:
     await up()
-    for name, options in {"paced": {"max_bytes_per_second": 1e9}, "snapshot": {"mode": "snapshot"}}.items():
+    for name, options in {"paced": {"max_bytes_per_second": 1e9}, "eager": {"mode": "eager"}}.items():
         async with AsyncStager(**options) as stager:  # type: ignore[arg-type]
             await sidestream.save(
                 state_of(1.0), tmp_path / name, stager=stager, options=sidestream.SaveOptions(writer="process")

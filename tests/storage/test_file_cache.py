@@ -24,6 +24,7 @@ from _places import s3_place
 from _s3_server import Request, S3Server
 from fsspec.implementations.cache_mapper import HashCacheMapper
 from fsspec.implementations.memory import MemoryFileSystem
+from keywords import for_load, for_save
 
 import sidestream
 from sidestream import errors
@@ -103,7 +104,7 @@ def fetched(s3: S3Server) -> Counter[str]:
 
 async def save(s3: S3Server) -> None:
     place = s3_place(s3, "auto")
-    await sidestream.save(STATE, place.url(), **place.keywords)
+    await sidestream.save(STATE, place.url(), **for_save(**place.keywords))
     s3.log.clear()
 
 
@@ -176,7 +177,7 @@ async def test_who_waits_for_another_process_keeps_its_deadline(s3: S3Server, tm
         place = s3_place(s3, "auto", cache_dir=str(cache))
         target = {name: torch.zeros_like(one) for name, one in STATE.items()}
         with pytest.raises(errors.DeadlineExceededError):
-            await sidestream.load(target, place.url(), options=sidestream.LoadOptions(timeout_s=1.0), **place.keywords)
+            await sidestream.load(target, place.url(), **for_load(timeout_s=1.0, **place.keywords))
     finally:
         end(processes)
 

@@ -16,6 +16,7 @@ import torch
 import warm
 from _places import s3_place
 from _s3_server import S3Server
+from keywords import for_run, for_save
 
 import sidestream
 from sidestream import errors
@@ -64,7 +65,7 @@ async def test_what_the_dead_leave_behind(s3: S3Server, engine: str) -> None:
     place = s3_place(s3, engine)
     await asyncio.to_thread(killed_while_uploading, s3, engine)
     assert len(s3.uploads) == 1
-    async with sidestream.Checkpointer(place.base, **place.keywords) as checkpoints:
+    async with sidestream.Checkpointer(place.base, **for_run(**place.keywords)) as checkpoints:
         assert await checkpoints.steps() == []
         assert await checkpoints.restore({"large": torch.zeros(3 << 20), "step": 0}) is None
     store = store_of(s3, engine)
@@ -81,8 +82,8 @@ async def test_what_the_dead_leave_behind(s3: S3Server, engine: str) -> None:
 
 async def test_the_marker_goes_first(s3: S3Server) -> None:
     place, store = s3_place(s3, "obstore"), store_of(s3)
-    await sidestream.save(STATE, place.url("step-1"), **place.keywords)
-    await sidestream.save(STATE, place.url("step-2"), **place.keywords)
+    await sidestream.save(STATE, place.url("step-1"), **for_save(**place.keywords))
+    await sidestream.save(STATE, place.url("step-2"), **for_save(**place.keywords))
     s3.log.clear()
     await store.retire("step-1", durability="fsync")
     deleted = [one for one in s3.log if one.kind.startswith("delete")]
@@ -94,7 +95,7 @@ async def test_the_marker_goes_first(s3: S3Server) -> None:
 async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
     """No checkpoint is left, and what is left of it is found."""
     place, store = s3_place(s3, "obstore", retries=0), store_of(s3, retries=0)
-    await sidestream.save(STATE, place.url("step-1"), **place.keywords)
+    await sidestream.save(STATE, place.url("step-1"), **for_save(**place.keywords))
     deletions = 0
 
     def fail_the_second(request: Any) -> int | None:
@@ -117,7 +118,9 @@ async def test_a_deletion_that_was_interrupted(s3: S3Server) -> None:
 async def test_a_run_keeps_what_its_policy_says(s3: S3Server) -> None:
     place = s3_place(s3, "auto")
     target = {"large": torch.zeros(3 << 20), "step": 0}
-    async with sidestream.Checkpointer(place.base, keep=sidestream.KeepLast(1), **place.keywords) as checkpoints:
+    async with sidestream.Checkpointer(
+        place.base, keep=sidestream.KeepLast(1), **for_run(**place.keywords)
+    ) as checkpoints:
         for step in (1, 2, 3):
             await checkpoints.save(STATE, step=step)
         assert await checkpoints.restore(target) == 3

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _places import Place, policy, s3_place
 from _s3_server import S3Server
+from keywords import for_load, for_save
 from states import assert_same
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
@@ -57,7 +58,7 @@ def stock_options(place: Place) -> dict[str, Any]:
 
 
 async def test_stock_dcp_reads_what_we_wrote(place: Place) -> None:
-    await sidestream.save(state(), place.url(), **place.keywords)
+    await sidestream.save(state(), place.url(), **for_save(**place.keywords))
     target = blank()
     dcp.load(target, storage_reader=FsspecReader(place.url(), **stock_options(place)), no_dist=True)
     assert_same(state(), target)
@@ -68,11 +69,11 @@ async def test_we_read_what_stock_dcp_wrote(place: Place) -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         dcp.save(state(), storage_writer=FsspecWriter(place.url(), **stock_options(place)), no_dist=True)
     target = blank()
-    report = await sidestream.load(target, place.url(), **place.keywords)
+    report = await sidestream.load(target, place.url(), **for_load(**place.keywords))
     assert_same(state(), target)
     assert report.unverified == ()
     with pytest.raises(errors.CheckpointExistsError):
-        await sidestream.save(state(), place.url(), **place.keywords)
+        await sidestream.save(state(), place.url(), **for_save(**place.keywords))
 
 
 # --- http -----------------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ async def test_web_servers_name_no_files_of_others(web: str, tmp_path: Path) -> 
 
 async def test_readers_may_keep_files(s3: S3Server, tmp_path: Path) -> None:
     place = s3_place(s3, "auto")
-    await sidestream.save(state(), place.url(), **place.keywords)
+    await sidestream.save(state(), place.url(), **for_save(**place.keywords))
     cached = {
         **place.keywords,
         "storage": sidestream.Storage(stock_options(place), policy=policy(cache_dir=str(tmp_path / "cache"))),
@@ -156,7 +157,7 @@ async def test_readers_may_keep_files(s3: S3Server, tmp_path: Path) -> None:
     for expected in (True, False):
         s3.log.clear()
         target = blank()
-        await sidestream.load(target, place.url(), **cached)
+        await sidestream.load(target, place.url(), **for_load(**cached))
         assert_same(state(), target)
         fetched = [one.key for one in s3.log if one.kind == "get" and one.key.endswith(".distcp")]
         assert bool(fetched) is expected

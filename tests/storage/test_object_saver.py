@@ -12,6 +12,7 @@ import pytest
 import torch
 from _places import Place
 from _s3_server import S3Server
+from keywords import for_save
 from states import assert_same
 
 import sidestream
@@ -38,9 +39,7 @@ async def back(place: Place, name: str) -> object:
 async def test_round_trip_and_overlapping_saves(place_on_s3: Place) -> None:
     place = place_on_s3
     saves = [
-        sidestream.async_save(
-            state(float(n)), place.url(f"c{n}"), options=sidestream.SaveOptions(writer="process"), **place.keywords
-        )
+        sidestream.async_save(state(float(n)), place.url(f"c{n}"), **for_save(writer="process", **place.keywords))
         for n in range(2)
     ]
     await asyncio.gather(*saves)
@@ -55,7 +54,7 @@ async def test_killed_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Serve
     saver = sidestream.WriterProcess(rate_bytes_per_s=10e6)
     async with sidestream.AsyncStager(backing="shared") as stager:
         pending = sidestream.async_save(
-            state(1.0), place.url("c"), stager=stager, options=sidestream.SaveOptions(writer=saver), **place.keywords
+            state(1.0), place.url("c"), stager=stager, **for_save(writer=saver, **place.keywords)
         )
         while not s3.uploads and not pending.done():
             await asyncio.sleep(0.005)
@@ -72,7 +71,7 @@ async def test_cancelled_in_the_middle_of_an_upload(place_on_s3: Place, s3: S3Se
     saver = sidestream.WriterProcess(rate_bytes_per_s=5e6)
     async with sidestream.AsyncStager(backing="shared") as stager:
         pending = sidestream.async_save(
-            state(1.0), place.url("c"), stager=stager, options=sidestream.SaveOptions(writer=saver), **place.keywords
+            state(1.0), place.url("c"), stager=stager, **for_save(writer=saver, **place.keywords)
         )
         while not s3.uploads and not pending.done():
             await asyncio.sleep(0.005)

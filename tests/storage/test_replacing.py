@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _places import Place, s3_place
 from _s3_server import Fault, Request, S3Server
+from keywords import for_load, for_save
 
 import sidestream
 from sidestream import load, remove, save
@@ -84,7 +85,7 @@ class Target:
         return {name.removeprefix("manifest-") for name in self.names() if name.startswith("manifest-")}
 
     async def save(self, seed: int, **more: Any) -> sidestream.SaveInfo:
-        return await save(state_of(seed), self.url, overwrite=True, **self.how, **more)
+        return await save(state_of(seed), self.url, overwrite=True, **for_save(**self.how, **more))
 
     def save_here(self, seed: int) -> sidestream.SaveInfo:
         """In a thread of the server."""
@@ -93,7 +94,7 @@ class Target:
     async def loaded(self) -> int:
         """The seed of the checkpoint, all parts of which have to say the same."""
         state = state_of(-1)
-        await load(state, self.url, **self.how)
+        await load(state, self.url, **for_load(**self.how))
         seeds = {int(value) for tensor in (state["a"], state["b"]) for value in tensor.unique()} | {state["step"]}
         (seed,) = seeds
         return int(seed)
@@ -269,7 +270,7 @@ async def test_a_reader_is_overtaken_at_each_request(kind: str, s3: S3Server) ->
 async def test_not_without_being_asked(target: Target) -> None:
     await target.save(1)
     with pytest.raises(CheckpointExistsError):
-        await save(state_of(2), target.url, **target.how)
+        await save(state_of(2), target.url, **for_save(**target.how))
     assert await target.loaded() == 1
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from _places import policy, s3_place
 from _s3_server import KEY, SECRET, S3Server
+from keywords import for_load, for_save
 
 import sidestream
 from sidestream import errors, events
@@ -104,15 +105,13 @@ async def test_no_secret_is_ever_shown(
     state = {"large": torch.ones(3 << 20), "step": 7}
     seen: list[str] = []
     with events.observe(lambda event: seen.append(repr(event))):
-        info = await sidestream.save(state, place.url(), **place.keywords)
+        info = await sidestream.save(state, place.url(), **for_save(**place.keywords))
         opened = await sidestream.open_checkpoint(place.url(), **place.keywords)
         seen += [repr(info), repr(opened), repr(place.keywords["storage"])]
         for kind, fault in (("get", 500), ("get", 403), ("get", "reset"), ("list", 503)):
             s3.always(kind, fault)
             with pytest.raises((errors.SidestreamError, OSError)) as caught:
-                await sidestream.load(
-                    {"step": 0}, place.url(), options=sidestream.LoadOptions(timeout_s=1.0), **place.keywords
-                )
+                await sidestream.load({"step": 0}, place.url(), **for_load(timeout_s=1.0, **place.keywords))
             error: BaseException | None = caught.value
             seen += [repr(error), str(error), *map(str, getattr(error, "__notes__", ()))]
     storage = place.keywords["storage"]
@@ -144,7 +143,7 @@ def test_urls_are_redacted() -> None:
 )
 async def test_options_that_are_none(keywords: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidOptionError, match="storage"):
-        await sidestream.save({"step": 1}, "memory://none/ckpt", **keywords)
+        await sidestream.save({"step": 1}, "memory://none/ckpt", **for_save(**keywords))
     with pytest.raises(errors.InvalidOptionError, match="target_storage"):
         words = {f"target_{name}": value for name, value in keywords.items()}
         await sidestream.copy("memory://none/ckpt", "memory://none/copy", **words)
@@ -186,7 +185,7 @@ def test_a_storage_shows_and_pickles_no_credentials() -> None:
         {"engine": "boto"},
         {"request_timeout_s": 0},
         {"retries": -1},
-        {"in_flight": 0},
+        {"slots": 0},
         {"part_bytes": 1 << 20},
     ],
 )

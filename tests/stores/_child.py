@@ -17,6 +17,7 @@ import obstore.store
 import s3fs
 import torch
 from _states import blank_state, make_state, seed_in
+from keywords import for_run, for_save
 
 import sidestream
 from sidestream import errors
@@ -42,7 +43,7 @@ class Child:
 
     async def steps(self) -> None:
         """Of a run, one after the other."""
-        async with sidestream.Checkpointer(self.trial["run"], **self.where) as checkpoints:
+        async with sidestream.Checkpointer(self.trial["run"], **for_run(**self.where)) as checkpoints:
             for step, seed in self.trial["saves"]:
                 info = await checkpoints.save(make_state(seed, self.trial["mib"]), step=step)
                 self.tell(acked=info.url.rpartition("/")[2], seed=seed)
@@ -50,20 +51,20 @@ class Child:
     async def plain(self) -> None:
         for step, seed in self.trial["saves"]:
             url = f"{self.trial['run']}/plain-{step}"
-            info = await sidestream.save(make_state(seed, self.trial["mib"]), url, **self.where)
+            info = await sidestream.save(make_state(seed, self.trial["mib"]), url, **for_save(**self.where))
             self.tell(acked=info.url.rpartition("/")[2], seed=seed)
 
     async def over(self) -> None:
         """To one URL, each save in the place of what is there."""
         for _, seed in self.trial["saves"]:
             state = make_state(seed, self.trial["mib"])
-            info = await sidestream.save(state, f"{self.trial['run']}/last", overwrite=True, **self.where)
+            info = await sidestream.save(state, f"{self.trial['run']}/last", overwrite=True, **for_save(**self.where))
             self.tell(acked=info.url.rpartition("/")[2], seed=seed)
 
     async def polling(self) -> None:
         """Restore the newest step again and again until that is ``until``."""
         state, seen, loads = blank_state(self.trial["mib"]), [], 0
-        async with sidestream.Checkpointer(self.trial["run"], **self.where) as checkpoints:
+        async with sidestream.Checkpointer(self.trial["run"], **for_run(**self.where)) as checkpoints:
             step = None
             while step != self.trial["until"]:
                 step = await checkpoints.restore(state)
@@ -82,11 +83,13 @@ class Child:
         async with sidestream.AsyncStager() as stager:
             await stager.prewarm(state)
             url = self.trial["run"]
-            await sidestream.save(state, f"{url}/first", stager=stager, **self.where)  # clients are made, and imported
+            await sidestream.save(
+                state, f"{url}/first", stager=stager, **for_save(**self.where)
+            )  # clients are made, and imported
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")
             before = _status("VmRSS")
-            await sidestream.save(state, f"{url}/second", stager=stager, **self.where)
+            await sidestream.save(state, f"{url}/second", stager=stager, **for_save(**self.where))
             self.tell(extra_bytes=_status("VmHWM") - before)
 
 

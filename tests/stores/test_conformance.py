@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from _servers import Endpoint
 from _states import PART_BYTES, blank_state, make_state, seed_in
+from keywords import for_load, for_run, for_save
 
 import sidestream
 from sidestream import events
@@ -55,24 +56,25 @@ async def test_a_checkpoint_is_replaced(run: tuple[str, dict[str, Any]]) -> None
     url, how = f"{run[0]}/last", run[1]
     if how["storage"].policy.engine == "fsspec":
         with pytest.raises(sidestream.errors.InvalidOptionError):
-            await sidestream.save(make_state(31), url, overwrite=True, **how)
+            await sidestream.save(make_state(31), url, overwrite=True, **for_save(**how))
         return
     for seed in (31, 32):
-        info = await sidestream.save(make_state(seed), url, overwrite=True, **how)
+        info = await sidestream.save(make_state(seed), url, overwrite=True, **for_save(**how))
     ends = await asyncio.gather(
-        *(sidestream.save(make_state(seed), url, overwrite=True, **how) for seed in (33, 34)), return_exceptions=True
+        *(sidestream.save(make_state(seed), url, overwrite=True, **for_save(**how)) for seed in (33, 34)),
+        return_exceptions=True,
     )
     assert {type(end) for end in ends} <= {sidestream.SaveInfo, sidestream.errors.CheckpointExistsError}
-    info = await sidestream.save(make_state(35), url, overwrite=True, **how)
+    info = await sidestream.save(make_state(35), url, overwrite=True, **for_save(**how))
     state = blank_state()
-    await sidestream.load(state, url, **how)
+    await sidestream.load(state, url, **for_load(**how))
     assert seed_in(state) == 35
     with time_limit(Deadline.after(60)):
         names = set(await locate_directory(url, how["storage"]).store.sizes("last"))
     assert all(info.save_id in name for name in names - {".metadata"})
     await sidestream.remove(url, **how)
     with pytest.raises(sidestream.errors.CheckpointNotFoundError):
-        await sidestream.load(state, url, **how)
+        await sidestream.load(state, url, **for_load(**how))
 
 
 async def test_what_is_discarded_is_gone(store: Store) -> None:
@@ -89,18 +91,18 @@ async def test_a_run_is_saved_and_restored(run: tuple[str, dict[str, Any]]) -> N
     url, how = run
     told: list[events.Event] = []
     with events.observe(told.append):
-        async with sidestream.Checkpointer(url, **how) as checkpoints:
+        async with sidestream.Checkpointer(url, **for_run(**how)) as checkpoints:
             assert await checkpoints.restore(blank_state()) is None
             for step, seed in ((1, 31), (2, 32), (2, 33)):
                 await checkpoints.save(make_state(seed), step=step)
             assert await checkpoints.steps() == [1, 2]
         state = blank_state()
-        async with sidestream.Checkpointer(url, **how) as checkpoints:
+        async with sidestream.Checkpointer(url, **for_run(**how)) as checkpoints:
             assert await checkpoints.restore(state) == 2
             assert seed_in(state) == 33
             assert await checkpoints.restore(state, 1) == 1
             assert seed_in(state) == 31
         with pytest.raises(sidestream.errors.CheckpointExistsError):
-            await sidestream.save(make_state(34), f"{url}/step-1", **how)
+            await sidestream.save(make_state(34), f"{url}/step-1", **for_save(**how))
     secret = how["storage"].options.get("secret") or how["storage"].options.get("account_key")
     assert secret is None or secret not in repr(told)

@@ -20,6 +20,7 @@ import pytest
 from _proxy import FAULTS, Exchange, Fault, Lane
 from _servers import Bucket, Endpoint
 from _states import PART_BYTES, blank_state, make_state, seed_in, tensors
+from keywords import for_load, for_save
 
 import sidestream
 from sidestream import errors, events
@@ -157,11 +158,11 @@ class Matrix:
         return {"storage": sidestream.Storage(self.options, policy=policy(self.engine, **also))}
 
     async def points_of_a_save(self) -> list[Point]:
-        await sidestream.save(make_state(1, MIB), self.seaweed.url(f"{self.prefix}/clean"), **self.how())
+        await sidestream.save(make_state(1, MIB), self.seaweed.url(f"{self.prefix}/clean"), **for_save(**self.how()))
         return points_of(self.lane.log)
 
     async def points_of_a_load(self, url: str) -> list[Point]:
-        await sidestream.load(blank_state(MIB), url, **self.how())
+        await sidestream.load(blank_state(MIB), url, **for_load(**self.how()))
         return points_of(self.lane.log)
 
     async def all_of(
@@ -197,9 +198,7 @@ class Matrix:
     async def save(self, case: Case, path: str, timeout_s: float, must_succeed: bool) -> None:
         url = self.seaweed.url(path)
         error = await ended(
-            sidestream.save(
-                make_state(case.seed, MIB), url, options=sidestream.SaveOptions(timeout_s=timeout_s), **self.how()
-            )
+            sidestream.save(make_state(case.seed, MIB), url, **for_save(timeout_s=timeout_s, **self.how()))
         )
         found = await direct_seed(url, self.seaweed)
         case.notes += await self.judged(case, path, error, found, must_succeed)
@@ -234,9 +233,7 @@ class Matrix:
 
     async def load(self, case: Case, url: str, timeout_s: float, must_succeed: bool) -> None:
         state = blank_state(MIB)
-        error = await ended(
-            sidestream.load(state, url, options=sidestream.LoadOptions(timeout_s=timeout_s), **self.how())
-        )
+        error = await ended(sidestream.load(state, url, **for_load(timeout_s=timeout_s, **self.how())))
         if error is None:
             try:
                 assert seed_in(state, MIB) == case.seed
@@ -333,9 +330,7 @@ async def test_throttling_slows_down_and_is_told(matrix: Matrix) -> None:
     matrix.lane.decide = case.decide
     url = matrix.seaweed.url(matrix.prefix)
     with events.observe(told.append):
-        await sidestream.save(
-            make_state(7, MIB), url, options=sidestream.SaveOptions(timeout_s=120), **matrix.how(retries=1)
-        )
+        await sidestream.save(make_state(7, MIB), url, **for_save(timeout_s=120, **matrix.how(retries=1)))
     assert case.met == 3
     assert await direct_seed(url, matrix.seaweed) == 7
     throttled = [event for event in told if isinstance(event, events.Throttled)]

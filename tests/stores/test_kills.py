@@ -13,6 +13,7 @@ from _processes import Children, Oracle, Seen, Told, children, oracle
 from _proxy import Exchange, Fault, Lane, Proxy
 from _servers import Bucket, Endpoint
 from _states import PART_BYTES, blank_state, make_state, seed_in
+from keywords import for_load, for_run, for_save
 
 import sidestream
 
@@ -127,7 +128,7 @@ async def test_kill_at_every_request(
     scenario = SCENARIOS[name]
     how = {"storage": sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy(engine)))}
 
-    async with sidestream.Checkpointer(seaweed.url(f"{prefix}/before"), **how) as checkpoints:
+    async with sidestream.Checkpointer(seaweed.url(f"{prefix}/before"), **for_run(**how)) as checkpoints:
         for step, seed in scenario.before:
             await checkpoints.save(make_state(seed, MIB), step=step)
 
@@ -165,7 +166,7 @@ async def test_kill_at_every_request(
         seen = judge.look(seaweed.options, run, MIB, [f"step-{step}" for step, _ in scenario.before])
         wrong = judged(seen, told, scenario)
         committed += len(seen.ours) > len(scenario.before)
-        async with sidestream.Checkpointer(run, **how) as checkpoints:
+        async with sidestream.Checkpointer(run, **for_run(**how)) as checkpoints:
             await checkpoints.save({"seed": 99}, step=9)
             if await checkpoints.restore(state := {"seed": 0}) != 9 or state != {"seed": 99}:
                 wrong.append(f"a further save gave {state}")
@@ -251,7 +252,7 @@ def test_of_two_writers_of_one_target_one_wins(
 def loaded(url: str, how: dict[str, Any], mib: int) -> int | str:
     """The seed of the checkpoint."""
     state = blank_state(mib)
-    sidestream.blocking.load(state, url, **how)
+    sidestream.blocking.load(state, url, **for_load(**how))
     return seed_in(state, mib)
 
 
@@ -264,7 +265,7 @@ def test_overwriting_is_killed_at_every_request(
 ) -> None:
     """The old checkpoint up to the put of the marker, the new one from then on; the next save deletes what is left."""
     how = {"storage": sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy("obstore")))}
-    sidestream.blocking.save(make_state(11, MIB), seaweed.url(f"{prefix}/before/last"), **how)
+    sidestream.blocking.save(make_state(11, MIB), seaweed.url(f"{prefix}/before/last"), **for_save(**how))
 
     def trial(run: str, lane: Lane, killer: Killer | None) -> Told:
         def started(pid: int) -> None:
@@ -295,7 +296,9 @@ def test_overwriting_is_killed_at_every_request(
         assert killer.dead, told
         found[at, after] = loaded(seaweed.url(f"{below}/last"), how, MIB)
         left += len(ids(bucket, below)) > 1
-        info = sidestream.blocking.save(make_state(13, MIB), seaweed.url(f"{below}/last"), overwrite=True, **how)
+        info = sidestream.blocking.save(
+            make_state(13, MIB), seaweed.url(f"{below}/last"), overwrite=True, **for_save(**how)
+        )
         assert ids(bucket, below) == {info.save_id}
         assert loaded(seaweed.url(f"{below}/last"), how, MIB) == 13
     expected = {(at, after): 12 if at > marker or after else 11 for at, after in found}
@@ -309,7 +312,7 @@ def test_of_two_that_overwrite_one_wins(
     """The puts of both markers are held back until both have come."""
     how = {"storage": sidestream.Storage(seaweed.options, policy=sidestream.StorePolicy(**policy("obstore")))}
     url = seaweed.url(f"{prefix}/last")
-    sidestream.blocking.save(make_state(11, MIB), url, **how)
+    sidestream.blocking.save(make_state(11, MIB), url, **for_save(**how))
     with faults.lane() as lane:
         lane.hold = lambda one: one in markers(lane) and len(markers(lane)) < 2
         trial = {

@@ -36,7 +36,7 @@ from .image import Copy
 
 __all__ = ["DeviceEngine", "DeviceStage", "StageMode", "held_back"]
 
-StageMode = Literal["lazy", "snapshot", "hybrid"]
+StageMode = Literal["lazy", "eager", "hybrid"]
 
 _SMALL_BYTES = 1 << 20
 _CHUNK_BYTES = (32 << 20, 512 << 20)
@@ -55,7 +55,7 @@ _CHUNKS = 350  # a stream's queue takes some 1,000 operations before a launch bl
 def held_back(sizes: Sequence[int], mode: StageMode, lazily_bytes: float, free_bytes: float) -> set[int]:
     """Which storages to copy on the device first, by index: in hybrid mode the last ones, those that would not be
     copied within the ``lazily_bytes`` that pass before the next fence, as far as half of the free memory takes them."""
-    if mode == "snapshot":
+    if mode == "eager":
         return set(range(len(sizes)))
     if mode == "lazy":
         return set()
@@ -254,7 +254,7 @@ class DeviceEngine:
                 except ArenaExhaustedError as error:
                     if key in volatile:  # needs its copy in every mode
                         raise
-                    if mode == "snapshot":
+                    if mode == "eager":
                         raise ArenaExhaustedError(
                             f'{error}, or stage with mode="lazy", or with "hybrid", which takes what is free'
                         ) from error

@@ -274,7 +274,7 @@ class AsyncStager:
     def settle(self, staging: Staging[Any]) -> None:
         """Keep the promise of ``mode="eager"`` for sources in host memory, which are copied before this returns: it
         blocks for that, for memory if there is none, and no longer than the stage's deadline."""
-        if self._mode == "snapshot" and staging.host:
+        if self._mode == "eager" and staging.host:
             for earlier in self._in_flight():
                 earlier.pace.hurry()
             wait([staging.issued], staging.deadline.remaining_s())
@@ -428,7 +428,7 @@ class AsyncStager:
             captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
         )
         staging.then = partial(self._ended, staging, then)
-        if stage is None and self._mode != "snapshot" and self._bytes_per_second is None:
+        if stage is None and self._mode != "eager" and self._bytes_per_second is None:
             staging.filler = filler
         if stage is not None and self._device is not None and not staging.reads_later:
             self._device.watch_ready(stage, staging.freed)

@@ -50,8 +50,8 @@ __all__ = ["StorageWriter"]
 
 _log = logging.getLogger("sidestream")
 _REMEDY = (
-    'Pass safe_globals=[...] with the types, or trust="pickle", to StorageReader or sidestream.load; pass it to StorageWriter '
-    "too, and this warning is not shown."
+    'Pass safe_globals=[...] with the types, or trust="pickle", to StorageReader or LoadOptions; pass it to '
+    "StorageWriter too, and this warning is not shown."
 )
 
 
@@ -155,7 +155,8 @@ class StorageWriter(DcpStorageWriter):
         if not together and ranks > 1 and self._part is None:
             raise InvalidOptionError(
                 "use_collectives=False: ranks that do not talk to each other cannot commit one checkpoint; leave it "
-                "out, or say which part of which save this is: StorageWriter(url, part=sidestream.dcp.IndependentPart(...))"
+                "out, or say which part of which save this is: "
+                "StorageWriter(url, part=sidestream.dcp.IndependentPart(...))"
             )
         if together and ranks > 1 and self._part is not None:
             raise InvalidOptionError("part= is for dcp.save(use_collectives=False): here the ranks commit together")
