@@ -221,7 +221,7 @@ async def test_what_allow_takes(allow: Any, tmp_path: Path) -> None:
         lambda: sidestream.load({}, tmp_path / "c", options=sidestream.LoadOptions(safe_globals=allow)),
         lambda: sidestream.open_checkpoint(tmp_path / "c", safe_globals=allow),
     ):
-        with pytest.raises(errors.InvalidOptionError, match="allow="):
+        with pytest.raises(errors.InvalidOptionError, match="safe_globals="):
             await call()
 
 
@@ -265,7 +265,7 @@ async def test_restored_by_a_checkpointer(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(errors.UnsafeObjectError, match="timedelta"):
             await checkpoints.restore(state)
-        with pytest.raises(errors.InvalidOptionError, match="allow="):
+        with pytest.raises(errors.InvalidOptionError, match="safe_globals="):
             await checkpoints.restore(state, options=sidestream.LoadOptions(safe_globals=7))  # type: ignore[arg-type]
         assert await checkpoints.restore(state, options=sidestream.LoadOptions(safe_globals=[dt.timedelta])) == 4
     assert state == {"elapsed": dt.timedelta(hours=3)}

@@ -156,10 +156,44 @@ async def test_a_strict_load_reports_that_nothing_was_let_pass(saved: Path) -> N
     assert report.missing == report.cast == report.unexpected == ()
 
 
-@pytest.mark.parametrize("strict", [False, True, "partial", {"partially"}, [1], None])
-async def test_strict_takes_names(strict: Any, saved: Path) -> None:
-    with pytest.raises(errors.InvalidOptionError, match="strict="):
-        await sidestream.load({"step": 0}, saved, strict=strict)
+@pytest.mark.parametrize("wrong", [{"strict": "partial"}, {"strict": None}, {"allow_missing": 3}, {"allow_cast": [""]}])
+async def test_tolerances_are_checked(wrong: dict[str, Any], saved: Path) -> None:
+    with pytest.raises(errors.InvalidOptionError, match=f"{next(iter(wrong))}="):
+        await sidestream.load({"step": 0}, saved, **wrong)
+
+
+async def test_patterns_say_what_may_differ(tmp_path: Path) -> None:
+    await sidestream.save({"m": {"a": torch.ones(2), "x1": torch.ones(2), "x2": torch.ones(2)}}, tmp_path / "c")
+
+    def target() -> dict[str, Any]:
+        return {"m": {"a": torch.zeros(2).double(), "head.w": torch.zeros(3), "head.b": torch.zeros(3)}}
+
+    tolerant = {"allow_missing": "m.head.*", "allow_unexpected": ["m.x1", "m.x[2-9]"], "allow_cast": ["m.?"]}
+    report = await sidestream.load(target(), tmp_path / "c", **tolerant)
+    assert set(report.missing) == {"m.head.w", "m.head.b"}
+    assert (set(report.unexpected), report.cast) == ({"m.x1", "m.x2"}, ("m.a",))
+    for name, less, left in (
+        ("allow_missing", ["m.head.w"], "m.head.b"),
+        ("allow_unexpected", "m.x1", "m.x2"),
+        ("allow_cast", "a", "m.a"),  # a pattern has to match the whole name
+    ):
+        with pytest.raises(errors.StateMismatchError) as caught:
+            await sidestream.load(target(), tmp_path / "c", **{**tolerant, name: less})
+        assert len(caught.value.offenders) == 1
+        assert left in caught.value.offenders[0]
+
+
+async def test_a_pattern_for_an_object_of_which_nothing_was_saved(tmp_path: Path) -> None:
+    await sidestream.save({"step": 1}, tmp_path / "c")
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+    for pattern in ("model*", "model.*"):
+        target = {"step": 0, "model": model}
+        report = await sidestream.load(target, tmp_path / "c", allow_missing=pattern)
+        assert set(report.missing) == {"model", "model.weight", "model.bias"}
+        assert torch.equal(model.weight, before)
+    with pytest.raises(errors.MissingKeysError):
+        await sidestream.load({"step": 0, "model": model}, tmp_path / "c", allow_missing="other.*")
 
 
 async def test_restore_takes_the_same_keywords(tmp_path: Path) -> None:
@@ -170,19 +204,17 @@ async def test_restore_takes_the_same_keywords(tmp_path: Path) -> None:
         target = {"model": {"w": torch.zeros(3, 4).double()}, "new": 1}
         with pytest.raises(errors.StateMismatchError):
             await checkpoints.restore(target)
-        strict = ("partial", "cast", "ignore_unexpected")
+        tolerant = {"allow_missing": True, "allow_cast": True, "allow_unexpected": True}
         options: dict[str, Any] = {"verify": "manifest", "atomic": True, "timeout_s": 60.0}
         assert (
-            await checkpoints.restore(
-                target, strict=strict, **for_load(progress=lambda *now: told.append(now), **options)
-            )
+            await checkpoints.restore(target, **tolerant, **for_load(progress=lambda *now: told.append(now), **options))
             == 1
         )
         report = checkpoints.restored
         assert report is not None
         assert (report.missing, report.cast, report.unexpected) == (("new",), ("model.w",), ("model.b",))
         assert told[-1] == (48, 48)
-        for wrong in ({"verify": "no"}, {"timeout_s": 0}, {"strict": "cast"}):
+        for wrong in ({"verify": "no"}, {"timeout_s": 0}, {"strict": "cast"}, {"atomic": 1}):
             with pytest.raises(errors.InvalidOptionError):
                 await checkpoints.restore(target, **for_load(**wrong))
 

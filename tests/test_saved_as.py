@@ -279,7 +279,7 @@ async def test_a_run_saves_and_restores_with_its_names(tmp_path: Path) -> None:
         assert_same(target.state_dict(), cast(cast(dict(module.state_dict()), BF16), torch.float32))
         with pytest.raises(errors.StateMismatchError):
             await run.restore({"model": target}, allow_cast=True, options=sidestream.LoadOptions(names={}))
-        async with run.open() as checkpoint:
+        async with run.reading() as checkpoint:
             assert all(name.startswith("policy.model.") for name in checkpoint)
     with pytest.raises(errors.InvalidOptionError):
         Checkpointer(tmp_path / "run", save=sidestream.SaveOptions(dtype=torch.int8))

@@ -100,11 +100,12 @@ class Null:
 def save(
     state: dict[str, Any], target: Path, stager: AsyncStager | None, *sinks: Sink, **options: Any
 ) -> tuple[PendingSave, tuple[PendingExport, ...]]:
-    options = {"durability": "flush", "timeout_s": 60.0, **options}
+    known = {"durability": "flush", "timeout_s": 60.0}
+    known |= {name: options.pop(name) for name in ("durability", "timeout_s", "streaming") if name in options}
     exports = tuple(PendingExport(sink) for sink in sinks)
-    pending = PendingSave(
-        start_save(state, locate_directory(target), stager=stager, exports=exports, **options), exports
-    )
+    wanted = sidestream.SaveOptions(**known)
+    work = start_save(state, locate_directory(target), wanted, stager=stager, exports=exports, **options)
+    pending = PendingSave(work, exports)
     return pending, pending.exports
 
 

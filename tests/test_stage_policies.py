@@ -89,7 +89,7 @@ async def test_a_stage_that_has_begun_is_not_superseded() -> None:
         assert ((await second)["t"] == 2.0).all()
 
 
-@pytest.mark.parametrize("options", [{"when_full": "drop"}, {"mode": "eager"}, {"max_bytes_per_second": 0}])
+@pytest.mark.parametrize("options", [{"when_full": "drop"}, {"mode": "snapshot"}, {"max_bytes_per_second": 0}])
 def test_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidOptionError):
         AsyncStager(**options)

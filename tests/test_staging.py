@@ -220,7 +220,7 @@ async def test_budget(stager: AsyncStager) -> None:
     with pytest.raises(InvalidOptionError):
         AsyncStager(budget_bytes=0)
     with pytest.raises(InvalidOptionError):
-        AsyncStager(mode="eager")  # type: ignore[arg-type]
+        AsyncStager(mode="snapshot")  # type: ignore[arg-type]
 
 
 async def test_a_stage_waits_for_memory_and_then_goes_on() -> None:

@@ -178,9 +178,9 @@ async def delete(bench: Bench) -> None:
 
 async def leased(bench: Bench) -> None:
     async with sidestream.Checkpointer(bench.run, stager=bench.stager) as checkpoints:
-        async with checkpoints.open(1) as checkpoint:
+        async with checkpoints.reading(1) as checkpoint:
             await checkpoint.value("optimizer.lr")
-        await checkpoints.metadata(1)
+        await checkpoints.read_metadata(1)
         await checkpoints.steps()
 
 

@@ -51,7 +51,7 @@ async def prune(run: Path, last: int, leased: int | None) -> list[str]:
             if leased is None:
                 await checkpoints.prune()
                 return []
-            async with reader.open(leased) as checkpoint:
+            async with reader.reading(leased) as checkpoint:
                 await checkpoints.prune()
                 if (await checkpoint.value("seed")) != leased:
                     return ["what a reader has a lease on was changed"]

@@ -245,7 +245,7 @@ def test_a_lease_of_a_reader_is_given_back(tmp_path: Path, lines: Callable[[], l
 
     async def begin() -> None:
         checkpoints = await sidestream.Checkpointer(tmp_path).__aenter__()
-        opened.append(checkpoints.open())
+        opened.append(checkpoints.reading())
         await opened[0].__aenter__()
         assert len(leases_in(tmp_path)) == 1
 

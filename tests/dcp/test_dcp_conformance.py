@@ -508,7 +508,7 @@ async def test_objects(kind: Kind, tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as failure:
         OURS.load(blank(state), tmp_path / "c")
     assert isinstance(only(failure), UnsafeObjectError)
-    assert_same(state, OURS.load(blank(state), tmp_path / "c", allow=[Config]))
+    assert_same(state, OURS.load(blank(state), tmp_path / "c", safe_globals=[Config]))
     assert_same(state, OURS.load(blank(state), tmp_path / "c", trust="pickle"))
     target = blank(state)
     await sidestream.load(target, tmp_path / "c", options=sidestream.LoadOptions(safe_globals=[Config]))

@@ -179,8 +179,8 @@ def test_the_writer_says_by_name_what_its_reader_refuses(kind: str, tmp_path: Pa
     with pytest.raises(CheckpointException, match="UnsafeObjectError"):
         OURS.load({"deep": {"odd": None}}, tmp_path / "c")
     target: dict[str, Any] = {"deep": {"odd": None}}
-    assert OURS.load(target, tmp_path / "c", allow=types)["deep"]["odd"] == (value,)
-    OURS.save(state, tmp_path / "allowed", allow=types)  # nothing to say: a warning would be an error
+    assert OURS.load(target, tmp_path / "c", safe_globals=types)["deep"]["odd"] == (value,)
+    OURS.save(state, tmp_path / "allowed", safe_globals=types)  # nothing to say: a warning would be an error
     OURS.save(state, tmp_path / "trusted", trust="pickle")
 
 
@@ -199,7 +199,7 @@ def test_values_that_went_through_an_extension_are_named_too(tmp_path: Path) -> 
 
 
 async def test_a_save_with_a_planner_says_it_too(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"p \(.*PosixPath.*allow=\[\.\.\.\] with the types to sidestream\.load"):
+    with pytest.warns(UserWarning, match=r"p \(.*PosixPath.*safe_globals=\[\.\.\.\] with the types"):
         await sidestream.save(
             {"p": Path("x"), "w": torch.ones(2)},
             tmp_path / "c",

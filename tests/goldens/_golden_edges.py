@@ -63,7 +63,7 @@ async def blocking(table: Table) -> None:
 def _blocking_run(run: Path) -> Any:
     with sidestream.blocking.Checkpointer(run) as checkpoints:
         saved = checkpoints.save(small(), step=1, metadata={"loss": 1.0})
-        told = [checkpoints.steps(), checkpoints.latest(), checkpoints.metadata(), checkpoints.verify().ok]
+        told = [checkpoints.steps(), checkpoints.latest(), checkpoints.read_metadata(), checkpoints.verify().ok]
         return [saved, *told, checkpoints.restore(blank(small())), checkpoints.prune(dry_run=True)]
 
 

@@ -150,7 +150,7 @@ async def run(rank: Rank) -> None:
             "planner on rank 1": lambda: saved(5, planner=one_of(rank, 1, DefaultSavePlanner(), None)),
             "steps": lambda: checkpoints.steps(),
             "latest": lambda: checkpoints.latest(),
-            "metadata": lambda: checkpoints.metadata(3),
+            "metadata": lambda: checkpoints.read_metadata(3),
             "restore": restored,
             "restore 3": lambda: restored(step=3),
             "restore 77": lambda: restored(step=77),

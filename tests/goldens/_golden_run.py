@@ -76,7 +76,7 @@ async def _empty(table: Table, run: Path) -> None:
             "restore, a step": lambda: checkpoints.restore(blank(), 3),
             "steps": lambda: checkpoints.steps(),
             "latest": lambda: checkpoints.latest(),
-            "metadata": lambda: checkpoints.metadata(),
+            "metadata": lambda: checkpoints.read_metadata(),
             "verify": lambda: checkpoints.verify(),
             "prune": lambda: checkpoints.prune(),
             "health": lambda: checkpoints.health(),
@@ -105,8 +105,8 @@ async def _full(table: Table, run: Path) -> None:
             "restore, mismatch": lambda: checkpoints.restore({"v": torch.zeros(1)}),
             "steps": lambda: checkpoints.steps(),
             "latest": lambda: checkpoints.latest(),
-            "metadata": lambda: checkpoints.metadata(),
-            "metadata, another step": lambda: checkpoints.metadata(7),
+            "metadata": lambda: checkpoints.read_metadata(),
+            "metadata, another step": lambda: checkpoints.read_metadata(7),
             "verify": lambda: checkpoints.verify(),
             "prune": lambda: checkpoints.prune(),
             "watch, poll_s": lambda: checkpoints.watch(poll_s=0),
@@ -156,7 +156,7 @@ async def _damaged(table: Table, run: Path) -> None:
             "steps": lambda: checkpoints.steps(),
             "verify": lambda: checkpoints.verify(),
             "verify, the marker": lambda: checkpoints.verify(2),
-            "metadata, the marker": lambda: checkpoints.metadata(2),
+            "metadata, the marker": lambda: checkpoints.read_metadata(2),
             "health": lambda: checkpoints.health(),
         }.items():
             await table.tries(f"damaged: {name}", call)
@@ -174,7 +174,7 @@ async def _retention(table: Table, run: Path) -> None:
     async with Checkpointer(run, keep=KeepBest("accuracy")) as checkpoints:
         await table.tries("retention, no such metric", checkpoints.prune(dry_run=True))
     async with Checkpointer(run, keep=KeepLast(1)) as checkpoints:
-        async with checkpoints.open(3):
+        async with checkpoints.reading(3):
             await table.tries("retention, one is leased", checkpoints.prune())
         table.note("retention, health", checkpoints.health())
     _alter(run / "step-4")

@@ -167,7 +167,7 @@ def overtaken(rank: int, world: int, directory: Path) -> list[Any]:
             target = one.state(9)
             await checkpoints.restore(target)
             same(target, one.state(4))
-            return [*told, await checkpoints.steps(), await checkpoints.metadata()]
+            return [*told, await checkpoints.steps(), await checkpoints.read_metadata()]
 
     return [run(save(slow)) for slow in range(world)]
 

@@ -230,7 +230,7 @@ def a_planned_run(rank: int, world: int, directory: Path) -> list[Any]:
             target = state_of(mesh, 9)
             step = await checkpointer.restore(target, options=sidestream.LoadOptions(planner=RenamingBack()))
             same(target, state_of(mesh, 1))
-            return [step, await checkpointer.metadata(), await checkpointer.steps()]
+            return [step, await checkpointer.read_metadata(), await checkpointer.steps()]
 
     told: list[Any] = run(go())
     return told

@@ -328,7 +328,7 @@ async def test_steps_that_were_saved_apart_are_listed_when_they_are_whole(tmp_pa
             await save_part(rank, tmp_path / "step-5", metadata={"loss": 0.5})
         assert await checkpointer.steps() == [5]
         assert await checkpointer.latest() == 5
-        assert await checkpointer.metadata() == {"loss": 0.5}
+        assert await checkpointer.read_metadata() == {"loss": 0.5}
         target = whole_of(9)
         assert await checkpointer.restore(target) == 5
         same(target, whole_of())

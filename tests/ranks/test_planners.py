@@ -425,7 +425,7 @@ async def test_a_run(tmp_path: Path) -> None:
         same(target, state_of(5))
         assert await checkpointer.restore(target, 0, options=sidestream.LoadOptions(planner=DefaultLoadPlanner())) == 0
         same(target, state_of())
-        assert await checkpointer.metadata(0) == {"loss": 0}
+        assert await checkpointer.read_metadata(0) == {"loss": 0}
         assert (await checkpointer.verify()).ok
 
 

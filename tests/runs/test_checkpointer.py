@@ -180,7 +180,7 @@ async def test_a_failure_of_a_bare_save_is_logged_once(tmp_path: Path, caplog: p
         del pending
         gc.collect()
     assert len(caplog.records) == 1
-    assert "the error was not retrieved: Conflict" in caplog.text
+    assert "the error was not retrieved: CheckpointExistsError" in caplog.text
     with pytest.raises(CheckpointExistsError):
         await sidestream.async_save({"n": 1}, tmp_path / "c")
     assert len(caplog.records) == 1

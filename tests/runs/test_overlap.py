@@ -77,7 +77,7 @@ async def test_latest(tmp_path: Path) -> None:
         assert (await waiting[2]).step == 4
         assert waiting[2].url.endswith("step-4")
         assert await checkpoints.steps() == [1, 4]
-        assert await checkpoints.metadata() == {"n": 4}
+        assert await checkpoints.read_metadata() == {"n": 4}
 
 
 @pytest.mark.parametrize("newer_first", [True, False], ids=["newer-first", "slot-first"])
@@ -168,7 +168,7 @@ async def test_closing_waits_for_a_queued_save(tmp_path: Path) -> None:
 
 async def test_options_are_checked(tmp_path: Path) -> None:
     for overlap in ("block", None, True):
-        with pytest.raises(InvalidOptionError, match="overlap"):
+        with pytest.raises(InvalidOptionError, match="when_full"):
             sidestream.Checkpointer(tmp_path, when_full=overlap)  # type: ignore[arg-type]
     for seconds in (0, -1, "1"):
         for name in ("lease_s", "abandoned_after_s"):

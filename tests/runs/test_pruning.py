@@ -190,7 +190,7 @@ async def test_a_leased_step_stays_until_its_reader_is_done(tmp_path: Path) -> N
         sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as writer,
     ):
         await save_steps(reader, 1)
-        async with reader.open(1) as checkpoint:
+        async with reader.reading(1) as checkpoint:
             await save_steps(writer, 2)
             assert (await writer.prune()).leased == ("step-1",)
             assert (await checkpoint.tensor("t"))[0].item() == 1.0
@@ -198,7 +198,7 @@ async def test_a_leased_step_stays_until_its_reader_is_done(tmp_path: Path) -> N
         await writer.prune()  # or the pass that follows the save does it first
         assert await writer.steps() == [2]
         with pytest.raises(CheckpointNotFoundError, match="no committed step 1; it has"):
-            async with reader.open(1):
+            async with reader.reading(1):
                 pass
     assert entries(tmp_path) == ["step-2"]
 
@@ -228,7 +228,7 @@ async def test_a_clock_that_was_set_forward_ends_no_lease_of_the_living(tmp_path
         sidestream.Checkpointer(tmp_path, keep=KeepLast(1), lease_s=4) as writer,
     ):
         await save_steps(reader, 1, 2)
-        async with reader.open(1):
+        async with reader.reading(1):
             (name,) = leases_in(tmp_path)
             os.utime(tmp_path / ".leases" / name, (1, 1))
             assert (await writer.prune()).leased == ("step-1",)
@@ -270,7 +270,7 @@ async def main():
         if os.geteuid() == 0:
             os.seteuid(65534)
         step = await reader.restore(blank())
-        print(step, reader.restored.leased, (await reader.verify()).ok, await reader.metadata())
+        print(step, reader.restored.leased, (await reader.verify()).ok, await reader.read_metadata())
 
 asyncio.run(main())
 """
@@ -412,7 +412,7 @@ async def test_a_preview_says_what_would_go_and_changes_nothing(tmp_path: Path) 
     async with sidestream.Checkpointer(tmp_path) as everything:
         assert await everything.prune(dry_run=True) == sidestream.Pruned()
     async with sidestream.Checkpointer(tmp_path, keep=KeepLast(1)) as checkpoints:
-        async with sidestream.Checkpointer(tmp_path) as reader, reader.open(1):
+        async with sidestream.Checkpointer(tmp_path) as reader, reader.reading(1):
             before = entries(tmp_path)
             assert await checkpoints.prune(dry_run=True) == sidestream.Pruned(("step-2",), ("step-1",))
             assert entries(tmp_path) == before

@@ -135,12 +135,12 @@ async def test_metadata_comes_back_without_the_state(tmp_path: Path) -> None:
         given["loss"] = 7.0
         await pending
         await save_steps(checkpoints, 2)
-        assert await checkpoints.metadata(1) == {**PLAIN, "tuple": [1, 2]}
-        assert await checkpoints.metadata() == {}
+        assert await checkpoints.read_metadata(1) == {**PLAIN, "tuple": [1, 2]}
+        assert await checkpoints.read_metadata() == {}
         (tmp_path / "step-1" / "__0_1.distcp").unlink()
-        assert (await checkpoints.metadata(1))["loss"] == 0.25, "nothing else of the step is read"
+        assert (await checkpoints.read_metadata(1))["loss"] == 0.25, "nothing else of the step is read"
         with pytest.raises(CheckpointNotFoundError):
-            await checkpoints.metadata(3)
+            await checkpoints.read_metadata(3)
     await sidestream.save(state_of(3), tmp_path / "alone", metadata=PLAIN)
     assert (await sidestream.open_checkpoint(tmp_path / "alone")).metadata == PLAIN
 
@@ -189,7 +189,7 @@ async def test_altered_metadata_is_noticed(tmp_path: Path) -> None:
         (manifest,) = (tmp_path / "step-1").glob("manifest-*")
         manifest.write_bytes(manifest.read_bytes().replace(b"0.5", b"0.1"))
         with pytest.raises(CorruptCheckpointError, match="metadata"):
-            await checkpoints.metadata()
+            await checkpoints.read_metadata()
         with pytest.raises(CorruptCheckpointError):
             await checkpoints.restore(blank())
         assert not (await checkpoints.verify()).ok

@@ -116,7 +116,8 @@ import sidestream
 from _run import state_of
 
 async def main():
-    async with sidestream.Checkpointer(sys.argv[1], keep=sidestream.KeepLast(1), save=sidestream.SaveOptions(durability="flush")) as checkpoints:
+    flush = sidestream.SaveOptions(durability="flush")
+    async with sidestream.Checkpointer(sys.argv[1], keep=sidestream.KeepLast(1), save=flush) as checkpoints:
         for step in range(1, int(sys.argv[2]) + 1):
             await checkpoints.save(state_of(step), step=step)
             if step == 1:

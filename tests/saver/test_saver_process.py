@@ -512,8 +512,9 @@ import asyncio, os, signal, sys, torch, sidestream
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it for its children
 async def main():
     state = {"t": torch.ones(1 << 24)}
-    await sidestream.save({"n": 1}, sys.argv[1] + "/warm", options=sidestream.SaveOptions(writer=sidestream.WriterProcess(rate_bytes_per_s=1e6)))
-    sidestream.async_save(state, sys.argv[1] + "/c", options=sidestream.SaveOptions(writer=sidestream.WriterProcess(rate_bytes_per_s=1e6)))
+    slow = sidestream.SaveOptions(writer=sidestream.WriterProcess(rate_bytes_per_s=1e6))
+    await sidestream.save({"n": 1}, sys.argv[1] + "/warm", options=slow)
+    sidestream.async_save(state, sys.argv[1] + "/c", options=slow)
     while not any(name.startswith(".c") for name in os.listdir(sys.argv[1])):
         await asyncio.sleep(0.01)
     print(sidestream._worker.client.worker_for(sidestream.WriterProcess(rate_bytes_per_s=1e6)).pid, flush=True)

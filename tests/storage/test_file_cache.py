@@ -82,7 +82,8 @@ LOAD = """
     target = {f"tensor{number}": torch.zeros(1 << 18) for number in range(8)}
     print("ready", flush=True)
     sys.stdin.readline()
-    work = sidestream.load(target, URL, storage=sidestream.Storage(OPTIONS, policy=policy), options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))
+    storage, limits = sidestream.Storage(OPTIONS, policy=policy), sidestream.LoadOptions(timeout_s=TIMEOUT_S)
+    work = sidestream.load(target, URL, storage=storage, options=limits)
     asyncio.run(work)
     print(sum(int(one[0]) * 10 ** number for number, one in enumerate(target.values())), flush=True)
 """

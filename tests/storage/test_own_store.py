@@ -63,7 +63,7 @@ def test_the_store_is_short() -> None:
 
 async def test_a_large_file_is_sent_in_parts(store: DirectoryStore, tmp_path: Path) -> None:
     counting = Wrapped(store)
-    info = await sidestream.save(state(), f"/{URL}", **for_save(**keywords(counting, in_flight=2)))
+    info = await sidestream.save(state(), f"/{URL}", **for_save(**keywords(counting, concurrency=2)))
     assert info.url == f"/{URL}"
     assert (counting.counts["upload"], counting.counts["part"], counting.counts["complete"]) == (1, 3, 1)
     assert counting.counts["abort"] == 0

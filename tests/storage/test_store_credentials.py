@@ -185,7 +185,7 @@ def test_a_storage_shows_and_pickles_no_credentials() -> None:
         {"engine": "boto"},
         {"request_timeout_s": 0},
         {"retries": -1},
-        {"slots": 0},
+        {"concurrency": 0},
         {"part_bytes": 1 << 20},
     ],
 )

@@ -118,7 +118,7 @@ async def test_a_cancelled_upload_is_aborted(s3: S3Server, engine: str, monkeypa
     """Between two parts, and with nobody to look for what is left."""
     if engine == "obstore":
         monkeypatch.setitem(sys.modules, "s3fs", None)
-    place = s3_place(s3, engine, in_flight=1)
+    place = s3_place(s3, engine, concurrency=1)
     loop = asyncio.get_running_loop()
     s3.fault = lambda request: 403 if request.kind == "uploads" else cancel() if request.kind == "part" else None
     pending = sidestream.async_save(large(), place.url(), **for_save(**place.keywords))

@@ -72,6 +72,7 @@ def copy(
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
     """Copy a checkpoint between stores as it is: checked on the way, and read back before it is visible."""
+    source_options, target_options = options_of(storage_option), options_of(target_option)
     from .. import blocking
 
     with bar("copying", as_json) as progress:
@@ -81,8 +82,8 @@ def copy(
             budget_bytes=budget_mib << 20,
             progress=progress,
             timeout_s=timeout_s,
-            storage_options=options_of(storage_option),
-            target_storage_options=options_of(target_option),
+            storage_options=source_options,
+            target_storage_options=target_options,
         )
     if as_json:
         print_json(dataclasses.asdict(report))

@@ -85,10 +85,10 @@ class Reader:
         step = self.random.choice(steps or [1])
         try:
             if choice < 0.9:
-                async with self.checkpoints.open(step) as checkpoint:
+                async with self.checkpoints.reading(step) as checkpoint:
                     state = await checkpoint.state_dict()
                 return [] if same(state, make_state(step)) else [f"step {step} is a mix"]
-            noted = await self.checkpoints.metadata(step)
+            noted = await self.checkpoints.read_metadata(step)
             return [] if noted == {"seed": step} else [f"the metadata of step {step} is {noted}"]
         except errors.CheckpointNotFoundError:  # that is what a step is which was pruned since it was listed
             return []
