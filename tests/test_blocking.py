@@ -243,7 +243,9 @@ def test_a_save_that_begins_when_its_call_has_returned(tmp_path: Path) -> None:
     thread."""
     watching, may_plan = Watching(), threading.Event()
     with sidestream.blocking.Checkpointer(tmp_path / "run", slots=1, when_full="latest") as checkpoints:
-        checkpoints.async_save({"t": torch.ones(3)}, step=1, planner=WatchingSave(Watching(), may_plan))
+        checkpoints.async_save(
+            {"t": torch.ones(3)}, step=1, options=sidestream.SaveOptions(planner=WatchingSave(Watching(), may_plan))
+        )
         with unusual() as here:
             queued = checkpoints.async_save({"w": watching}, step=2)
         assert watching.seen == []

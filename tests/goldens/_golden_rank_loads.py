@@ -224,7 +224,7 @@ async def run_overlapping(rank: Rank) -> None:
         gate, began = Gate(rank, f"go-{policy}"), Gate(rank, f"began-{policy}")
         planner = one_of(rank, 1, GatedPlanner(gate, began), DefaultSavePlanner())
         async with sidestream.Checkpointer(rank.folder / policy, when_full=policy, slots=1) as checkpoints:
-            first = await checkpoints.async_save(rank.state(), step=1, planner=planner)
+            first = await checkpoints.async_save(rank.state(), step=1, options=sidestream.SaveOptions(planner=planner))
             await asyncio.to_thread(began.wait)
             if policy == "wait":
                 await rank.together()

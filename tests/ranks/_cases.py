@@ -764,7 +764,7 @@ def overwritten_on_storage(rank: int, world: int, directory: Path, url: str, opt
         if isinstance(event, sidestream.events.SaveWritten) and event.save.world == world and not rank:
             small = {"other": torch.ones(3)}
             save = sidestream.blocking.save
-            alone = {"overwrite": True, "process_group": "alone", **keywords}
+            alone = for_save(overwrite=True, process_group="alone", **keywords)
             thread = threading.Thread(target=save, args=(small, url), kwargs=alone)
             thread.start()
             thread.join()

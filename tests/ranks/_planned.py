@@ -224,7 +224,10 @@ def a_planned_run(rank: int, world: int, directory: Path) -> list[Any]:
         ) as checkpointer:
             for step in range(2):
                 pending = await checkpointer.async_save(
-                    state_of(mesh, step), step=step, metadata={"loss": step}, planner=Renaming()
+                    state_of(mesh, step),
+                    step=step,
+                    metadata={"loss": step},
+                    options=sidestream.SaveOptions(planner=Renaming()),
                 )
                 await pending
             target = state_of(mesh, 9)

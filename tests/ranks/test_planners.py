@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import uuid
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -402,13 +401,12 @@ async def test_what_goes_with_no_planner(tmp_path: Path) -> None:
         {"planner": DefaultLoadPlanner(), "allow_missing": True},
         {"planner": DefaultLoadPlanner(), "atomic": True},
     ]
-    work: list[Coroutine[Any, Any, Any]] = [
-        sidestream.save(state_of(), tmp_path / "b", **for_save(**options)) for options in saves
-    ]
-    work += [sidestream.load(state_of(), tmp_path / "a", **for_load(**options)) for options in loads]
-    for one in work:
+    for options in saves:
         with pytest.raises(InvalidOptionError):
-            await one
+            await sidestream.save(state_of(), tmp_path / "b", **for_save(**options))
+    for options in loads:
+        with pytest.raises(InvalidOptionError):
+            await sidestream.load(state_of(), tmp_path / "a", **for_load(**options))
     assert not (tmp_path / "b").exists()
 
 
@@ -416,10 +414,13 @@ async def test_a_run(tmp_path: Path) -> None:
     async with sidestream.Checkpointer(tmp_path) as checkpointer:
         for step in range(2):
             pending = await checkpointer.async_save(
-                state_of(step), step=step, metadata={"loss": step}, planner=DefaultSavePlanner()
+                state_of(step),
+                step=step,
+                metadata={"loss": step},
+                options=sidestream.SaveOptions(planner=DefaultSavePlanner()),
             )
             await pending
-        await checkpointer.save(state_of(5), step=1, planner=Renaming())
+        await checkpointer.save(state_of(5), step=1, options=sidestream.SaveOptions(planner=Renaming()))
         target = state_of(9)
         assert await checkpointer.restore(target, options=sidestream.LoadOptions(planner=RenamingBack())) == 1
         same(target, state_of(5))
