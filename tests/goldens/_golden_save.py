@@ -169,7 +169,7 @@ async def save(table: Table) -> None:
         "engine": {"engine": "boto"},
         "retries": {"retries": -1},
         "part_bytes": {"part_bytes": 1},
-        "in_flight": {"slots": 0},
+        "in_flight": {"concurrency": 0},
     }.items():
         await table.tries(f"StorePolicy: {name}", lambda o=options: sidestream.StorePolicy(**o))
     await _pending(table)

@@ -469,7 +469,7 @@ def disagreements(rank: int, world: int, directory: Path) -> dict[str, Any]:
         "shapes": save({"w": torch.ones(2 + rank)}, "shapes"),
         "partial": save({"p": partial}, "partial"),
         "one_rank": save({"w": good["rows"], **({"x": object()} if rank else {})}, "one_rank"),
-        "option": save(good, "option", options=sidestream.SaveOptions(durability="fsync" if rank else "perhaps")),
+        "option": save(good, "option", files={} if rank else {"a/b": b"no plain name"}),
         "not_shared": save(good, f"disk{rank}/x"),
         "missing": failures_of(
             sidestream.load(large(mesh), directory / "nothing", options=sidestream.LoadOptions(timeout_s=TIMEOUT_S))

@@ -179,7 +179,7 @@ def two_at_once(rank: int, world: int, directory: Path) -> list[Any]:
     async def save() -> list[Any]:
         async with (
             sidestream.AsyncStager(budget_bytes=1 << 20) as stager,
-            one.run_in(directory / "run", in_flight=2, stager=stager) as checkpoints,
+            one.run_in(directory / "run", slots=2, stager=stager) as checkpoints,
         ):
             pendings = []
             for step in range(12):
@@ -201,7 +201,7 @@ def one_step(rank: int, world: int, directory: Path) -> list[int]:
     one = Rank(rank, world, directory)
 
     async def save() -> list[int]:
-        async with one.run_in(directory / "run", in_flight=2) as checkpoints:
+        async with one.run_in(directory / "run", slots=2) as checkpoints:
             pendings = [await one.save(checkpoints, 1), await one.save(checkpoints, 1)]
             await one.begun(1, 1)
             one.held.let_go(1)
@@ -303,7 +303,7 @@ def dropped(rank: int, world: int, directory: Path) -> dict[str, Any]:
     one = Rank(rank, world, directory)
 
     async def save(overlap: str) -> list[Any]:
-        async with one.run_in(directory / overlap, overlap=overlap, stager=None) as checkpoints:
+        async with one.run_in(directory / overlap, when_full=overlap, stager=None) as checkpoints:
             bad = {**one.state(1), **({"x": object()} if rank == 1 else {})}
             await (await checkpoints.async_save(bad, step=1)).ended()
             told: list[Any] = []
