@@ -398,7 +398,7 @@ async def test_every_call_says_that_the_device_has_failed_at_what_and_in_its_wor
     await fails(staged)
     await fails(lambda: sidestream.save(state, tmp_path / "a", stager=stager))
     assert all("model.w" in str(error) for error in seen), [str(error) for error in seen]
-    assert [error.phase for error in seen] == [
+    assert [error.call for error in seen] == [
         "at the fence",
         "while waiting for copies from 0",
         "while waiting for copies from 0",

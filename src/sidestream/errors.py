@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "AccessDeniedError",
@@ -61,17 +61,77 @@ __all__ = [
 
 
 class SidestreamError(Exception):
-    """Everything that sidestream raises on purpose.
+    """The base of all errors that sidestream raises.
 
-    ``written``: the FQNs of those tensors of a load's target that had been overwritten, whole or in part, before the
-    error; every other tensor and value of the target is untouched. Empty for everything but an interrupted load.
+    Attributes that do not apply are None, or empty.
+
+    Attributes:
+        phase: The phase of a save (``"plan"``, ``"write"``, ``"commit"``) or load (``"open"``, ``"plan"``, ``"read"``,
+            ``"apply"``) that failed. Copying the sources is part of ``"plan"`` and ``"write"``.
+        url: The checkpoint that was saved or loaded.
+        step: The step of the run that was saved or loaded.
+        fqn: The tensor or value that the error is about.
+        file: The file of the checkpoint that the error is about.
+        offset: The byte in ``file``.
+        written: The FQNs of tensors in the target of a load that were overwritten, whole or in part, before the error.
+            Everything else in the target is unchanged.
+        left_behind: What a failed save could not remove: the path or name of its attempt.
     """
 
+    phase: str | None = None
+    url: str | None = None
+    step: int | None = None
+    fqn: str | None = None
+    file: str | None = None
+    offset: int | None = None
     written: tuple[str, ...] = ()
+    left_behind: str | None = None
+    _before: tuple[str, ...] = ()
+    _after: str = ""
 
     def __str__(self) -> str:
-        """The message. Control characters in it, such as those in the names of a hostile checkpoint, are escaped."""
-        return printable_lines(super().__str__())
+        """Return the message. Control characters in it, such as those in the names of a hostile checkpoint, are
+        escaped."""
+        return printable_lines(f"{''.join(self._before)}{self._message()}{self._after}")
+
+    def _message(self) -> str:
+        return super().__str__()
+
+    def within(self, place: str, after: str = "") -> Self:
+        """Put ``place`` (a URL, an FQN) before the message, and ``after`` behind it. Returns this error."""
+        self._before = (f"{place}: ", *self._before)
+        self._after += after
+        return self
+
+    def about(self, **facts: Any) -> Self:
+        """Set those attributes that are None or empty. Returns this error."""
+        for name, value in facts.items():
+            if not getattr(self, name):
+                setattr(self, name, value)
+        return self
+
+    def reworded(self, change: Callable[[str], str]) -> Self:
+        """Return an error of this type with a changed message and the same attributes."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.args = tuple(change(one) if isinstance(one, str) else one for one in self.args)
+        other.__cause__, other.__suppress_context__ = self.__cause__, self.__suppress_context__
+        return other
+
+    def facts(self) -> dict[str, Any]:
+        """Return the attributes that are set and plain data, for an error of this type that is made again elsewhere."""
+        facts = {name: list(value) if type(value) is tuple else value for name, value in vars(self).items()}
+        return {name: value for name, value in facts.items() if _is_plain(value) and not name.startswith("_")}
+
+    def with_facts(self, facts: Mapping[str, Any]) -> Self:
+        """Set what ``facts`` of another error returned. Returns this error."""
+        for name, value in facts.items():
+            setattr(self, name, tuple(value) if type(value) is list else value)
+        return self
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in (str, int, bool) or (type(value) is list and all(type(one) in (str, int) for one in value))
 
 
 def without_frames(error: BaseException) -> BaseException:
@@ -178,12 +238,13 @@ class DeviceError(SidestreamError, RuntimeError):
     """An accelerator reported an error of this call or of earlier work. The stage has failed; its sources may be
     changed.
 
-    ``phase`` names the call that reported the error, which may not be the cause.
+    Attributes:
+        call: The call that reported the error. It may not be the cause.
     """
 
-    def __init__(self, message: str, *, phase: str | None = None):
+    def __init__(self, message: str, *, call: str | None = None):
         super().__init__(message)
-        self.phase = phase
+        self.call = call
 
 
 class DeadlineExceededError(SidestreamError, TimeoutError):
@@ -277,9 +338,7 @@ class CorruptCheckpointError(SidestreamError, ValueError):
 
     def __init__(self, message: str, *, file: str | None = None, fqn: str | None = None, offset: int | None = None):
         super().__init__(message)
-        self.file = file
-        self.fqn = fqn
-        self.offset = offset
+        self.about(file=file, fqn=fqn, offset=offset)
 
 
 class IncompleteCheckpointError(SidestreamError, LookupError):
@@ -320,8 +379,8 @@ class StateMismatchError(SidestreamError, ValueError):
 class MissingKeysError(StateMismatchError, KeyError):
     """The target asks for keys that the checkpoint does not have."""
 
-    def __str__(self) -> str:
-        return printable_lines(Exception.__str__(self))  # KeyError would show the repr of its argument
+    def _message(self) -> str:
+        return Exception.__str__(self)  # KeyError would show the repr of its argument
 
 
 class UnexpectedKeysError(StateMismatchError):

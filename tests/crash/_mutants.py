@@ -143,7 +143,7 @@ MUTANTS = (
            'tail, stuck)\n        self.outcome = "unknown"\n', 'tail, stuck)\n        self.outcome = "absent"\n',
            "faults", "late_and_dead"),
     Mutant("a sent commit is not read back", _TRANSACTION,
-           '        await finish(lambda: self._read_back(name, tail, getattr(error, "left_behind", False)))\n',
+           '        await finish(lambda: self._read_back(name, tail, is_stuck(error)))\n',
            '        self.outcome = "absent"\n', "faults"),
     Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
     Mutant("a short read counts as a whole one", "_storage/local/read.py", "        buffers = _rest(buffers, count)\n",

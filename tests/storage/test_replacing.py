@@ -143,7 +143,7 @@ async def test_a_checkpoint_is_replaced(target: Target) -> None:
 async def test_the_saver_process_replaces(s3: S3Server) -> None:
     target = on_s3(s3)
     for seed in range(2):
-        info = await target.save(seed, saver="process")
+        info = await target.save(seed, writer="process")
     assert await target.loaded() == 1
     assert target.ids() == {info.save_id}
 

@@ -275,8 +275,7 @@ def _refuse_opaque(source: Source, taken: Sequence[str]) -> None:
     first = source.entries[opaque[0]]
     assert isinstance(first, SourceOpaque)
     also = f" (so are {', '.join(opaque[1:6])}{', ...' if len(opaque) > 6 else ''})" if opaque[1:] else ""
-    first.error.args = (f"{source.url}: {first.error.args[0]}{also}; use a selection without it",)
-    raise first.error
+    raise first.error.within(source.url, f"{also}; use a selection without it")
 
 
 def _total(selection: Selection) -> int:

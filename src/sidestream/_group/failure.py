@@ -38,23 +38,32 @@ def pack(rank: int, step: str, error: BaseException) -> dict[str, Any]:
     text = str(error)[:_MAX_CHARS]
     told: dict[str, Any] = {"rank": rank, "step": step, "kind": type(error).__name__, "text": text}
     if isinstance(error, SidestreamError) and all(type(one) in (str, int, type(None)) for one in error.args):
-        filename = getattr(error, "filename", None)
-        told["args"] = [*error.args, *([str(filename)] if filename is not None else [])]
+        told["args"], told["facts"] = _args(error), error.facts()
     return told
+
+
+def _args(error: SidestreamError) -> list[Any]:
+    """Return the arguments that an error with the same message is made of."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return [str(error)]
+    filename = error.filename
+    return [*error.args, *([str(filename)] if filename is not None else [])]
 
 
 def unpack(told: Mapping[str, Any]) -> RankFailure:
     kind, text = str(told["kind"]), str(told["text"])
-    return RankFailure(int(told["rank"]), str(told["step"]), kind, text, _again(kind, told.get("args")))
+    return RankFailure(
+        int(told["rank"]), str(told["step"]), kind, text, _again(kind, told.get("args"), told.get("facts", {}))
+    )
 
 
-def _again(kind: str, args: Any) -> SidestreamError | None:
+def _again(kind: str, args: Any, facts: Any) -> SidestreamError | None:
     """The error as an object, where it is one of ours and its class takes what it was made of."""
     found = getattr(errors, kind, None) if kind in errors.__all__ else None
     if not isinstance(found, type) or not issubclass(found, SidestreamError) or not isinstance(args, list):
         return None
     try:
-        return found(*args)
+        return found(*args).with_facts(facts)
     except (
         Exception
     ):  # some are made of more than data, such as RankFailuresError; the name and the words are told anyway
@@ -69,15 +78,11 @@ def pack_all(failures: Iterable[RankFailure]) -> bytes:
                 "step": one.step,
                 "kind": one.kind,
                 "text": one.text,
-                **({} if one.error is None else {"args": _args(one.error)}),
+                **({} if one.error is None else {"args": _args(one.error), "facts": one.error.facts()}),
             }
             for one in failures
         ]
     ).encode()
-
-
-def _args(error: SidestreamError) -> list[Any]:
-    return list(pack(0, "", error).get("args", [str(error)]))
 
 
 def unpack_all(raw: bytes) -> RankFailuresError:

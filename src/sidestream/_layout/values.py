@@ -150,7 +150,7 @@ def decode_value(node: Node, fqn: str, allow: Allowed = NOTHING_ALLOWED) -> Step
     try:
         return (yield from _decode(node, allow))
     except (UnsafeObjectError, UnsupportedCheckpointError) as error:
-        error.args = (f"{fqn}: {error.args[0]}",)
+        error.within(fqn).about(fqn=fqn)
         raise
     except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, CorruptCheckpointError):

@@ -322,8 +322,7 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         with self._all_there():
             error = await why_opaque(source, *next(iter(opaque.items())))
         others = f"; {len(opaque)} such tensors were requested: leave them out with select=" if len(opaque) > 1 else ""
-        error.args = (f"{self.url}: {error.args[0]}{others}",)
-        raise error
+        raise error.within(self.url, others)
 
     def _entry(self, fqn: str) -> Entry:
         try:

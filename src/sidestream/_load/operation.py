@@ -125,6 +125,8 @@ class LoadLifecycle:
 
     def failed(self, error: BaseException, written: int) -> None:
         """Emit the end of a load, unless it has ended before or never started."""
+        if isinstance(error, SidestreamError):
+            error.about(phase=self._phase, url=self._load.url, step=self._load.step)
         if self._open:
             self._open = False
             emit(LoadFailed(self._load, self._phase, type(error).__name__, str(error), written))

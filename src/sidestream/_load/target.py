@@ -256,5 +256,4 @@ async def _refuse_opaque(source: RangeSource, url: str, plan: LoadPlan) -> None:
     assert isinstance(entry, OpaqueEntry)
     error = await why_opaque(source, fqn, entry)
     others = f"; the target requests {len(plan.opaque)} such tensors" if len(plan.opaque) > 1 else ""
-    error.args = (f"{url}: {error.args[0]}{others} (nothing was changed)",)
-    raise error
+    raise error.within(url, f"{others} (nothing was changed)")

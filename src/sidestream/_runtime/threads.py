@@ -30,6 +30,7 @@ import anyio
 from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, out_of_memory
 from .abandoned import hop, put_back, take_abandoned
 from .gil import awaited, burst, no_more_turns, rest, slice_s
+from .marks import mark_stuck
 from .steps import Steps, chunked, collected
 
 __all__ = [
@@ -251,7 +252,7 @@ class Threads(Executor):
         done.
 
         There is one exception: a thread that sits in a system call for 5 s after the deadline is left behind, and the
-        error says so (``left_behind``). So that this is safe, ``fn`` owns what it uses: it opens and closes its own
+        error is marked (``mark_stuck``). So that this is safe, ``fn`` owns what it uses: it opens and closes its own
         descriptors and holds its own references.
 
         Meanwhile a busy loop lets the thread have the interpreter now and then (``_turns``), unless it is ``idle``:
@@ -302,7 +303,7 @@ class Threads(Executor):
                     with self._lock:
                         self._count -= 1  # another one may take the place of the thread that hangs
                     no_more_turns(future)
-                    raise _left_behind(cancelled or deadline.exceeded(f"a system call of {name}()"))
+                    raise mark_stuck(cancelled or deadline.exceeded(f"a system call of {name}()"))
                 expired = True
                 _stop_work(future, stop)
         if cancelled is not None:
@@ -523,11 +524,6 @@ def _stop_work(future: Future[T], stop: Stop | None) -> None:
     """Work that has not begun never will; work that has is asked to end."""
     if not future.cancel() and stop is not None:
         stop.set()
-
-
-def _left_behind(error: E) -> E:
-    error.left_behind = True  # type: ignore[attr-defined]
-    return error
 
 
 def _consume(future: asyncio.Future[T]) -> None:

@@ -14,7 +14,7 @@ from .._group import Operation
 from .._runtime.threads import Deadline, Stop, Threads
 from .._storage import Attempt, Body, FileSource, Kind, Location, Outcome, Transaction, read_sources
 from .._worker.client import Worker
-from ..errors import SkippedError
+from ..errors import SidestreamError, SkippedError
 from ..events import (
     SaveCommitted,
     SaveContext,
@@ -84,6 +84,8 @@ class Lifecycle:
     def failed(self, error: BaseException, outcome: Outcome) -> None:
         """Emit the end of a save that was not acknowledged, unless it has ended before or never started."""
         with self._lock:
+            if isinstance(error, SidestreamError):
+                error.about(phase=self._phase, url=self._save.url, step=self._save.step)
             if isinstance(error, SkippedError):
                 self._emit(SaveSkipped(self._save, str(error)))
             else:

@@ -501,7 +501,7 @@ def failing(phase: str, names: Callable[[], Sequence[str]] = tuple) -> Iterator[
 def translated(error: BaseException, phase: str, names: Callable[[], Sequence[str]]) -> BaseException:
     """Return ``error`` as the library raises it: a ``DeviceError``, unless it is an error of sidestream or not one of
     a device."""
-    ours = isinstance(error, SidestreamError) and not (isinstance(error, DeviceError) and error.phase is None)
+    ours = isinstance(error, SidestreamError) and not (isinstance(error, DeviceError) and error.call is None)
     if ours or not isinstance(error, Exception):
         return error
     found = names()
@@ -511,7 +511,7 @@ def translated(error: BaseException, phase: str, names: Callable[[], Sequence[st
     return DeviceError(
         f"{keys + ': ' if keys else ''}the device failed {phase}: {kind}{text}; the cause may be earlier work of the "
         "device; if every call fails from now on, restart the process",
-        phase=phase,
+        call=phase,
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
+from .._runtime.marks import is_stuck
 from .._runtime.tasks import finish
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from ..errors import (
@@ -139,7 +140,7 @@ class Transaction(ABC):
 
         Raises ``CheckpointExistsError``, having changed nothing, if the target is taken; ``NotDurableError`` if the
         files are visible and a sync failed. What a ``"replacement"`` replaced is in the attempt afterwards. A commit
-        that may still be carried out after this has raised is marked on the error, as ``left_behind``."""
+        that may still be carried out after this has raised is marked on the error (``mark_stuck``)."""
 
     @abstractmethod
     def discard_here(self) -> None:
@@ -262,7 +263,7 @@ class Transaction(ABC):
                 self._look = None  # which refers to this object
 
     async def _after_failure(self, name: str, tail: bytes, error: BaseException) -> Outcome:
-        await finish(lambda: self._read_back(name, tail, getattr(error, "left_behind", False)))
+        await finish(lambda: self._read_back(name, tail, is_stuck(error)))
         return self.outcome
 
     async def _read_back(self, name: str, tail: bytes, stuck: bool) -> None:
@@ -302,10 +303,14 @@ class Transaction(ABC):
                     await self.discard()
             except SidestreamError as failure:
                 error.add_note(f"what it had written could not be removed: {failure}")
+                if isinstance(error, SidestreamError):
+                    error.about(left_behind=self.attempt.name)
 
         await finish(discard)
-        if getattr(error, "left_behind", False):
+        if is_stuck(error):
             attempt = self.attempt.name
+            if isinstance(error, SidestreamError):
+                error.about(left_behind=attempt)
             error.add_note(f"a thread hangs in a system call and may still write {attempt}; remove it if it appears")
 
     async def check_not_overtaken(self) -> None:

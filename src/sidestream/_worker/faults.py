@@ -9,14 +9,14 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import errors, events
+from .._runtime.marks import is_stuck, is_uncertain, mark_stuck, mark_uncertain
 from .._runtime.redact import redacted
 from ..errors import SidestreamError
-from .wire import Unsendable, pack, unpack
+from .wire import pack, unpack
 
 __all__ = ["pack_error", "pack_event", "unpack_error", "unpack_event"]
 
 _DEPTH = 5
-_ATTRIBUTES = ("extra", "file", "fqn", "offset", "offenders", "uncertain", "left_behind")
 _EVENTS = ("Retried", "Throttled", "SlowPart")
 
 
@@ -33,8 +33,8 @@ def _described(error: BaseException, depth: int) -> dict[str, Any]:
             redacted(str(error.strerror)),
             None if error.filename is None else str(error.filename),
         ]
-    attributes = {name: getattr(error, name) for name in _ATTRIBUTES if hasattr(error, name)}
-    found["attributes"] = {name: value for name, value in attributes.items() if _is_plain(value)}
+    found["facts"] = error.facts() if isinstance(error, SidestreamError) else {}
+    found["marks"] = [is_stuck(error), is_uncertain(error)]
     found["notes"] = [str(note) for note in getattr(error, "__notes__", ())]
     if not isinstance(error, (SidestreamError, OSError)):
         lines = "".join(traceback.format_tb(error.__traceback__))
@@ -44,22 +44,19 @@ def _described(error: BaseException, depth: int) -> dict[str, Any]:
     return found
 
 
-def _is_plain(value: object) -> bool:
-    try:
-        pack(value)
-    except Unsendable:
-        return False
-    return True
-
-
 def unpack_error(packed: bytes) -> BaseException:
     return _raised(unpack(packed))
 
 
 def _raised(found: Mapping[str, Any]) -> BaseException:
     error = _made(found)
-    for name, value in found["attributes"].items():
-        setattr(error, name, value)
+    if isinstance(error, SidestreamError):
+        error.with_facts(found["facts"])
+    stuck, uncertain = found["marks"]
+    if stuck:
+        mark_stuck(error)
+    if uncertain:
+        mark_uncertain(error)
     for note in found["notes"]:
         error.add_note(note)
     if found["cause"] is not None:

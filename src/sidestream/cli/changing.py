@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce
 from operator import or_
 from typing import Annotated, Any
 
@@ -120,7 +120,7 @@ def prune(
     policies += [] if keep_every is None else [KeepEvery(steps=keep_every)]
     mode: Any = best_is
     policies += [KeepBest(metric, count, mode) for metric, count in best]
-    options: dict[str, Any] = {"keep": reduce(or_, policies), "timeout_s": timeout_s}
+    options: dict[str, Any] = {"keep": functools.reduce(or_, policies), "timeout_s": timeout_s}
     with blocking.Checkpointer(url, **options, storage_options=stores) as checkpoints:
         done = checkpoints.prune(dry_run=dry_run)
         why = checkpoints.health().damaged
@@ -146,11 +146,8 @@ def _named_as_options(*keywords: str, **others: str) -> Iterator[None]:
         yield
     except SidestreamError as error:
         keyword = re.compile(rf"\b({'|'.join(spelled)})=")
-        error.args = tuple(
-            keyword.sub(lambda found: f"--{spelled[found[1]]} ", one).rstrip() if isinstance(one, str) else one
-            for one in error.args
-        )
-        raise
+        text = functools.partial(keyword.sub, lambda found: f"--{spelled[found[1]]} ")
+        raise error.reworded(lambda one: text(one).rstrip()) from error.__cause__
 
 
 def _metric(word: str) -> tuple[str, int]:
@@ -172,7 +169,7 @@ def _renaming(rename: list[str] | None) -> Callable[[str], str] | None:
             pattern.sub(new, "")
     except re.error as error:
         raise InvalidOptionError(f"--rename takes REGEX=REPLACEMENT, of which one is not valid: {error}") from None
-    return lambda name: reduce(lambda found, one: one[0].sub(one[1], found), patterns, name)
+    return lambda name: functools.reduce(lambda found, one: one[0].sub(one[1], found), patterns, name)
 
 
 def _dtype(name: str | None) -> Any:

@@ -74,7 +74,7 @@ def read_torch_file(source: BinaryIO, file_bytes: int) -> Steps[tuple[dict[str, 
         try:
             found[fqn] = yield from _leaf(storages, path, value, budget)
         except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
-            error.args = (f"{fqn}: {error.args[0]}",)
+            error.within(fqn).about(fqn=fqn)
             raise
     return found, not older
 

@@ -346,9 +346,8 @@ def _about(item: Chunk | ValueEntry, fqn: str) -> Iterator[None]:
     try:
         yield
     except (CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError) as error:
-        error.args = (f"{fqn}: {error.args[0]} ({item.file}, byte {item.item_offset})",)
-        if isinstance(error, CorruptCheckpointError):
-            error.file, error.fqn, error.offset = item.file, fqn, item.item_offset
+        error.within(fqn, f" ({item.file}, byte {item.item_offset})")
+        error.about(fqn=fqn, file=item.file, offset=item.item_offset)
         raise
 
 

@@ -111,5 +111,4 @@ def own_manifest_among(names: Iterable[str]) -> str | None:
 
 def about(error: E, url: str) -> E:
     """Return ``error``, whose message now begins with the checkpoint's ``url``."""
-    error.args = (f"{url}: {error.args[0]}", *error.args[1:])
-    return error
+    return error.within(url)

@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from ..._runtime.marks import mark_uncertain
 from ..._runtime.redact import redacted
 from ..._runtime.threads import Deadline, current_deadline
 from ...errors import AccessDeniedError, CorruptCheckpointError, SidestreamError, StorageError
 from ...events import Retried, Throttled, emit
 from ...options import StorePolicy
 
-__all__ = ["Fate", "Requests", "Taken", "fate_of", "is_refused", "is_uncertain", "translated"]
+__all__ = ["Fate", "Requests", "Taken", "fate_of", "is_refused", "translated"]
 
 T = TypeVar("T")
 
@@ -129,14 +130,7 @@ def _jittered(base_s: float, attempt: int) -> float:
 
 
 def _marked(error: Exception, uncertain: bool) -> Exception:
-    if uncertain:
-        error.uncertain = True  # type: ignore[attr-defined]
-    return error
-
-
-def is_uncertain(error: BaseException) -> bool:
-    """Whether a request that may have been carried out is behind ``error``, though nobody heard of it."""
-    return bool(getattr(error, "uncertain", False))
+    return mark_uncertain(error) if uncertain else error
 
 
 def translated(error: BaseException, doing: str, url: str) -> Exception:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
+from ..._runtime.marks import is_uncertain, mark_stuck
 from ..._runtime.threads import Deadline, Stop, Threads, current_deadline, io_threads, time_limit
 from ...errors import (
     AccessDeniedError,
@@ -27,7 +28,7 @@ from ...errors import (
 from ...events import GuaranteeLost, emit
 from ..bodies import Body
 from ..clients.io_loop import Call, on_io_loop
-from ..clients.requests import is_uncertain, translated
+from ..clients.requests import translated
 from ..transaction import Attempt, StoreAddress, Transaction, marker_in
 from .bucket import Bucket
 from .names import NOTE, id_of, is_plain_shard, name_with_id
@@ -305,7 +306,7 @@ class ObjectTransaction(Transaction):
                     await self._bucket.replace(name, content, self._replaced.version)
             except Exception as error:
                 if is_uncertain(error) and not isinstance(error, CheckpointExistsError):
-                    error.left_behind = True  # type: ignore[attr-defined]  # it may still arrive
+                    mark_stuck(error)  # it may still arrive
                     uncertain.append(error)
                 raise
 
@@ -313,7 +314,7 @@ class ObjectTransaction(Transaction):
             await on_io_loop(create, f"publishing {name}", unstoppable=True)
         except asyncio.CancelledError as cancel:
             if uncertain:
-                cancel.left_behind = True  # type: ignore[attr-defined]
+                mark_stuck(cancel)
             raise
 
     async def _check_complete(self) -> None:

@@ -1,0 +1,31 @@
+"""Two facts about an exception of any class, which decide how a failed save is cleaned up."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+__all__ = ["is_stuck", "is_uncertain", "mark_stuck", "mark_uncertain"]
+
+E = TypeVar("E", bound=BaseException)
+
+_STUCK, _UNCERTAIN = "_sidestream_stuck", "_sidestream_uncertain"
+
+
+def mark_stuck(error: E) -> E:
+    """Record that a thread was left behind in a system call, or that a request may still be carried out."""
+    setattr(error, _STUCK, True)
+    return error
+
+
+def is_stuck(error: BaseException) -> bool:
+    return getattr(error, _STUCK, False) is True
+
+
+def mark_uncertain(error: E) -> E:
+    """Record that an earlier attempt of the request may have been carried out, because its answer was lost."""
+    setattr(error, _UNCERTAIN, True)
+    return error
+
+
+def is_uncertain(error: BaseException) -> bool:
+    return getattr(error, _UNCERTAIN, False) is True
