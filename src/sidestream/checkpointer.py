@@ -702,7 +702,7 @@ class Checkpointer:
         saved = self._last_saved
         errors = [save.unheard for save in self._pending]
         return Health(
-            in_flight=sum(not save.done() for save in self._pending),
+            pending=sum(not save.done() for save in self._pending),
             last_saved=None if saved is None else saved[0],
             since_saved_s=None if saved is None else time.monotonic() - saved[1],
             failures=tuple(f"{type(error).__name__}: {error}" for error in errors if error is not None),

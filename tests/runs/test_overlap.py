@@ -69,7 +69,7 @@ async def test_latest(tmp_path: Path) -> None:
             with pytest.raises(SkippedError, match="a newer save came"):
                 await superseded
         assert not waiting[2].done()
-        assert checkpoints.health().in_flight == 2
+        assert checkpoints.health().pending == 2
         held.let_go()
         await first
         await until(lambda: len(held.held) == 2, "the stage of the latest")

@@ -18,6 +18,7 @@ from .._layout.names import target_dtype
 from .._layout.objects import Allowed, allowed_types
 from .._layout.ranges import Box
 from .._layout.select import selected
+from .._runtime.display import Displayed, Table, readable_bytes
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import (
@@ -105,7 +106,7 @@ async def open_from(
 
 
 @public
-class Checkpoint(Mapping[str, TensorInfo | None]):
+class Checkpoint(Displayed, Mapping[str, TensorInfo | None]):
     """What is in a checkpoint, by FQN: a ``TensorInfo`` for a tensor, None for a plain value."""
 
     def __init__(
@@ -124,8 +125,24 @@ class Checkpoint(Mapping[str, TensorInfo | None]):
         self._allow = allow
         self._trust: Trust = trust
 
+    def _summary(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        entries = self._manifest.entries.values()
+        tensors = sum(isinstance(one, TensorEntry) for one in entries)
+        return f"{self.url}{step}: {tensors:,} tensors, {len(self) - tensors:,} values"
+
+    def _table(self) -> Table:
+        def row(fqn: str) -> list[str]:
+            info = self[fqn]
+            if info is None:
+                return [fqn, "value", "", ""]
+            return [fqn, str(info.dtype).removeprefix("torch."), str(list(info.shape)), readable_bytes(info.nbytes)]
+
+        return Table(("name", "dtype", "shape", "bytes"), map(row, self), len(self))
+
     @property
     def url(self) -> str:
+        """The checkpoint."""
         return self._location.url
 
     @property

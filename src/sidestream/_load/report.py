@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from .._format.digest import DigestCheck, digest_check
 from .._format.records import Manifest
 from .._layout.objects import Allowed, allowed_types
+from .._runtime.display import Displayed, Table, readable_bytes, shortened
 from .._runtime.public import public
 from ..errors import InvalidOptionError, SidestreamError
 from ..options import STRICT, LoadOptions, Tolerance
@@ -26,8 +27,8 @@ class PassedOver:
 
 
 @public
-@dataclass(frozen=True, slots=True)
-class LoadReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadReport(Displayed):
     """What a load did.
 
     With ``LoadOptions(names=)`` the names are those of the target, but ``not_requested`` and ``unexpected`` are names
@@ -60,6 +61,27 @@ class LoadReport:
     digest: DigestCheck | None = None
     passed_over: tuple[PassedOver, ...] = ()
     leased: bool = False
+
+    def _summary(self) -> str:
+        step = "" if self.step is None else f", step {self.step}"
+        accepted = [
+            f"{len(names):,} {what}"
+            for what, names in (("missing", self.missing), ("unexpected", self.unexpected), ("cast", self.cast))
+            if names
+        ]
+        return ", ".join([f"{self.url}{step}: {len(self.loaded):,} loaded, {readable_bytes(self.nbytes)}", *accepted])
+
+    def _table(self) -> Table:
+        kinds = {
+            "loaded": self.loaded,
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "cast": self.cast,
+            "unverified": self.unverified,
+            "not requested": self.not_requested,
+        }
+        rows = [[what, f"{len(names):,}", shortened(names)] for what, names in kinds.items() if names]
+        return Table(("what", "count", "names"), rows, len(rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from .._layout.checks import (
 from .._layout.ranges import PIECE_BYTES
 from .._runtime.abandoned import noted
 from .._runtime.caller import call
+from .._runtime.display import Displayed, Table, readable_bytes
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import (
@@ -87,8 +88,8 @@ class Damage:
 
 
 @public
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Displayed):
     """What a verification found.
 
     ``damaged`` has the first thing that is wrong with each tensor, value or file; ``verified`` the FQNs whose bytes
@@ -113,6 +114,15 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether nothing is known to be wrong."""
         return not self.damaged
+
+    def _summary(self) -> str:
+        verdict = "ok" if self.ok else f"{len(self.damaged):,} damaged"
+        unverified = f", {len(self.unverified):,} without checksums" if self.unverified else ""
+        return f"{self.url}: {verdict}, {len(self.verified):,} verified{unverified}, {readable_bytes(self.nbytes)} read"
+
+    def _table(self) -> Table:
+        rows = ([one.fqn or "", one.file or "", one.message] for one in self.damaged)
+        return Table(("name", "file", "damage"), rows, len(self.damaged))
 
 
 @public

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from .._runtime.abandoned import watch
+from .._runtime.display import Displayed, Table, readable_bytes
 from .._runtime.public import public
 from .._runtime.tasks import supervise
 from .._runtime.threads import look_for_abandoned, release_in_background
@@ -26,12 +27,20 @@ _log = logging.getLogger("sidestream")
 
 
 @public
-@dataclass(frozen=True, slots=True)
-class SaveInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveInfo(Displayed):
     """A checkpoint that is committed and, with ``durability="fsync"``, durable.
 
-    ``nbytes`` counts its data files; ``seconds`` has the phases ``staged`` (until the sources may change), ``written``
-    (until all data is on storage) and ``committed`` (until acknowledged), each measured from the call.
+    Attributes:
+        url: The checkpoint.
+        save_id: The id of the save that wrote it.
+        step, generation: The step of a run, and how many saves of that step came before, plus 1. None and 1 elsewhere.
+        nbytes: The bytes of its data files.
+        durability: Whether its files and directories were synced.
+        seconds: How long it took from the call until the sources could change (``"staged"``), until all data was on
+            storage (``"written"``) and until the commit was acknowledged (``"committed"``).
+        exports: For each export of a ``save`` its ``ConvertReport``, or the error that it failed with. Empty for what
+            ``async_save`` started.
     """
 
     url: str
@@ -42,7 +51,15 @@ class SaveInfo:
     durability: Durability
     seconds: Mapping[str, float]
     exports: tuple[Any, ...] = ()
-    """Of a ``save`` with ``export=``: for each export its ``ConvertReport``, or the error that it failed with."""
+
+    def _summary(self) -> str:
+        took = self.seconds.get("committed")
+        return f"{self.url}: {readable_bytes(self.nbytes)}" + ("" if took is None else f" in {took:.2f} s")
+
+    def _table(self) -> Table:
+        rows = [[phase, f"{seconds:.3f} s"] for phase, seconds in self.seconds.items()]
+        rows += [[f"export {number}", str(one)] for number, one in enumerate(self.exports)]
+        return Table(("phase", "after"), rows, len(rows))
 
 
 @public
@@ -87,7 +104,7 @@ class SaveWork(Protocol):
 
 
 @public
-class PendingSave:
+class PendingSave(Displayed):
     """A save in progress. ``await`` it for its ``SaveInfo``, any number of times and from several tasks; a cancelled
     awaiter does not cancel the save, ``cancel()`` does. It belongs to the loop that started it."""
 
@@ -107,8 +124,22 @@ class PendingSave:
         self._task = supervise(self._run(), f"sidestream save {work.url}")
         self._task.add_done_callback(self._settle)
 
+    def _summary(self) -> str:
+        now = self.progress
+        state = self.outcome or ("staging" if not self._staged.done() else "writing")
+        total = readable_bytes(now.total_bytes)
+        return f"{self.url}: {state}, {readable_bytes(now.written_bytes)} of {total} written"
+
+    def _table(self) -> Table:
+        now = self.progress
+        counts = {"total": now.total_bytes, "staged": now.staged_bytes, "written": now.written_bytes}
+        return Table(
+            ("bytes", "so far"), ([what, readable_bytes(count)] for what, count in counts.items()), len(counts)
+        )
+
     @property
     def url(self) -> str:
+        """The checkpoint that is being saved."""
         return self._work.url
 
     @property
