@@ -59,13 +59,11 @@ class Displayed:
         return shown
 
     def _repr_html_(self) -> str:
-        columns, rows, count = self._table()
-        head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-        cells = (
-            "".join(f"<td>{html.escape(printable(cell))}</td>" for cell in row) for row in islice(rows, _MOST_ROWS)
-        )
-        body = "".join(f"<tr>{row}</tr>" for row in cells)
-        more = f"<p>{count - _MOST_ROWS:,} more</p>" if count > _MOST_ROWS else ""
+        table = self._table()
+        head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
+        rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in table.cells())
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        more = f"<p>{table.more}</p>" if table.more else ""
         title = html.escape(repr(self))
         return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
