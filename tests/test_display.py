@@ -50,7 +50,7 @@ async def test_short_and_safe(tmp_path: Path) -> None:
         assert "\x1b" not in repr(shown)
         page = _Cells(shown._repr_html_())
         assert set(page.tags) <= {"p", "table", "thead", "tbody", "tr", "th", "td"}
-        console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console = Console(width=100, record=True, file=io.StringIO())
         console.print(shown)
         assert type(shown).__name__ in console.export_text()
     assert "model.<b>\\x1b[31m" in _Cells(checkpoint._repr_html_()).texts
