@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from html.parser import HTMLParser
 from pathlib import Path
 
