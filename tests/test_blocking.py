@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import os
 import signal
@@ -75,6 +76,49 @@ async def test_inside_a_loop_they_refuse(tmp_path: Path) -> None:
     ):
         with pytest.raises(WrongLoopError, match="await the functions of sidestream"):
             call()
+
+
+async def test_a_synchronous_framework_in_a_notebook(tmp_path: Path) -> None:
+    """Its code runs on the loop's thread, and stops the loop on purpose."""
+
+    def train() -> None:
+        with sidestream.blocking.Checkpointer(tmp_path / "run") as checkpoints:
+            checkpoints.save({"w": torch.ones(3)}, step=1)
+            target = {"w": torch.zeros(3)}
+            assert checkpoints.restore(target) == 1
+            assert target["w"].tolist() == [1, 1, 1]
+
+    with pytest.raises(WrongLoopError, match=r"with sidestream\.blocking\.stopping_the_loop\(\)"):
+        train()
+    with sidestream.blocking.stopping_the_loop():
+        train()
+    with pytest.raises(WrongLoopError):
+        sidestream.blocking.load({}, tmp_path / "run" / "step-1")
+
+
+@pytest.mark.parametrize(
+    "name", ["async_save", "convert", "copy", "load", "open_checkpoint", "remove", "save", "verify"]
+)
+def test_the_signatures_are_those_of_the_async_verbs(name: str) -> None:
+    theirs, ours = inspect.signature(getattr(sidestream, name)), inspect.signature(getattr(sidestream.blocking, name))
+    assert ours.parameters == theirs.parameters
+
+
+@pytest.mark.parametrize("kind", ["Checkpoint", "Checkpointer", "PendingSave"])
+def test_the_classes_have_the_methods_of_the_async_ones(kind: str) -> None:
+    theirs, ours = getattr(sidestream, kind), getattr(sidestream.blocking, kind)
+    # What needs a loop: iterating, contexts of their own, callbacks on the loop, and waiting without the error.
+    left_out = {"aclose", "ended", "on_preemption", "preempted", "reading", "watch", "hear", "unheard", "when_done"}
+    for name, method in vars(theirs).items():
+        if name.startswith("_") or name in left_out:
+            continue
+        other = inspect.getattr_static(ours, name, None)
+        if kind == "PendingSave" and name in ("staged", "exports"):
+            continue  # attributes of its instances
+        assert other is not None, name
+        if inspect.isfunction(method):
+            expected = [one for one in inspect.signature(method).parameters if one != "self"]
+            assert [one for one in inspect.signature(other).parameters if one != "self"] == expected, name
 
 
 def test_without_a_loop_the_others_refuse(tmp_path: Path) -> None:

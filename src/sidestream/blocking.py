@@ -1,7 +1,8 @@
 """The same verbs for code without an event loop, through one background loop per process.
 
 Each function blocks its caller until the work is done; the work runs on the loop of a portal thread that is started at
-first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoopError``, because they would block it.
+first use. Inside a running event loop, of asyncio or trio, they raise ``WrongLoopError``, because they would block it
+(``stopping_the_loop`` allows that).
 Saves that are in flight when the program ends are finished before the process does.
 
 The caller's code runs in the calling thread while that thread waits: ``state_dict()`` and ``load_state_dict()`` of
@@ -18,7 +19,8 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial, wraps
 from inspect import signature
 from types import TracebackType
@@ -53,6 +55,7 @@ __all__ = [
     "open_checkpoint",
     "remove",
     "save",
+    "stopping_the_loop",
     "verify",
 ]
 
@@ -104,8 +107,26 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _run(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline | None = None) -> T:
     """Run ``work()`` on the portal's loop and wait for it. Ctrl-C cancels it and waits until it has cleaned up."""
-    refuse_on_a_loop("sidestream.blocking")
+    if not _may_stop_the_loop.get():
+        refuse_on_a_loop("sidestream.blocking")
     return run_anywhere(work, deadline)
+
+
+_may_stop_the_loop: ContextVar[bool] = ContextVar("sidestream_may_stop_the_loop", default=False)
+
+
+@contextmanager
+def stopping_the_loop() -> Iterator[None]:
+    """Allow the calls in the ``with`` block to be made where an event loop runs, which stops until each call returns.
+
+    For synchronous frameworks in a notebook, whose code runs on the thread of the kernel's loop. Elsewhere such a call is
+    a mistake, and raises ``WrongLoopError``.
+    """
+    token = _may_stop_the_loop.set(True)
+    try:
+        yield
+    finally:
+        _may_stop_the_loop.reset(token)
 
 
 def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline | None = None) -> T:

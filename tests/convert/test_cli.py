@@ -188,6 +188,34 @@ def test_help_and_usage_errors_do_not_wait_for_torch(words: str, code: int, said
     assert done.stderr.splitlines()[-1] == "False"
 
 
+def completed(folder: Path, *words: str) -> list[str]:
+    """Return what bash offers for the last of ``words``."""
+    environment = {
+        **ENVIRONMENT,
+        "_SIDESTREAM_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["sidestream", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    last = "import atexit; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
+    program = f"import sys; sys.argv[0] = 'sidestream'; {last}; {COMMAND[-1]}"
+    done = subprocess.run(
+        [*COMMAND[:-1], program], env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stderr.splitlines() == ["False"], "completion does not wait for torch"
+    return done.stdout.split()
+
+
+def test_completion_offers_what_is_there(run: Path) -> None:
+    assert completed(run.parent, "in") == ["info"]
+    assert completed(run.parent, "info", "r") == ["run/"]
+    assert completed(run.parent, "info", "run/st") == ["run/step-1", "run/step-2"]
+    assert completed(run.parent, "verify", "none/") == []
+    assert completed(run.parent, "info", "run/step-1", "m") == ["model.*"]
+    assert sorted(completed(run.parent, "info", "run/step-1", "model.")) == ["model.b", "model.w"]
+    assert completed(run.parent, "info", "run", "m") == []
+    assert completed(run.parent, "info", "s3://bucket/run", "m") == []
+
+
 @pytest.mark.parametrize("verb", ["convert", "copy"])
 def test_interrupted_nothing_half_done_is_left(verb: str, tmp_path: Path) -> None:
     """Locally, and while a part of an upload is under way."""

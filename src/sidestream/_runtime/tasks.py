@@ -54,7 +54,10 @@ def refuse_on_a_loop(what: str) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise WrongLoopError(f"{what} would block this event loop: await the functions of sidestream instead")
+    raise WrongLoopError(
+        f"{what} would block this event loop: await the functions of sidestream instead. If a synchronous framework "
+        "makes this call in a notebook, run it in: with sidestream.blocking.stopping_the_loop(): ..."
+    )
 
 
 def runs_in_trio() -> bool:

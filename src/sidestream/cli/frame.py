@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 import typer
 
 from ..errors import InvalidOptionError, SidestreamError, printable, printable_lines
+from .complete import checkpoints
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +46,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Url = Annotated[str, typer.Argument(help="A checkpoint: a directory, a .pt or a .safetensors file; a path or any URL.")]
+Url = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint: a directory, a .pt or a .safetensors file; a path or any URL.", autocompletion=checkpoints
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 TimeoutS = Annotated[float, typer.Option("--timeout-s", help="Give up after so many seconds.")]
 StorageOption = Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .complete import names
 from .frame import (
     AsJson,
     StorageOption,
@@ -48,7 +49,7 @@ def ls(
 @verb
 def info(
     url: Url,
-    pattern: Annotated[str, typer.Argument(help="Names to show, as in 'model.*'.")] = "*",
+    pattern: Annotated[str, typer.Argument(help="Names to show, as in 'model.*'.", autocompletion=names)] = "*",
     storage_option: StorageOption = None,
     as_json: AsJson = False,
 ) -> int:
