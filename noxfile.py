@@ -351,7 +351,7 @@ def wheel(session: nox.Session) -> None:
     session.run("python", "-m", "build", "--outdir", folder, silent=True)
     session.install("--no-compile", *CONSTRAINTS, str(next(Path(folder).glob("*.whl"))), silent=True)
     session.chdir(folder)  # so that the package is imported from the environment
-    session.run("python", "-W", "error", "-c", SMOKE)
+    session.run("python", "-W", "error:::sidestream", "-c", SMOKE)  # torch itself warns without numpy
 
 
 SMOKE = """
