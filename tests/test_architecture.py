@@ -489,7 +489,7 @@ def test_lets_a_downward_import_pass(source: str) -> None:
     [
         "from .._runtime.threads import run_sliced",
         "from .._runtime import gil",
-        "def f():\n    from sidestream._runtime.gil import burst",
+        "def f():\n    from sidestream._runtime.gil import holding_gil",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .._runtime.threads import Deadline",
     ],
 )

@@ -17,7 +17,7 @@ from leases import all_returned
 from sidestream._runtime.threads import Deadline, Stop
 from sidestream._staging import AsyncStager, DeviceEngine
 from sidestream._staging import arena as arena_module
-from sidestream._staging.arena import PAGE_BYTES, Arena, Lease, whole_pages
+from sidestream._staging.arena import PAGE_BYTES, Allocation, Arena, whole_pages
 from sidestream.errors import ArenaExhaustedError
 
 MIB = 1 << 20
@@ -34,7 +34,7 @@ class Mapped(Arena):
     def __init__(self, pages: int) -> None:
         super().__init__(pages * PAGE_BYTES + 100, segment_bytes=8 * PAGE_BYTES)
 
-    def take(self, sizes: Sequence[int], behind: Sequence[int] = ()) -> list[Lease]:
+    def take(self, sizes: Sequence[int], behind: Sequence[int] = ()) -> list[Allocation]:
         """Leases of so many bytes each, without waiting for any."""
         leases = []
         for index, size in enumerate(sizes):

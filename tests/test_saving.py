@@ -108,10 +108,10 @@ def test_a_loop_that_closes_at_once(tmp_path: Path) -> None:
 
     asyncio.run(main())
     stager, pending = kept
-    assert isinstance(pending.unheard, SaveAbortedError)
+    assert isinstance(pending.unretrieved, SaveAbortedError)
     assert list(tmp_path.iterdir()) == []
     asyncio.run(all_returned(stager))
-    pending.hear()
+    pending.mark_retrieved()
     stager.close()
 
 

@@ -28,7 +28,7 @@ from leases import all_returned
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import sidestream
-from sidestream._runtime.rate import Pace
+from sidestream._runtime.rate import RateLimiter
 from sidestream._runtime.threads import Stop, Threads
 from sidestream._staging import AsyncStager, Copy, DeviceEngine, HostEngine, StageMode
 from sidestream.errors import (
@@ -189,7 +189,11 @@ async def test_a_pool_that_closes_while_an_image_is_filled(monkeypatch: pytest.M
     threading.Timer(0.05, gate.set).start()
     with pytest.raises(ClosedError):
         engine.fill(
-            [Copy(source, 0, source.nbytes)], target.data_ptr(), advance=lambda _: None, pace=Pace(None), stop=Stop()
+            [Copy(source, 0, source.nbytes)],
+            target.data_ptr(),
+            advance=lambda _: None,
+            pace=RateLimiter(None),
+            stop=Stop(),
         )
     before = int(target.sum())
     monkeypatch.undo()
@@ -214,7 +218,7 @@ async def test_closing_while_copies_are_enqueued_ends_every_future() -> None:
             driver.step()
             await asyncio.sleep(0)
         closing.join()
-        future.hear()
+        future.mark_retrieved()
         del future
         await driver.drive(
             all_returned(stager)
@@ -325,7 +329,7 @@ async def test_closing_has_a_deadline() -> None:
 async def _ended(future: Any) -> None:
     while not future.done():
         await asyncio.sleep(0)
-    future.hear()
+    future.mark_retrieved()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -417,7 +421,7 @@ async def test_callbacks_run_without_locks(stager: AsyncStager) -> None:
     called: Future[None] = Future()
     staging.free.add_done_callback(lambda _: (staging.release(), staging.supersede(), called.set_result(None)))
     called.result(60)
-    staging.copied.hear()
+    staging.copied.mark_retrieved()
 
 
 def test_a_timeout_is_not_hearing() -> None:
@@ -425,10 +429,10 @@ def test_a_timeout_is_not_hearing() -> None:
     with pytest.raises(TimeoutError):
         future.result(0.001)
     future.set_exception(ValueError("late"))
-    assert not future.heard
+    assert not future.retrieved
     with pytest.raises(ValueError, match="late"):
         future.result(0)
-    assert future.heard
+    assert future.retrieved
 
 
 LATE_DESTRUCTOR = """

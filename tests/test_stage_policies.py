@@ -19,7 +19,7 @@ from states import assert_same
 
 import sidestream
 from sidestream._layout import save_layout as save_plan
-from sidestream._runtime.rate import Pace
+from sidestream._runtime.rate import RateLimiter
 from sidestream._runtime.threads import Deadline, Stop
 from sidestream._staging import AsyncStager, Copy, HostEngine
 from sidestream._staging.arena import Arena
@@ -267,7 +267,7 @@ def test_a_reader_sees_no_byte_behind_a_hole() -> None:
 
     def fill() -> None:
         copies = [Copy(source, 0, source.nbytes)]
-        engine.fill(copies, target.data_ptr(), advance=filled.append, pace=Pace(None), stop=Stop())
+        engine.fill(copies, target.data_ptr(), advance=filled.append, pace=RateLimiter(None), stop=Stop())
         done.set_result(None)
 
     threading.Thread(target=fill).start()

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from sidestream._runtime.tasks import supervise
-from sidestream._runtime.threads import Deadline, Stop, Threads, current_deadline, in_background, politely, time_limit
+from sidestream._runtime.threads import (
+    Deadline,
+    Stop,
+    Threads,
+    current_deadline,
+    in_background,
+    time_limit,
+    yielding_gil,
+)
 from sidestream._storage import locate_run
 from sidestream.errors import DeadlineExceededError
 
@@ -38,7 +46,7 @@ def until_stopped(stop: Stop) -> None:
 
 async def test_work_that_is_submitted_says_what_it_was(threads: Threads) -> None:
     def endless() -> None:
-        for _ in politely(itertools.count()):
+        for _ in yielding_gil(itertools.count()):
             pass
 
     with time_limit(Deadline.after(0.05)):

@@ -37,7 +37,7 @@ from ._load import checkpoint as _checkpoint
 from ._load import verify as _verifying
 from ._run.health import Health
 from ._runtime.caller import Caller, is_serving
-from ._runtime.tasks import drain, refuse_on_a_loop, supervise
+from ._runtime.tasks import check_no_running_loop, supervise, wait_for_supervised
 from ._runtime.threads import Deadline, time_limit
 from ._save import api as _saving
 from ._save import pending as _pending
@@ -86,7 +86,7 @@ class _Portal:
 
 def _close_at_exit(stack: ExitStack, portal: BlockingPortal) -> None:
     threading.main_thread().join()
-    portal.call(drain)
+    portal.call(wait_for_supervised)
     stack.close()
 
 
@@ -108,7 +108,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def _run(work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline | None = None) -> T:
     """Run ``work()`` on the portal's loop and wait for it. Ctrl-C cancels it and waits until it has cleaned up."""
     if not _may_stop_the_loop.get():
-        refuse_on_a_loop("sidestream.blocking")
+        check_no_running_loop("sidestream.blocking")
     return run_anywhere(work, deadline)
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from ._format.records import Node
-from ._group import GroupChoice, Member, Operation, call_together, group_of
+from ._group import GroupChoice, Member, Operation, group_of, prepare_together
 from ._layout.metadata import encode_metadata
 from ._layout.values import copy_value
 from ._load.api import LoadReport, LoadRequest
@@ -36,9 +36,9 @@ from ._run.slots import LeasedSave, OwnTurn, QueuedSave, SkippedSave, Slots
 from ._run.starting import EARLIER, JointTurn, Starts, tells_of_earlier
 from ._run.steps import check_run, list_steps, next_generation
 from ._run.watch import Watch
-from ._runtime.abandoned import Watched, watch
+from ._runtime.abandoned import Registration, register
 from ._runtime.public import public
-from ._runtime.tasks import finish, running_loop
+from ._runtime.tasks import run_shielded, running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
 from ._save.api import STREAM_BYTES, Stager, completed, plan_alone, start_save, start_together
 from ._save.pending import PendingSave, SaveInfo, SaveWork
@@ -96,11 +96,11 @@ class _Holding:
     worker: Worker | None
     expires_at: float = math.inf
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the writer process."""
         worker, self.worker = self.worker, None
         if worker is not None:
-            worker.let_go()
+            worker.release()
 
     @property
     def what(self) -> str:
@@ -110,7 +110,7 @@ class _Holding:
         """Do nothing: saves are registered separately."""
 
     def leave(self, *, stuck: bool) -> str:
-        self.let_go()
+        self.release()
         if self.stager is not None:
             with suppress(SidestreamError):  # reported elsewhere
                 self.stager.close()
@@ -226,7 +226,7 @@ class Checkpointer:
         self._preemption: Preemption | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._holding: _Holding | None = None
-        self._watch: Watched | None = None
+        self._registration: Registration | None = None
         self._pid = os.getpid()
         self._closed = False
         self._restored: LoadReport | None = None
@@ -273,7 +273,7 @@ class Checkpointer:
 
     async def _share_memory(self, stager: AsyncStager) -> None:
         if self._worker is not None:
-            await self._worker.hand(stager.shared_memory())
+            await self._worker.share(stager.shared_memory())
 
     async def _prewarm(self, stager: AsyncStager, state: Mapping[str, Any]) -> None:
         try:
@@ -348,7 +348,7 @@ class Checkpointer:
             return await self._save_together(member, state, step, options, metadata, files)
         check_step(step)
         asked = _Asked(state, step, options, encode_metadata(metadata), check_sources(files))
-        self._raise_unheard()
+        self._raise_unretrieved()
         if self._slots.full and self._when_full == "latest":
             return self._queue(asked)
         if self._slots.full and self._when_full != "wait":
@@ -402,13 +402,13 @@ class Checkpointer:
             check_step(step)
             asked = _Asked(state, step, options, encode_metadata(metadata), check_sources(files))
             if not promised:
-                self._raise_unheard_to_all(operation)
+                self._raise_unretrieved_to_all(operation)
             if when_full != "latest":
                 await turn.agree()
             return asked
 
         try:
-            asked = await call_together(operation, begin)
+            asked = await prepare_together(operation, begin)
             if when_full != "latest" and turn.generation is None:
                 operation.close()
                 turn.leave()
@@ -490,7 +490,7 @@ class Checkpointer:
             generation = await self._next_generation(asked.step)
             if not promised:  # for those closing waits, and they are made whatever became of others
                 self._check_usable()  # it may have been closed while this waited
-                self._raise_unheard()
+                self._raise_unretrieved()
             work = self._launch(asked, generation, exports)
             self._take(asked.step, generation)
             return LeasedSave(work, self._leases.announce(step_name(asked.step, generation), "save"))
@@ -521,7 +521,7 @@ class Checkpointer:
         order = next(self._orders)
         self._under_way[order] = step
         pending.when_done(lambda: self._on_done(pending, order, step))
-        self._pending = [one for one in self._pending if not one.done() or one.unheard is not None] + [pending]
+        self._pending = [one for one in self._pending if not one.done() or one.unretrieved is not None] + [pending]
         self._exports.watch_over(pending.exports)
         return pending
 
@@ -700,7 +700,7 @@ class Checkpointer:
     def health(self) -> Health:
         """How the run is doing, as far as this ``Checkpointer`` knows."""
         saved = self._last_saved
-        errors = [save.unheard for save in self._pending]
+        errors = [save.unretrieved for save in self._pending]
         return Health(
             pending=sum(not save.done() for save in self._pending),
             last_saved=None if saved is None else saved[0],
@@ -802,17 +802,17 @@ class Checkpointer:
         except asyncio.CancelledError:
             for save in self._pending:
                 save.cancel()
-            await finish(self._stop)
+            await run_shielded(self._stop)
             raise
         finally:
             if self._preemption is not None:
                 self._preemption.uninstall()
-            if self._holding is not None and self._watch is not None:
-                self._holding.let_go()
-                self._watch.end()
+            if self._holding is not None and self._registration is not None:
+                self._holding.release()
+                self._registration.end()
             if self._own_stager is not None:
-                await finish(self._own_stager.aclose)
-        self._raise_unheard()
+                await run_shielded(self._own_stager.aclose)
+        self._raise_unretrieved()
 
     async def _stop(self) -> None:
         await self._all_ended()
@@ -839,9 +839,9 @@ class Checkpointer:
                 await check_run(self._store)
         self._loop = loop
         if self._worker is not None:
-            self._worker.hold()
+            self._worker.acquire()
         self._holding = _Holding(self.url, self._own_stager, self._worker)
-        self._watch = watch(self._holding, holds_loop=False)
+        self._registration = register(self._holding, holds_loop=False)
         return self
 
     async def __aexit__(
@@ -857,27 +857,27 @@ class Checkpointer:
                 raise
             error.add_note(f"besides, a save or the deleting after it failed, and nobody had heard of it: {failure}")
 
-    def _raise_unheard(self) -> None:
+    def _raise_unretrieved(self) -> None:
         """One error, with the others as its notes."""
         errors: list[BaseException] = []
         for save in self._pending:
-            if save.unheard is not None:
-                errors.append(save.unheard)
-                save.hear()
-        if self._upkeep.unheard is not None:
-            errors.append(self._upkeep.unheard)
-            self._upkeep.unheard = None
+            if save.unretrieved is not None:
+                errors.append(save.unretrieved)
+                save.mark_retrieved()
+        if self._upkeep.unretrieved is not None:
+            errors.append(self._upkeep.unretrieved)
+            self._upkeep.unretrieved = None
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"besides: {type(other).__name__}: {other}")
             raise errors[0]
 
-    def _raise_unheard_to_all(self, operation: Operation) -> None:
+    def _raise_unretrieved_to_all(self, operation: Operation) -> None:
         """It ends this save on all ranks. One that learns of that after its call does not raise it in its next one: a
         single failure would end save after save, by turns. Closing raises it."""
-        self._pending = [save for save in self._pending if not tells_of_earlier(save.unheard)]
+        self._pending = [save for save in self._pending if not tells_of_earlier(save.unretrieved)]
         operation.step = EARLIER
-        self._raise_unheard()
+        self._raise_unretrieved()
         operation.step = "start"
 
     def _deadline(self) -> Deadline:

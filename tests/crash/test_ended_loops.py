@@ -309,7 +309,7 @@ def test_closed_one_turn_after_everything_was_cancelled(tmp_path: Path, lines: C
     assert attempts_in(tmp_path) == []
     assert all(pending.outcome == "absent" for pending in pendings)
     for pending in pendings:
-        pending.hear()
+        pending.mark_retrieved()
     gc.collect()
 
 
@@ -340,7 +340,7 @@ def test_a_closing_loop_waits_for_a_moment_only(tmp_path: Path, lines: Callable[
         until(lambda: intercept.running == 0)
     assert pending.outcome == "absent"
     assert attempts_in(tmp_path) == []
-    pending.hear()
+    pending.mark_retrieved()
 
 
 def test_the_thread_of_the_loop_has_ended(tmp_path: Path, lines: Callable[[], list[str]]) -> None:

@@ -309,8 +309,8 @@ async def test_files_that_are_removed_under_a_save(saver: Any, tmp_path: Path) -
             pending = sidestream.async_save(make_state(1), run / "step-1", options=sidestream.SaveOptions(writer=saver))
             await pending.ended()
         if pending.outcome == "absent":
-            assert "another process removed" in str(pending.unheard)
-            pending.hear()
+            assert "another process removed" in str(pending.unretrieved)
+            pending.mark_retrieved()
             refused += 1
             assert not exists(str(run / "step-1"))
             assert attempts_in(run) == []

@@ -21,7 +21,7 @@ from sidestream._runtime.threads import Deadline, Stop, Threads, io_threads, tim
 
 
 class Work:
-    """Something that stays in its thread until ``let_go()``, at the latest until the test has ended."""
+    """Something that stays in its thread until ``clear_gradually()``, at the latest until the test has ended."""
 
     made: ClassVar[list[Work]] = []
 

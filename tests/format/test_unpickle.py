@@ -13,7 +13,7 @@ from hangs import processor_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream._format.pickles.unpickle import Call, Global, Limits, Pairs, Persistent, decode
+from sidestream._format.pickles.unpickle import Global, Limits, Pairs, Persistent, PickledCall, decode
 from sidestream._runtime.threads import run_sliced
 from sidestream.errors import CorruptCheckpointError, SidestreamError, UnsafeObjectError
 
@@ -29,7 +29,7 @@ def rebuilt(part: object) -> Any:
         return type(part)(rebuilt(item) for item in part)
     if isinstance(part, Pairs):
         return {rebuilt(key): rebuilt(value) for key, value in part}
-    if isinstance(part, Call):
+    if isinstance(part, PickledCall):
         kinds = {"set": set, "frozenset": frozenset, "complex": complex, "bytes": bytes, "bytearray": bytearray}
         args = [rebuilt(arg) for arg in part.args]
         if part.function == "_codecs.encode":
@@ -90,7 +90,7 @@ def test_records() -> None:
     assert isinstance(persistent, Persistent)
     assert persistent.id == 1
     call = run_sliced(decode(b"\x80\x02cbuiltins\nset\n)R}b.", ALLOWED))
-    assert isinstance(call, Call)
+    assert isinstance(call, PickledCall)
     assert (call.function, call.args, call.items) == ("builtins.set", (), None)
     assert isinstance(call.state, Pairs)
 
@@ -209,7 +209,7 @@ def test_memo_bombs_cost_nothing() -> None:
     with processor_budget(1):
         assert isinstance(run_sliced(decode(b"\x80\x02" + bomb + b".", ALLOWED)), tuple)
         assert isinstance(run_sliced(decode(b"\x80\x02}" + bomb + b"Ns.", ALLOWED)), Pairs)
-        assert isinstance(run_sliced(decode(b"\x80\x04\x8f(" + bomb + b"\x90.", ALLOWED)), Call)
+        assert isinstance(run_sliced(decode(b"\x80\x04\x8f(" + bomb + b"\x90.", ALLOWED)), PickledCall)
         with pytest.raises(CorruptCheckpointError, match="memo index 4294967295, but the next one is 0"):
             run_sliced(decode(b"\x80\x02Nr\xff\xff\xff\xff.", ALLOWED))
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 import sidestream
 import sidestream.blocking
 from sidestream import events
-from sidestream._group import hub as group
+from sidestream._group import rank_group as group
 from sidestream.dcp import StorageReader
 
 NAMES = ["10", "2", "b", "a", "c"]

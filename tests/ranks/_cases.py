@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sidestream
-from sidestream._group import hub as group
+from sidestream._group import rank_group as group
 from sidestream._runtime import threads as _threads
 from sidestream._save import group_planning as planning
 from sidestream._save import writer

@@ -361,7 +361,7 @@ def loop_closes(rank: int, world: int, directory: Path) -> list[Any]:
         return told
 
     told = run(save())
-    return list(told) or [type(pending.unheard).__name__ for pending in reversed(pendings)]
+    return list(told) or [type(pending.unretrieved).__name__ for pending in reversed(pendings)]
 
 
 def never_called(rank: int, world: int, directory: Path) -> list[Any]:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from _hub import LONG_S, Ranks, in_owner, owner_held
 
-from sidestream._group import Operation, Stopped, call_together
-from sidestream._group.frames import Frame, Kind
-from sidestream._group.hub import Group
-from sidestream._group.owner import owner
+from sidestream._group import Operation, Stopped, prepare_together
+from sidestream._group.connections import connection_thread
+from sidestream._group.messages import GroupMessage, GroupMessageKind
+from sidestream._group.rank_group import RankGroup
 from sidestream._run.slots import QueuedSave, Slots
 from sidestream._run.starting import JointTurn, Starts
 from sidestream._runtime.threads import Deadline
@@ -49,7 +49,7 @@ class Work:
         rank.begun.append(step)
 
     async def run(self, staged: asyncio.Future[None]) -> SaveInfo:
-        await call_together(self._operation, self._all)
+        await prepare_together(self._operation, self._all)
         self._operation.close()
         return SaveInfo(self.url, "", int(self.url), 1, 0, "fsync", {})
 
@@ -64,7 +64,7 @@ class Work:
 
 
 class Rank:
-    def __init__(self, group: Group, in_flight: int, seed: str) -> None:
+    def __init__(self, group: RankGroup, in_flight: int, seed: str) -> None:
         self.group = group
         self.slots = Slots(in_flight)
         self.starts = Starts(self.slots, LONG_S, self._claim)
@@ -136,7 +136,7 @@ async def test_ranks_agree_at_any_speed(seed: int, three: Ranks) -> None:
 def later(seconds: float) -> None:
     """What was due in so many seconds, the owner has done when this returns."""
     done: Future[None] = Future()
-    owner().post_at(time.monotonic() + seconds, lambda: done.set_result(None))
+    connection_thread().post_at(time.monotonic() + seconds, lambda: done.set_result(None))
     done.result(LONG_S)
 
 
@@ -177,7 +177,7 @@ async def test_the_others_wait_for_as_long_as_something_is_on_its_way(
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 is silent: a rank above it gives up when it has waited, with nothing on its way, for as long as it may."""
-    monkeypatch.setattr("sidestream._group.hub._LATER_S", 0.0)
+    monkeypatch.setattr("sidestream._group.rank_group._LATER_S", 0.0)
     rank = Rank(three.spokes[0], 1, "")
     await rank.slots.acquire()
     operation, coming = await waiting_for_rank_0(rank)
@@ -192,12 +192,12 @@ async def test_one_that_was_stopped_in_the_queue_waits_for_the_verdict_no_longer
     three: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has told all to stop and is silent then, while another save of this rank is still on its way."""
-    monkeypatch.setattr("sidestream._group.hub._LATER_S", 0.0)
-    monkeypatch.setattr("sidestream._group.hub._STOP_S", 0.2)
+    monkeypatch.setattr("sidestream._group.rank_group._LATER_S", 0.0)
+    monkeypatch.setattr("sidestream._group.rank_group._STOP_S", 0.2)
     rank = Rank(three.spokes[0], 1, "")
     await rank.slots.acquire()
     operation, coming = await waiting_for_rank_0(rank)
-    in_owner(lambda: three.spokes[0]._on_frame(Frame(Kind.STOP, operation.number, "", b"")))
+    in_owner(lambda: three.spokes[0]._on_message(GroupMessage(GroupMessageKind.STOP, operation.number, "", b"")))
     await gives_up(rank, coming)
     assert rank.slots.taken == 1
 

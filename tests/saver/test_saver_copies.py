@@ -27,11 +27,11 @@ from sidestream._runtime.threads import (
     run_sliced,
     time_limit,
 )
-from sidestream._staging import AsyncStager, Piece, Staging, capture
+from sidestream._staging import AsyncStager, FillPiece, Staging, capture
 from sidestream._worker.client import worker_for
 from sidestream._worker.copying import Copier
 from sidestream._worker.filling import LinkFiller
-from sidestream._worker.wire import PIECE, Kind
+from sidestream._worker.wire import PIECE, WorkerMessageKind
 from sidestream.errors import ClosedError, UnsupportedTensorError
 from sidestream.options import WriterProcess
 
@@ -66,7 +66,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
     answers: list[bool | None] = []
     fill = LinkFiller.fill
 
-    def noted(self: LinkFiller, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
+    def noted(self: LinkFiller, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
         number = len(answers)
         answers.append(None)
         answers[number] = fill(self, pieces, deadline=deadline, stop=stop)
@@ -196,10 +196,10 @@ async def test_a_source_that_it_cannot_read(children: Children) -> None:
         target = staged["t"]
         (memory,) = stager.shared_memory()
         start = target.data_ptr() - ctypes.addressof(ctypes.c_char.from_buffer(memory))  # type: ignore[call-overload]
-        good = Piece(memory, source.data_ptr(), start, source.nbytes)
-        bad = Piece(memory, 16, start + source.nbytes, 4096)
+        good = FillPiece(memory, source.data_ptr(), start, source.nbytes)
+        bad = FillPiece(memory, 16, start + source.nbytes, 4096)
 
-        def fill(*pieces: Piece) -> bool:
+        def fill(*pieces: FillPiece) -> bool:
             return filler.fill(pieces, deadline=Deadline.after(60), stop=Stop())
 
         assert await asyncio.to_thread(fill, good)
@@ -215,10 +215,10 @@ async def test_a_source_that_it_cannot_read(children: Children) -> None:
 
 def test_a_cancel_is_answered_while_others_are_copied(until: Until) -> None:
     """Its chunks wait behind those of others, and nobody will copy them."""
-    answers: dict[int, Kind] = {}
+    answers: dict[int, WorkerMessageKind] = {}
     held = threading.Event()
 
-    def answer(kind: Kind, number: int, _: bytes) -> None:
+    def answer(kind: WorkerMessageKind, number: int, _: bytes) -> None:
         answers[number] = kind
         if number:
             held.wait(60)  # the thread that has copied: it takes nothing else meanwhile
@@ -232,9 +232,9 @@ def test_a_cancel_is_answered_while_others_are_copied(until: Until) -> None:
     until(lambda: set(answers) == set(others))
     copier.fill(0, PIECE.pack(1, ctypes.addressof(source), 8192, 4096), {1: memory})
     assert copier.cancel(0)
-    assert answers.pop(0) == Kind.UNFILLED
+    assert answers.pop(0) == WorkerMessageKind.UNFILLED
     assert not copier.cancel(0)
-    assert set(answers.values()) == {Kind.FILLED}
+    assert set(answers.values()) == {WorkerMessageKind.FILLED}
     held.set()
     copier.fill(99, body, {1: memory})
     until(lambda: 99 in answers)
@@ -272,10 +272,10 @@ class Moving:
 
     def __init__(self, answer: Callable[[], bool]) -> None:
         self.answer = answer
-        self.pieces: list[Piece] = []
+        self.pieces: list[FillPiece] = []
         self.threads: set[str] = set()
 
-    def fill(self, pieces: Sequence[Piece], *, deadline: Deadline, stop: Stop) -> bool:
+    def fill(self, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
         self.threads.add(threading.current_thread().name)
         self.pieces += pieces
         for piece in pieces:

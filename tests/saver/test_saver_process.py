@@ -38,9 +38,9 @@ from sidestream._runtime.threads import (
 )
 from sidestream._storage import Attempt, LocalStore, locate_run
 from sidestream._worker.client import close_all, worker_for
-from sidestream._worker.job import Job, Order
-from sidestream._worker.wire import Channel, Frame, Kind, Outbox, pack
-from sidestream._worker.work import READY, Rate, Request, _Windows
+from sidestream._worker.job import Job, JobOrder
+from sidestream._worker.wire import Channel, Outbox, WorkerMessage, WorkerMessageKind, pack
+from sidestream._worker.work import READY, Request, WriteRate, _WindowCounts
 from sidestream.errors import (
     CheckpointExistsError,
     ClosedError,
@@ -198,28 +198,30 @@ async def test_a_state_larger_than_its_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("handed", "told"), [(1, [1]), (2, [1, 2]), (3, [2, 3]), (8, [4, 6, 7, 8])])
 def test_the_trainer_hears_of_memory_when_half_of_it_is_free(handed: int, told: list[int]) -> None:
-    windows = _Windows()
-    windows.handed = handed
-    assert [number for number in range(1, handed + 1) if windows.let_go()] == told
+    windows = _WindowCounts()
+    windows.arrived = handed
+    assert [number for number in range(1, handed + 1) if windows.count_returned()] == told
 
 
 def test_memory_that_was_let_go_of_is_told_by_what_was_handed_over() -> None:
     noted: list[bool] = []
 
     class Noting(Outbox):
-        def later(self, kind: Kind, number: int, body: bytes, *, urgent: Callable[[], bool] = lambda: False) -> None:
+        def send_later(
+            self, kind: WorkerMessageKind, number: int, body: bytes, *, urgent: Callable[[], bool] = lambda: False
+        ) -> None:
             noted.append(urgent())
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
         asked = {"at": time.time(), "timeout_s": None, "save_id": "a" * 32, "target": "t", "durability": "fsync"}
-        request = Request(1, asked, LocalStore, Noting(Channel(ours)), Rate(None), lambda number: None)
+        request = Request(1, asked, LocalStore, Noting(Channel(ours)), WriteRate(None), lambda number: None)
         (layout,) = run_sliced(lay_out([frame_tensor("uint8", (BLOCK_BYTES,))] * 4, 1 << 40, BLOCK_BYTES + PAGE_BYTES))
         said = pack(["file", None])
         shard = len(said).to_bytes(4, "little") + said + run_sliced(pack_layout(layout))
-        request.handle(Frame(Kind.SHARD_FILE, 1, shard), {})
+        request.handle(WorkerMessage(WorkerMessageKind.SHARD_FILE, 1, shard), {})
         ready = b"".join(READY.pack(0, window, 7, 0, BLOCK_BYTES) for window in range(4))
-        request.handle(Frame(Kind.READY, 1, ready), {7: mmap(-1, 2 * BLOCK_BYTES)})
+        request.handle(WorkerMessage(WorkerMessageKind.READY, 1, ready), {7: mmap(-1, 2 * BLOCK_BYTES)})
         for image in request._images[0]:
             image.release()
     assert noted == [False, True, True, True]
@@ -229,10 +231,10 @@ def test_what_is_urgent_takes_along_what_could_wait() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         outbox, trainer = Outbox(Channel(ours)), Channel(theirs)
-        trainer.tick(60)
-        threading.Thread(target=outbox.send_what_waits, args=(60.0, 1e6), daemon=True).start()
-        outbox.later(Kind.UNUSED, 1, b"a")
-        outbox.later(Kind.UNUSED, 1, b"b", urgent=lambda: True)
+        trainer.set_timeout(60)
+        threading.Thread(target=outbox.flush, args=(60.0, 1e6), daemon=True).start()
+        outbox.send_later(WorkerMessageKind.UNUSED, 1, b"a")
+        outbox.send_later(WorkerMessageKind.UNUSED, 1, b"b", urgent=lambda: True)
         assert [frame.body for frame in trainer.receive() or []] == [b"a", b"b"]
 
 
@@ -243,17 +245,20 @@ def test_whether_it_is_urgent_is_asked_when_it_is_there() -> None:
         outbox = Outbox(Channel(ours))
 
         def urgent() -> bool:
-            outbox.now(Kind.BEAT, 0)  # as another thread would
+            outbox.send_now(WorkerMessageKind.BEAT, 0)  # as another thread would
             return True
 
-        outbox.later(Kind.UNUSED, 1, b"unused", urgent=urgent)
-        assert [frame.kind for frame in Channel(theirs).receive() or []] == [Kind.UNUSED, Kind.BEAT]
+        outbox.send_later(WorkerMessageKind.UNUSED, 1, b"unused", urgent=urgent)
+        assert [frame.kind for frame in Channel(theirs).receive() or []] == [
+            WorkerMessageKind.UNUSED,
+            WorkerMessageKind.BEAT,
+        ]
 
 
 def test_the_trainer_hears_of_the_last_memory_whenever_it_comes() -> None:
-    windows = _Windows()
-    for windows.handed in range(1, 100):
-        assert windows.let_go(), "no other is in use"
+    windows = _WindowCounts()
+    for windows.arrived in range(1, 100):
+        assert windows.count_returned(), "no other is in use"
 
 
 async def test_memory_that_was_private_is_shared_from_then_on(tmp_path: Path) -> None:
@@ -415,7 +420,7 @@ async def test_a_save_that_was_stopped_before_it_was_asked_for_ends_no_other(
     assert isinstance(store, LocalStore)
     assert store.address is not None
     attempt = Attempt("a", "directory", "a" * 32, "fsync")
-    order = Order(store.address, attempt, "a", Deadline.after(60))
+    order = JobOrder(store.address, attempt, "a", Deadline.after(60))
     stop, link = Stop(), saver._current()
     stop.set()
     with pytest.raises(ClosedError):

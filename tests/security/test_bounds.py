@@ -47,9 +47,9 @@ from sidestream._runtime.steps import Steps
 from sidestream._runtime.threads import (
     Deadline,
     io_threads,
-    politely,
     run_sliced,
     time_limit,
+    yielding_gil,
 )
 from sidestream._storage import locate_run
 from sidestream.errors import (
@@ -384,7 +384,7 @@ async def test_work_in_a_thread_ends_at_its_deadline() -> None:
 
     def endless() -> None:
         try:
-            for _ in politely(itertools.count()):
+            for _ in yielding_gil(itertools.count()):
                 pass
         finally:
             ended.set()

@@ -22,18 +22,18 @@ from .._load.buffers import Scratch
 from .._load.foreign.manifests import MOST_METADATA_BYTES, read_file
 from .._load.open.manifest import open_manifest
 from .._load.verify import Verification
-from .._runtime.caller import call
+from .._runtime.caller import run_in_calling_thread
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import (
     Deadline,
     Steps,
     Stop,
-    burst,
+    holding_gil,
     io_threads,
-    politely,
     sliced,
     time_limit,
+    yielding_gil,
 )
 from .._save.operation import RankReceipt
 from .._save.order import SaveOrder
@@ -204,12 +204,12 @@ async def _look(source: RangeSource, location: Location, manifest: Manifest) -> 
 
 
 def _names(manifest: Manifest) -> list[str]:
-    return [fqn for fqn, one in politely(manifest.entries.items()) if not isinstance(one, EmptyEntry)]
+    return [fqn for fqn, one in yielding_gil(manifest.entries.items()) if not isinstance(one, EmptyEntry)]
 
 
 def _without_leftovers(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
     """On object storage, what an attempt that did not commit has left carries its own id."""
-    return {name: nbytes for name, nbytes in politely(listed.items()) if id_of(name) in (None, manifest.save_id)}
+    return {name: nbytes for name, nbytes in yielding_gil(listed.items()) if id_of(name) in (None, manifest.save_id)}
 
 
 def _in_order(listed: Mapping[str, int], manifest: Manifest) -> dict[str, int]:
@@ -241,7 +241,7 @@ class _CopiedFile:
         start, _ = self.windows[index]
         for piece in self._pieces[index]:
             stop.check()
-            piece.check(view[piece.offset - start : piece.offset - start + piece.nbytes], burst)
+            piece.check(view[piece.offset - start : piece.offset - start + piece.nbytes], holding_gil)
         self.crcs[index] = crc32(view)
 
 
@@ -374,4 +374,4 @@ class _Copy:
     def _tell(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self.progress is not None:
-            call(self.progress, self._done_bytes, 2 * sum(self.found.sizes.values()))
+            run_in_calling_thread(self.progress, self._done_bytes, 2 * sum(self.found.sizes.values()))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .._runtime.abandoned import watch
+from .._runtime.abandoned import register
 from .._save.operation import Layout, SaveOperation, Solo
 from .._save.order import SaveOrder
 from .._save.pending import SaveProgress
@@ -52,7 +52,7 @@ async def run_here(order: SaveOrder, write: Callable[[Transaction], Awaitable[An
     """Run a save in the task of the caller, and settle it if the loop of that task ends."""
     operation = SaveOperation(order=order, writer=CopyingWriter(order, write), layout=layout, coordinator=Solo(order))
     order.lifecycle.started()
-    watched = watch(_Unfinished(f"{_DOING[order.verb]} to {order.location.url}", operation))
+    watched = register(_Unfinished(f"{_DOING[order.verb]} to {order.location.url}", operation))
     try:
         await operation.run(asyncio.get_running_loop().create_future())
     finally:

@@ -38,9 +38,9 @@ from .._load.foreign.values import (
 )
 from .._load.open.manifest import open_manifest
 from .._load.reader import Reader, Wanted, whole
-from .._runtime.caller import call
+from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, burst, gathered, io_threads, sliced
+from .._runtime.threads import Steps, gathered, holding_gil, io_threads, sliced
 from .._runtime.torch_probes import dtype_from_name
 from .._storage import EVERYDAY, Location, RangeSource, ReadRange, Transaction, locate_directory
 from ..errors import SidestreamError, UnsupportedCheckpointError, allocating
@@ -272,7 +272,7 @@ class Pipeline:
             for piece in queue:
                 memory = self._scratch.take(piece.nbytes)
                 view = memoryview(memory)[: piece.nbytes]
-                read = ReadRange(piece.offset, view, partial(piece.check, view, burst))
+                read = ReadRange(piece.offset, view, partial(piece.check, view, holding_gil))
                 await self.source.files.read(piece.file, [read])
                 self._scratch.give_back(memory)
 
@@ -348,7 +348,7 @@ class Pipeline:
     def _tell(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self.progress is not None:
-            call(self.progress, self._done_bytes, self.total_bytes)
+            run_in_calling_thread(self.progress, self._done_bytes, self.total_bytes)
 
 
 def _slices_of(file: TargetFile, index: int) -> tuple[list[Slice], int]:

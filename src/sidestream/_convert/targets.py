@@ -20,11 +20,11 @@ from .._format.values import pickle_node, pickle_part
 from .._layout.assemble import assemble
 from .._runtime.threads import (
     Stop,
-    burst,
     current_deadline,
-    politely,
+    holding_gil,
     run_sliced,
     wait_for_change,
+    yielding_gil,
 )
 from .windows import WindowedFile
 
@@ -131,7 +131,7 @@ class Written:
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
         self._wait_for(index, stop)
-        for (number, begin, nbytes, piece), at in politely(zip(self._parts[index], self._at[index], strict=True)):
+        for (number, begin, nbytes, piece), at in yielding_gil(zip(self._parts[index], self._at[index], strict=True)):
             if isinstance(piece, OutTensor):
                 self._crcs[number] = crc32(view[at : at + nbytes], self._crcs.get(number, 0))
             else:
@@ -263,7 +263,7 @@ class _DcpShard:
         self.name, self.nbytes = name, layout.nbytes
         self.windows = [(window.start, window.end) for window in layout.windows]
         self.layout = layout
-        self.sealer = Sealer(layout, burst=burst)
+        self.sealer = Sealer(layout, burst=holding_gil)
         self._tensors = tensors
 
     def slices(self, index: int) -> Iterator[Slice]:
@@ -276,7 +276,7 @@ class _DcpShard:
 
     def seal(self, index: int, view: memoryview, stop: Stop) -> None:
         wait = partial(wait_for_change, stop=stop, name="checksums of the windows before")
-        for _ in politely(self.sealer.seal(view, self.layout.windows[index], wait=wait)):
+        for _ in yielding_gil(self.sealer.seal(view, self.layout.windows[index], wait=wait)):
             stop.check()
 
 

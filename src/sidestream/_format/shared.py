@@ -19,9 +19,9 @@ from .pickles.keys import name_of
 from .records import Chunk, DictKey, EmptyEntry, Entry, Key, Manifest, Node, TensorEntry, ValueEntry
 
 __all__ = [
-    "Part",
     "PartName",
-    "Placed",
+    "PlacedBox",
+    "RankPart",
     "Root",
     "Shared",
     "SharedRow",
@@ -37,7 +37,7 @@ __all__ = [
 _MOST_ROWS = 1 << 32
 
 
-class Placed(NamedTuple):
+class PlacedBox(NamedTuple):
     """A box of a tensor that ``rank`` has written."""
 
     rank: int
@@ -62,7 +62,7 @@ class Shared:
     """What ranks save together: the rows of all, and the patterns in which they lie."""
 
     rows: tuple[SharedRow, ...]
-    patterns: tuple[tuple[Placed, ...], ...]
+    patterns: tuple[tuple[PlacedBox, ...], ...]
 
 
 class PartName(NamedTuple):
@@ -82,7 +82,7 @@ class Root:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """The part that a rank has written: chunks by row and the name of their offsets (``keys.py``), values by row."""
 
     chunks: Mapping[tuple[int, str], Chunk]
@@ -114,7 +114,7 @@ def _line(content: object) -> bytes:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def parse_part(raw: bytes | bytearray) -> Steps[Part]:
+def parse_part(raw: bytes | bytearray) -> Steps[RankPart]:
     """Raises ``CorruptCheckpointError``."""
     chunks: dict[tuple[int, str], Chunk] = {}
     values: dict[int, tuple[str, int, int, Node]] = {}
@@ -144,7 +144,7 @@ def parse_part(raw: bytes | bytearray) -> Steps[Part]:
         if isinstance(error, CorruptCheckpointError):
             raise
         raise CorruptCheckpointError(f"a part of the manifest is damaged: {type(error).__name__}") from None
-    return Part(chunks, values)
+    return RankPart(chunks, values)
 
 
 def _check(*numbers: Any) -> None:
@@ -183,21 +183,21 @@ def row_lines(shared: Shared) -> Iterator[bytes]:
         yield _line([row.kind, content, row.fqn, path])
 
 
-def parse_patterns(lines: Sequence[bytes], ranks: int) -> Steps[tuple[tuple[Placed, ...], ...]]:
+def parse_patterns(lines: Sequence[bytes], ranks: int) -> Steps[tuple[tuple[PlacedBox, ...], ...]]:
     """Raises ``CorruptCheckpointError`` and what ``json`` raises."""
     patterns = (tuple(_placed(one, ranks) for one in json.loads(line.decode())) for line in lines)
     return tuple((yield from collected(patterns, 1)))
 
 
-def _placed(one: Any, ranks: int) -> Placed:
+def _placed(one: Any, ranks: int) -> PlacedBox:
     rank, offsets, sizes = one
     _check(rank, *offsets, *sizes)
     if not 0 <= rank < ranks or len(offsets) != len(sizes):
         raise CorruptCheckpointError("the manifest has a box that is none")
-    return Placed(rank, tuple(offsets), tuple(sizes))
+    return PlacedBox(rank, tuple(offsets), tuple(sizes))
 
 
-def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None = None) -> Steps[Manifest]:
+def join(root: Root, parts: Mapping[int, RankPart], wanted: Collection[int] | None = None) -> Steps[Manifest]:
     """The manifest, whole, from its root and the parts of all ranks.
 
     With ``wanted`` rows, those alone have chunks, and of them only the boxes of the ranks that ``parts`` has. Raises
@@ -230,7 +230,7 @@ def join(root: Root, parts: Mapping[int, Part], wanted: Collection[int] | None =
     )  # fmt: skip
 
 
-def _chunks(root: Root, parts: Mapping[int, Part], number: int, row: SharedRow, whole: bool) -> Iterator[Chunk]:
+def _chunks(root: Root, parts: Mapping[int, RankPart], number: int, row: SharedRow, whole: bool) -> Iterator[Chunk]:
     for placed in root.shared.patterns[row.pattern]:
         part = parts.get(placed.rank)
         if part is None and not whole:

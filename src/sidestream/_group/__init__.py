@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .calls import call_together, stoppable, together
+from .calls import prepare_together, run_together, stoppable
 from .failure import Stopped
 from .operation import Operation
 from .process import has_ended, this_process
@@ -13,11 +13,11 @@ __all__ = [
     "Member",
     "Operation",
     "Stopped",
-    "call_together",
     "deadline_of",
     "group_of",
     "has_ended",
+    "prepare_together",
+    "run_together",
     "stoppable",
     "this_process",
-    "together",
 ]

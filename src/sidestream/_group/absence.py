@@ -12,17 +12,17 @@ from itertools import pairwise
 from ..events import RanksMissing, emit
 from .operation import Operation
 
-__all__ = ["NOTICE_S", "Coming", "give_notice", "remedy"]
+__all__ = ["WARN_AFTER_S", "BeginMessage", "remedy", "warn_of_missing"]
 
 _log = logging.getLogger("sidestream")
 
-NOTICE_S = 5.0
+WARN_AFTER_S = 5.0
 """How long a rank waits for other ranks before it logs a warning."""
 _SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class BeginMessage:
     """The message that a rank sends when it has begun an operation. ``waited_s``: the time until it found rank 0."""
 
     kind: str
@@ -30,14 +30,14 @@ class Coming:
     waited_s: float
 
     @classmethod
-    def of(cls, operation: Operation) -> Coming:
+    def of(cls, operation: Operation) -> BeginMessage:
         return cls(operation.kind, operation.rank_wait_s, time.monotonic() - operation.began_at)
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def unpack(cls, raw: bytes) -> Coming:
+    def unpack(cls, raw: bytes) -> BeginMessage:
         return cls(**json.loads(raw))
 
 
@@ -46,7 +46,7 @@ def remedy(kind: str) -> str:
     return f'make this call on every rank, or pass process_group="alone" to {kind} in this process only'
 
 
-def give_notice(operation: Operation, missing: Sequence[int]) -> None:
+def warn_of_missing(operation: Operation, missing: Sequence[int]) -> None:
     """Log that this rank waits for the ranks in ``missing``. Called in the thread of the owner."""
     waited_s = time.monotonic() - operation.began_at
     at_most = min(("rank_wait_s", operation.rank_wait_s), ("timeout_s", operation.deadline.timeout_s), key=_seconds)

@@ -8,17 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .._runtime.abandoned import watch
+from .._runtime.abandoned import register
 from .failure import Stopped
 from .operation import Operation
 
-__all__ = ["call_together", "stoppable", "together"]
+__all__ = ["prepare_together", "run_together", "stoppable"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CallPart:
     """This rank's part in an operation that runs in its caller's task. If the loop of that task ends, the other ranks
     are notified."""
 
@@ -39,10 +39,10 @@ class Part:
         """Do nothing: the part has no other resources."""
 
 
-async def together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
+async def run_together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
     """Do ``work``, which every rank does, so that it ends alike for all. Raises ``RankFailuresError``, or its own
     cancel."""
-    watched = watch(Part(operation))
+    watched = register(CallPart(operation))
     try:
         result = await work(operation)
     except BaseException as error:
@@ -57,10 +57,10 @@ async def together(work: Callable[[Operation], Awaitable[T]], operation: Operati
     return result
 
 
-async def call_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
+async def prepare_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
     """Do what precedes an operation's own work; if that fails here, it fails everywhere. Raises
     ``RankFailuresError``."""
-    watched = watch(Part(operation))
+    watched = register(CallPart(operation))
     try:
         return await work()
     except BaseException as error:

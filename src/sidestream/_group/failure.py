@@ -10,7 +10,7 @@ from typing import Any
 from .. import errors
 from ..errors import RankFailure, RankFailuresError, SidestreamError
 
-__all__ = ["Stopped", "died", "failure_of", "pack", "pack_all", "unpack", "unpack_all"]
+__all__ = ["Stopped", "failure_of", "pack", "pack_all", "rank_died", "unpack", "unpack_all"]
 
 _MAX_CHARS = 4000
 
@@ -27,7 +27,7 @@ def failure_of(rank: int, step: str, error: BaseException) -> RankFailure:
     return unpack(pack(rank, step, error))
 
 
-def died(rank: int, step: str) -> RankFailure:
+def rank_died(rank: int, step: str) -> RankFailure:
     """The same words to all, however each of them has heard of it."""
     return RankFailure(rank, step, "RankDied", "the process has ended, or its machine cannot be reached")
 
@@ -53,11 +53,11 @@ def _args(error: SidestreamError) -> list[Any]:
 def unpack(told: Mapping[str, Any]) -> RankFailure:
     kind, text = str(told["kind"]), str(told["text"])
     return RankFailure(
-        int(told["rank"]), str(told["step"]), kind, text, _again(kind, told.get("args"), told.get("facts", {}))
+        int(told["rank"]), str(told["step"]), kind, text, _rebuilt(kind, told.get("args"), told.get("facts", {}))
     )
 
 
-def _again(kind: str, args: Any, facts: Any) -> SidestreamError | None:
+def _rebuilt(kind: str, args: Any, facts: Any) -> SidestreamError | None:
     """The error as an object, where it is one of ours and its class takes what it was made of."""
     found = getattr(errors, kind, None) if kind in errors.__all__ else None
     if not isinstance(found, type) or not issubclass(found, SidestreamError) or not isinstance(args, list):

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from .._runtime.gil import awaited
+from .._runtime.gil import wrap_thread_future
 from .._runtime.threads import Deadline
 from ..errors import RankFailuresError
 from .failure import Stopped, pack
@@ -46,7 +46,7 @@ class Exchange:
     answered: Future[bytes]
 
 
-class Traffic(Protocol):
+class OperationTransport(Protocol):
     """What an operation needs of its group. ``plans`` is for whoever plans with these ranks."""
 
     rank: int
@@ -59,7 +59,7 @@ class Traffic(Protocol):
 
     def answer(self, operation: Operation, step: str, answers: Sequence[bytes]) -> None: ...
 
-    def seal(self, operation: Operation) -> Future[bool]: ...
+    def make_irrevocable(self, operation: Operation) -> Future[bool]: ...
 
     def fail(self, operation: Operation, error: BaseException, *, undone: bool, start_over: bool = False) -> None: ...
 
@@ -71,7 +71,9 @@ class Traffic(Protocol):
 class Operation:
     """This rank's view of one operation. Safe for any thread."""
 
-    def __init__(self, group: Traffic, number: int, kind: str, deadline: Deadline, rank_wait_s: float) -> None:
+    def __init__(
+        self, group: OperationTransport, number: int, kind: str, deadline: Deadline, rank_wait_s: float
+    ) -> None:
         self.group = group
         self.number = number
         self.kind = kind
@@ -84,7 +86,7 @@ class Operation:
         self.verdict: Future[RankFailuresError | None] = Future()
         """How it failed, the same on all ranks; None if they start over. Then the next round has a future of its own.
         """
-        self.went_on = False
+        self.step_completed = False
         """After a cancel: it came too late, the step has been completed."""
         self._lock = threading.Lock()
         self._stopping = False
@@ -178,7 +180,7 @@ class Operation:
 
     async def _await(self, future: Future[T], *, final: bool = False) -> T:
         """A cancel is told to the others and raised when it is known whether they heard of it in time."""
-        waiter = awaited(future)
+        waiter = wrap_thread_future(future)
         cancelled: asyncio.CancelledError | None = None
         while not waiter.done():
             try:
@@ -190,16 +192,18 @@ class Operation:
                 cancelled = cancelled or cancel
         if cancelled is not None:
             error = waiter.exception()  # looked at in any case, or asyncio would log it
-            self.went_on = final and error is None
+            self.step_completed = final and error is None
             raise cancelled
         return waiter.result()
 
     # --- the end ---
 
-    async def seal(self) -> bool:
+    async def make_irrevocable(self) -> bool:
         """On rank 0: from now on it will be carried out, whoever fails or dies. False if it is too late for that.
         A rank 0 that fails or is cancelled takes the seal back with ``failed``."""
-        return await asyncio.shield(awaited(self.group.seal(self)))  # it is set whether awaited or not
+        return await asyncio.shield(
+            wrap_thread_future(self.group.make_irrevocable(self))
+        )  # it is set whether awaited or not
 
     @property
     def ended(self) -> bool:
@@ -215,10 +219,10 @@ class Operation:
     async def failed(self, error: BaseException) -> RankFailuresError:
         """This rank has stopped, because of ``error`` or because others did: the verdict. Waits for it through cancels;
         the caller raises its own."""
-        if not self.went_on:
+        if not self.step_completed:
             self.report(error)
         while True:
-            verdict = awaited(self.verdict)
+            verdict = wrap_thread_future(self.verdict)
             while not verdict.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([verdict])
@@ -236,7 +240,7 @@ class Operation:
         the others, and return whether all ranks start over, which they do if each rank that failed ``wanted`` it; then
         this is a new operation with the same deadline. Otherwise ``failed`` returns the verdict. A cancel is raised
         when the outcome is known."""
-        verdict = awaited(self.verdict)
+        verdict = wrap_thread_future(self.verdict)
         self._stopped(error, start_over=wanted)
         cancelled: asyncio.CancelledError | None = None
         while not verdict.done():
@@ -302,7 +306,7 @@ class Operation:
         judged.set_result(None)
         return self._final
 
-    def judge(self, verdict: RankFailuresError) -> None:
+    def conclude(self, verdict: RankFailuresError) -> None:
         self.stop()
         if not self.verdict.done():
             self.verdict.set_result(verdict)

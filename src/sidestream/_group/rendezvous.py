@@ -26,10 +26,10 @@ from .._runtime.torch_probes import group_store
 from ..errors import InvalidOptionError, SidestreamError
 from ..options import RANK_WAIT_S, check_seconds
 from .absence import remedy
-from .frames import Frame, Kind
-from .hub import Group, Hub, Spoke
+from .connections import Connection, close_in_children, connection_thread
+from .messages import GroupMessage, GroupMessageKind
 from .operation import Operation
-from .owner import Link, keep_from_children, owner
+from .rank_group import OtherRank, Rank0, RankGroup
 
 __all__ = ["GroupChoice", "Member", "deadline_of", "group_of"]
 
@@ -47,7 +47,7 @@ _lock = threading.Lock()
 class Member:
     """This process's place in a process group."""
 
-    def __init__(self, group: Group, store: Any, name: str) -> None:
+    def __init__(self, group: RankGroup, store: Any, name: str) -> None:
         self.group = group
         self._store = store
         self._name = name
@@ -76,10 +76,10 @@ class Member:
         """The edge of a thread."""
         failure: Exception | None = None
         try:
-            if isinstance(self.group, Hub):
+            if isinstance(self.group, Rank0):
                 _listen(self.group, self._store, self._name)
-            elif isinstance(self.group, Spoke):
-                _find(self.group, self._store, self._name, first)
+            elif isinstance(self.group, OtherRank):
+                _connect_to_rank_0(self.group, self._store, self._name, first)
         except Exception as error:
             failure = error
         with self._lock:
@@ -88,9 +88,9 @@ class Member:
         if failure is None:
             return
         group, why = self.group, f"{type(failure).__name__}: {failure}"
-        if isinstance(group, Spoke):
-            owner().post(lambda: group.not_connected(why))
-        for operation in waiting if isinstance(group, Hub) else ():
+        if isinstance(group, OtherRank):
+            connection_thread().post(lambda: group.not_connected(why))
+        for operation in waiting if isinstance(group, Rank0) else ():
             operation.report(failure)
 
 
@@ -128,43 +128,43 @@ def group_of(process_group: GroupChoice) -> Member | None:
         member = _groups.get(process_group)
         if member is None:
             rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
-            group: Group = Spoke(rank, world) if rank else Hub(world, secrets.token_hex(16))
+            group: RankGroup = OtherRank(rank, world) if rank else Rank0(world, secrets.token_hex(16))
             store, name = group_store(process_group)
             member = _groups[process_group] = Member(group, store, name)
             weakref.finalize(process_group, _shut, group).atexit = False
         return member
 
 
-def _shut(group: Group) -> None:
-    owner().post(group.shut)
+def _shut(group: RankGroup) -> None:
+    connection_thread().post(group.shut)
 
 
 # --- rank 0 --------------------------------------------------------------------------------------------------------
 
 
-class _Door:
+class _Listener:
     """Where rank 0 lets the others in, once each: it is closed behind the last of them, so that a rank of a later group
     that reads an old address is refused and looks again. After ``__init__`` all runs in the owner's thread."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, hub: Rank0) -> None:
+        self._group = hub
         self._expected = set(range(1, hub.world))
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=4096)
         self._listener.setblocking(False)
-        keep_from_children(self._listener)
+        close_in_children(self._listener)
         self.port: int = self._listener.getsockname()[1]
 
     def open(self) -> None:
-        if self._hub.is_shut:
+        if self._group.is_shut:
             self.close()
             return
-        self._hub.close_door = self.close
-        owner().watch(self._listener, selectors.EVENT_READ, lambda _: self._accept())
+        self._group.stop_listening = self.close
+        connection_thread().register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
 
     def close(self) -> None:
-        owner().forget(self._listener)
+        connection_thread().unregister(self._listener)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -172,38 +172,38 @@ class _Door:
             sock, _ = self._listener.accept()
         except OSError:  # it has gone away again
             return
-        link = Link(owner(), sock)
-        link.on_frame = lambda frame: self._greeted(link, frame)
-        owner().post_at(time.monotonic() + _CONNECT_S, lambda: _expect_greeting(link))
+        link = Connection(connection_thread(), sock)
+        link.on_message = lambda frame: self._greeted(link, frame)
+        connection_thread().post_at(time.monotonic() + _CONNECT_S, lambda: _expect_greeting(link))
 
-    def _greeted(self, link: Link, frame: Frame) -> None:
-        rank, token = frame.op, self._hub.token.encode()
-        known = frame.kind is Kind.HELLO and 0 < rank < self._hub.world
+    def _greeted(self, link: Connection, frame: GroupMessage) -> None:
+        rank, token = frame.op, self._group.token.encode()
+        known = frame.kind is GroupMessageKind.HELLO and 0 < rank < self._group.world
         if not known or not hmac.compare_digest(frame.payload, token):
             link.close("it is no rank of this group")
             return
-        link.frames.trust()
-        self._hub.connected(rank, link)
-        link.send(Frame(Kind.HELLO, 0, "", b""))
+        link.frames.authenticate()
+        self._group.connected(rank, link)
+        link.send(GroupMessage(GroupMessageKind.HELLO, 0, "", b""))
         if link.open:
             self._expected.discard(rank)
         if not self._expected:
             self.close()
 
 
-def _listen(hub: Hub, store: Any, name: str) -> None:
-    door = _Door(hub)
-    owner().post(door.open)
+def _listen(hub: Rank0, store: Any, name: str) -> None:
+    door = _Listener(hub)
+    connection_thread().post(door.open)
     where = {"token": hub.token, "port": door.port, "host": _host(), "addresses": list(_addresses())}
     try:
         store.set(name, json.dumps(where))
     except BaseException:
-        owner().post(door.close)
+        connection_thread().post(door.close)
         raise
 
 
-def _expect_greeting(link: Link) -> None:
-    if link.open and not link.frames.trusted:
+def _expect_greeting(link: Connection) -> None:
+    if link.open and not link.frames.authenticated:
         link.close("it has not said who it is")
 
 
@@ -244,7 +244,7 @@ def _named(host: str) -> Iterator[str]:
 # --- the others ----------------------------------------------------------------------------------------------------
 
 
-def _find(spoke: Spoke, store: Any, name: str, first: Operation) -> None:
+def _connect_to_rank_0(spoke: OtherRank, store: Any, name: str, first: Operation) -> None:
     """Find rank 0. Raises ``SidestreamError`` when the time limit of ``first`` has passed. Polls, because a blocking
     read of the store would block all other users of the store in this process. An address in the store may be left from
     an earlier group, so it is read again after a failure."""
@@ -261,7 +261,7 @@ def _find(spoke: Spoke, store: Any, name: str, first: Operation) -> None:
                 except OSError as error:
                     why = f"rank 0 cannot be reached at {address}: {error}"
                     continue
-                if _greet(spoke, sock, where["token"]):
+                if _handshake(spoke, sock, where["token"]):
                     return
                 why = f"what listens at {address} is no rank 0 of this group"
         if time.monotonic() - first.began_at >= limit_s:
@@ -281,21 +281,21 @@ def _addresses_in(where: dict[str, Any]) -> list[str]:
     return addresses
 
 
-def _greet(spoke: Spoke, sock: socket.socket, token: str) -> bool:
+def _handshake(spoke: OtherRank, sock: socket.socket, token: str) -> bool:
     """Whether rank 0 has let this rank in. It has no deadline: rank 0 may have heard the greeting, and would take a
     connection that is closed then for a death."""
     welcome: Future[bool] = Future()
 
-    def welcomed(link: Link) -> None:
+    def welcomed(link: Connection) -> None:
         spoke.connected(link, token)
         welcome.set_result(True)
 
     def begin() -> None:
-        link = Link(owner(), sock)
-        link.frames.trust()
-        link.on_frame = lambda _: welcomed(link)
+        link = Connection(connection_thread(), sock)
+        link.frames.authenticate()
+        link.on_message = lambda _: welcomed(link)
         link.on_close = lambda _: welcome.set_result(False)
-        link.send(Frame(Kind.HELLO, spoke.rank, "", token.encode()))
+        link.send(GroupMessage(GroupMessageKind.HELLO, spoke.rank, "", token.encode()))
 
-    owner().post(begin)
+    connection_thread().post(begin)
     return welcome.result()

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 
-from .._runtime.caller import surroundings
+from .._runtime.caller import calling_thread_state
 from ..errors import InvalidOptionError, PlannerError, SidestreamError, indented
 
 __all__ = ["Asked", "asked_load_planner", "asked_save_planner", "local_save_plan", "packed", "unpacked"]
@@ -32,7 +32,7 @@ class Asked:
 
     def __init__(self, planner: Any) -> None:
         self.planner = planner
-        self._surroundings = surroundings()
+        self._surroundings = calling_thread_state()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.planner, name)

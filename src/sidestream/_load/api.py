@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .._group import GroupChoice, Operation, deadline_of, group_of, together
-from .._runtime.abandoned import noted
+from .._group import GroupChoice, Operation, deadline_of, group_of, run_together
+from .._runtime.abandoned import registered
 from .._runtime.public import public
 from .._runtime.tasks import running_loop
 from .._runtime.threads import Deadline, time_limit
@@ -93,7 +93,7 @@ async def load(
 
     if member is None or member.group.world == 1:
         return await run(None)
-    return await together(run, member.begin("load", deadline_of(options.timeout_s), options.rank_wait_s))
+    return await run_together(run, member.begin("load", deadline_of(options.timeout_s), options.rank_wait_s))
 
 
 async def load_from(
@@ -110,7 +110,7 @@ async def load_from(
     if operation is not None:
         context = replace(context, rank=operation.rank, world=operation.world)
     target = _target_of(location, state, request, operation)
-    with time_limit(deadline), noted(f"loading {location.url}", changed, deadline.at):
+    with time_limit(deadline), registered(f"loading {location.url}", changed, deadline.at):
         return await LoadOperation(location.url, target, request, LoadLifecycle(context), operation).run()
 
 

@@ -16,8 +16,8 @@ from .._format.records import DictKey, EmptyEntry, Key
 from .._layout.assemble import assemble
 from .._layout.flatten import Leaf
 from .._layout.match import LoadPlan, StatefulLoad, plain_path
-from .._runtime.caller import call
-from .._runtime.state_dict_calls import key_order, watched
+from .._runtime.caller import run_in_calling_thread
+from .._runtime.state_dict_calls import key_order, monitored
 from .._runtime.threads import Steps, run_sliced, sliced
 from ..errors import LoadStateDictError, indented
 
@@ -71,11 +71,11 @@ async def hand_over(handover: Handover) -> None:
             await asyncio.sleep(0)
     for leaf, value in handover.assigned:
         await asyncio.sleep(0)
-        call(leaf.holder.__setitem__, leaf.slot, value)
+        run_in_calling_thread(leaf.holder.__setitem__, leaf.slot, value)
     for stateful, state_dict in handover.statefuls:
         await asyncio.sleep(0)
-        with watched(stateful.fqn, stateful.instance, "load_state_dict"):
-            call(_load_stateful, stateful, state_dict)
+        with monitored(stateful.fqn, stateful.instance, "load_state_dict"):
+            run_in_calling_thread(_load_stateful, stateful, state_dict)
 
 
 def _state_dict(

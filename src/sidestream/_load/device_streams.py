@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._runtime.caller import call
+from .._runtime.caller import run_in_calling_thread
 from .._runtime.threads import io_threads
 from .._staging.device import translated
 from .._staging.driver import Driver, driver_for
@@ -60,7 +60,7 @@ async def streams_of(devices: Collection[torch.device]) -> Streams:
     if any(device.type == "cuda" for device in devices) and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # To start it takes seconds; until then the current streams of all threads are the same.
         return await io_threads().run(_current, devices)
-    return call(_current, devices)
+    return run_in_calling_thread(_current, devices)
 
 
 def current_streams(devices: Collection[torch.device]) -> Streams:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from .._format.records import Manifest, ValueEntry
-from .._format.shared import Part, Root, join
+from .._format.shared import RankPart, Root, join
 from .._format.validate import check_patterns, validate
 from .._group import Operation
 from .._layout.match import LoadPlan
@@ -20,13 +20,13 @@ from .._storage import Location, RangeSource
 from ..errors import InvalidOptionError, StorageNotSharedError, UnexpectedKeysError, printable
 from .open.manifest import open_root, read_parts
 
-__all__ = ["Outline", "agree_on", "one_checkpoint", "open_outline"]
+__all__ = ["ManifestOutline", "agree_on", "one_checkpoint", "open_outline"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class ManifestOutline:
     """A checkpoint as one of several ranks opens it: ``manifest`` has everything that a template is compared with. If
     ranks have saved it, the places of the bytes are missing, because each rank reads only the parts that it needs."""
 
@@ -44,7 +44,7 @@ class Outline:
         return await io_threads().run(_join, root, parts, rows)
 
 
-async def open_outline(location: Location) -> tuple[RangeSource, Outline]:
+async def open_outline(location: Location) -> tuple[RangeSource, ManifestOutline]:
     """Open the checkpoint at ``location``. The caller closes the source. Raises what ``open_root`` raises."""
     source, root = await open_root(location)
     try:
@@ -52,7 +52,7 @@ async def open_outline(location: Location) -> tuple[RangeSource, Outline]:
     except BaseException:
         await source.aclose()
         raise
-    return source, Outline(known, root)
+    return source, ManifestOutline(known, root)
 
 
 @sliced
@@ -86,7 +86,7 @@ def _values(plan: LoadPlan) -> Iterable[str]:
         yield from (fqn for fqn, entry in stateful.entries.items() if isinstance(entry, ValueEntry))
 
 
-def _join(root: Root, parts: Mapping[int, Part], rows: set[int]) -> Manifest:
+def _join(root: Root, parts: Mapping[int, RankPart], rows: set[int]) -> Manifest:
     manifest = run_sliced(join(root, parts, rows))
     run_sliced(check_patterns(root, rows))
     run_sliced(validate(manifest, partly=True))

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from .._format.records import Manifest
 from .._group import Operation, Stopped, stoppable
-from .._runtime.tasks import finish
+from .._runtime.tasks import run_shielded
 from .._runtime.threads import io_threads, time_limit
 from ..errors import CorruptCheckpointError, SidestreamError, StorageNotSharedError, printable
 from ..events import (
@@ -174,7 +174,7 @@ class LoadOperation:
             together.step = "hand over"
         # From here on the target changes as a whole: a cancel is raised when it has, and no deadline ends it.
         with time_limit(None):
-            await finish(target.apply)
+            await run_shielded(target.apply)
         if together is not None:
             await together.agree("hand over")
         lifecycle.applied(target.nbytes)

@@ -14,11 +14,11 @@ from .._format.checksum import crc32
 from .._format.records import Chunk, TensorEntry
 from .._format.transforms import require
 from .._layout.checks import address_in, altered, check_digests
-from .._layout.ranges import Batch, Box, Direct, Part, Range, Scatter, batches, overlaps, plan_ranges
+from .._layout.ranges import Batch, Box, Direct, Range, RangePart, Scatter, batches, overlaps, plan_ranges
 from .._layout.straight import Payload, Straight, StraightBatch, straight_batches
-from .._runtime.caller import call
+from .._runtime.caller import run_in_calling_thread
 from .._runtime.tasks import in_parallel
-from .._runtime.threads import Steps, Stop, gathered, io_threads, let_go, politely, sliced
+from .._runtime.threads import Steps, Stop, clear_gradually, gathered, io_threads, sliced, yielding_gil
 from .._runtime.torch_probes import dtype_from_name, lazy_bits
 from .._staging import move
 from .._storage import RangeSource, ReadRange
@@ -109,7 +109,7 @@ class Reader:
         items = iter(packed)
         await in_parallel(lambda: self._work_packed(items, total))
         await io_threads().run(self.streams.finish)
-        await io_threads().run(let_go, planned, targets, wanted, *self.straight.payloads.values())
+        await io_threads().run(clear_gradually, planned, targets, wanted, *self.straight.payloads.values())
 
     async def _read_batches(self, planned: Sequence[_Batch], targets: Mapping[str, Wanted], total: int) -> None:
         def work(batch: _Batch, stop: Stop) -> int:
@@ -120,7 +120,11 @@ class Reader:
             return batch.nbytes
 
         done, progress = self.nbytes, self.progress
-        jobs = Jobs(planned, work, None if progress is None else lambda read: call(progress, done + read, total))
+        jobs = Jobs(
+            planned,
+            work,
+            None if progress is None else lambda read: run_in_calling_thread(progress, done + read, total),
+        )
         files = self.source.files(jobs.waiting)
         if files is None:
             queue = iter(planned)
@@ -160,7 +164,7 @@ class Reader:
 
     def _tell(self, total: int) -> None:
         if self.progress is not None:
-            call(self.progress, self.nbytes, total)
+            run_in_calling_thread(self.progress, self.nbytes, total)
 
     def _arrived(self, one: Range, buffer: memoryview, wanted: Wanted) -> None:
         """In the thread that reads: put in place what was not read there directly. Its checksums were compared."""
@@ -233,7 +237,7 @@ def _packed(targets: Mapping[str, Wanted]) -> list[tuple[Wanted, Chunk]]:
     """The compressed chunks. Raises ``MissingExtraError`` where there are some and nothing can decompress them."""
     found = [
         (one, chunk)
-        for one in politely(targets.values())
+        for one in yielding_gil(targets.values())
         for chunk in one.entry.chunks
         if chunk.transform and overlaps(chunk, one.box)
     ]
@@ -278,7 +282,7 @@ def _place(one: Range, buffer: memoryview, entry: TensorEntry, target: torch.Ten
     if isinstance(one.into, Direct):
         memory_of(target, one.into.start, one.nbytes)[:] = buffer
         return
-    if isinstance(one.into, Part):
+    if isinstance(one.into, RangePart):
         nbytes = one.into.nbytes
         memory_of(target, one.into.start, nbytes)[:] = buffer[one.into.skip : one.into.skip + nbytes]
         return
@@ -372,7 +376,7 @@ def _spread(
     """In the thread that has read them: check payloads that lie side by side, and copy them to their places. Raises
     ``ClosedError`` once ``stop`` is set."""
     source, first = ctypes.addressof(ctypes.c_char.from_buffer(view)), span[0][0]
-    for number, (offset, nbytes, start, crcs, digests, fqn) in enumerate(politely(span)):
+    for number, (offset, nbytes, start, crcs, digests, fqn) in enumerate(yielding_gil(span)):
         if number % _MANY == 0:
             stop.check()
         begin = offset - first

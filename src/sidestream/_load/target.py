@@ -14,14 +14,14 @@ from .._format.records import Manifest, OpaqueEntry, TensorEntry, ValueEntry
 from .._group import Operation
 from .._layout.ask import Answers
 from .._layout.match import LoadPlan, match
-from .._runtime.threads import Steps, gathered, io_threads, let_go, politely, run_sliced, sliced
+from .._runtime.threads import Steps, clear_gradually, gathered, io_threads, run_sliced, sliced, yielding_gil
 from .._runtime.torch_probes import plain_bytes
 from .._storage import Location, RangeSource
 from ..errors import StateMismatchError, allocating
 from .apply import Handover, hand_over, prepare
 from .device_streams import streams_of
 from .foreign.values import read_values, why_opaque
-from .group import Outline, agree_on, open_outline
+from .group import ManifestOutline, agree_on, open_outline
 from .new_tensors import new_tensors
 from .open.manifest import open_manifest, was_replaced
 from .reader import Reader, Wanted, whole
@@ -58,7 +58,7 @@ class StateTarget:
     together: Operation | None
     _answers: Answers = field(default_factory=Answers, init=False)
     _source: RangeSource | None = field(default=None, init=False)
-    _outline: Outline | None = field(default=None, init=False)
+    _outline: ManifestOutline | None = field(default=None, init=False)
     _manifest: Manifest = field(init=False)
     _prepared: _Prepared | None = field(default=None, init=False)
     _applying: bool = field(default=False, init=False)
@@ -122,8 +122,8 @@ class StateTarget:
 
     def finish(self) -> Loaded:
         prepared, plan = self._ready, self._ready.plan
-        let_go(self._manifest.entries)
-        let_go(plan.names.manifest.entries)
+        clear_gradually(self._manifest.entries)
+        clear_gradually(plan.names.manifest.entries)
         return Loaded(prepared.loaded, plan.not_requested, plan.missing, plan.cast, plan.ignored)
 
     def written(self) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ class StateTarget:
         ties_known = manifest.exact and not manifest.ranks
         again = () if ties_known else tuple(self._aside(plan, fqn) for fqn, to in plan.leaders.items() if fqn != to)
         handover = prepare(plan, values, {**fresh, **plan.tensors}, own=manifest.exact)
-        loaded = tuple(fqn for fqn in politely(entries) if fqn in plan.tensors or fqn in fresh or fqn in values)
+        loaded = tuple(fqn for fqn in yielding_gil(entries) if fqn in plan.tensors or fqn in fresh or fqn in values)
         pointers = dict(gathered((name, one.tensor.data_ptr()) for name, one in plan.local.items()))
         return _Prepared(plan, reader, places, [*wanted, *again], again, handover, loaded, pointers)
 
@@ -229,7 +229,7 @@ def _check_ties(prepared: _Prepared) -> None:
 def _value_entries(plan: LoadPlan) -> dict[str, ValueEntry]:
     found = dict(gathered((leaf.fqn, entry) for leaf, entry in plan.values))
     for stateful in plan.statefuls:
-        entries = politely(stateful.entries.items())
+        entries = yielding_gil(stateful.entries.items())
         found.update((fqn, entry) for fqn, entry in entries if isinstance(entry, ValueEntry))
     return found
 

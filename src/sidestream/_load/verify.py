@@ -26,22 +26,22 @@ from .._layout.checks import (
     value_pieces,
 )
 from .._layout.ranges import PIECE_BYTES
-from .._runtime.abandoned import noted
-from .._runtime.caller import call
+from .._runtime.abandoned import registered
+from .._runtime.caller import run_in_calling_thread
 from .._runtime.display import Displayed, Table, readable_bytes
 from .._runtime.public import public
 from .._runtime.tasks import in_parallel, running_loop
 from .._runtime.threads import (
     Deadline,
     Steps,
-    burst,
     current_deadline,
     gathered,
+    holding_gil,
     io_threads,
-    politely,
     run_sliced,
     sliced,
     time_limit,
+    yielding_gil,
 )
 from .._storage import Location, RangeSource, ReadRange, locate_directory
 from ..errors import (
@@ -155,7 +155,7 @@ async def verify(
 
 async def verify_at(location: Location, progress: Progress | None = None) -> VerifyReport:
     """``verify``, of a resolved location."""
-    with noted(f"verifying {location.url}", "its threads have stopped", current_deadline().at):
+    with registered(f"verifying {location.url}", "its threads have stopped", current_deadline().at):
         try:
             source, manifest = await open_manifest(location)
         except (CorruptCheckpointError, IncompleteTensorError) as damage:
@@ -195,7 +195,9 @@ class Verification:
         manifest, damaged = self.manifest, self.damages
         unreadable = self.unreadable - damaged.keys()
         unverified = self.unverified - damaged.keys() - unreadable
-        fqns = (fqn for fqn, one in politely(manifest.entries.items()) if isinstance(one, (TensorEntry, ValueEntry)))
+        fqns = (
+            fqn for fqn, one in yielding_gil(manifest.entries.items()) if isinstance(one, (TensorEntry, ValueEntry))
+        )
         apart = unverified | unreadable | damaged.keys()
         return VerifyReport(
             url=self.url,
@@ -394,7 +396,7 @@ class Verification:
     def _check(self, piece: Piece, view: memoryview) -> None:
         """In a thread of the store, as the bytes arrive."""
         with self._noting(piece.fqn):
-            piece.check(view, burst)
+            piece.check(view, holding_gil)
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -414,7 +416,7 @@ class Verification:
     def _tell(self, nbytes: int) -> None:
         self.done_bytes += nbytes
         if self.progress is not None:
-            call(self.progress, self.done_bytes, self.total_bytes)
+            run_in_calling_thread(self.progress, self.done_bytes, self.total_bytes)
 
     async def _in_parallel(self, items: Iterable[T], work: Callable[[T], Coroutine[Any, Any, None]]) -> None:
         queue = iter(items)

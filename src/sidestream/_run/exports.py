@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._runtime.tasks import finish
+from .._runtime.tasks import run_shielded
 from .._runtime.threads import Deadline, time_limit
 from .._save.sinks import Export, PendingExport, all_ended, exports_in, sinks_of
 from .._storage import parse_step, step_name
@@ -69,7 +69,7 @@ class Exports:
         """Cancel all exports, and wait until they have cleaned up."""
         for one in self._pending:
             one.cancel()
-        await finish(self.ended)
+        await run_shielded(self.ended)
 
     async def _prune(self) -> None:
         assert self._keep is not None

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from .._runtime.abandoned import Watched, watch
-from .._runtime.tasks import accompany, finish
+from .._runtime.abandoned import Registration, register
+from .._runtime.tasks import create_owned_task, run_shielded
 from .._runtime.threads import Deadline, time_limit
 from .._storage import BytesBody, Store
 from ..errors import AccessDeniedError, NoSpaceError, SidestreamError
@@ -125,7 +125,7 @@ class Lease:
         self._files: list[str] = []
         self._put_at = time.monotonic()
         self._renewing: asyncio.Task[None] | None = None
-        self._watch: Watched | None = None
+        self._registration: Registration | None = None
 
     @property
     def doubtful(self) -> bool:
@@ -139,11 +139,11 @@ class Lease:
             await self.release()
             raise
         self.renew()
-        self._watch = watch(self)
+        self._registration = register(self)
 
     def renew(self) -> None:
         """Put it again and again, the first time when a part of its time is over."""
-        self._renewing = accompany(self._renew(), f"sidestream lease {self.directory}")
+        self._renewing = create_owned_task(self._renew(), f"sidestream lease {self.directory}")
 
     def owns(self, seen: Seen) -> bool:
         return f"{_DIRECTORY}/{seen.name}" in self._files
@@ -151,9 +151,9 @@ class Lease:
     async def release(self) -> None:
         """Give it back, cancelled or not. Never raises what the storage raises: what is left expires."""
         self.abandon()
-        if self._watch is not None:
-            self._watch.end()
-        await finish(self._remove)
+        if self._registration is not None:
+            self._registration.end()
+        await run_shielded(self._remove)
 
     # --- after the end of the loop that renews the lease ---
 
@@ -176,12 +176,12 @@ class Lease:
 
     def drop(self) -> None:
         """Release the lease as far as possible; files that cannot be removed expire. Called in a thread."""
-        from .._storage.clients.io_loop import Call  # imports fsspec
+        from .._storage.clients.io_loop import LoopCall  # imports fsspec
 
         names, self._files = self._files, []
         if names:
             with suppress(SidestreamError), time_limit(Deadline.after(_CALL_S)):
-                Call(partial(self._store.remove, names)).result("releasing a lease")
+                LoopCall(partial(self._store.remove, names)).result("releasing a lease")
 
     async def _put_one(self) -> None:
         name = f"{_DIRECTORY}/{self.directory}.{self._kind}{max(1, round(self._ttl_s))}.{uuid.uuid4().hex}"

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
-from .._runtime.tasks import accompany
+from .._runtime.tasks import create_owned_task
 from ..errors import InvalidOptionError, printable_lines
 from ..options import check_choice, check_timeout
 
@@ -77,10 +77,10 @@ class Preemption:
             self._end(number)
             return
         self.requested = number
-        self._task = accompany(self._run(number), "sidestream preemption")
+        self._task = create_owned_task(self._run(number), "sidestream preemption")
 
     async def _run(self, number: int) -> None:
-        saving = accompany(self._save(), "sidestream preemption, saving")
+        saving = create_owned_task(self._save(), "sidestream preemption, saving")
         done, _ = await asyncio.wait([saving], timeout=self._grace_s)
         if not done:
             _log.error("the grace time of %g s is over, and not everything has been saved", self._grace_s)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._group import Member, Operation, together
+from .._group import Member, Operation, run_together
 from .._load.api import LoadReport, LoadRequest, PassedOver, load_from
 from .._load.open.steps import Step, look_at
 from .._runtime.threads import current_deadline
@@ -138,7 +138,7 @@ class RestoringTogether:
             operation = self.member.begin("restore", current_deadline(), self.rank_wait_s)
             self._missed = None
             try:
-                report = await together(attempt.run, operation)
+                report = await run_together(attempt.run, operation)
             except RankFailuresError as failures:
                 kinds = {failure.kind for failure in failures.failures}
                 if attempt.step is not None and kinds == {CheckpointNotFoundError.__name__}:

@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 
-from .._group import Operation, call_together, stoppable
+from .._group import Operation, prepare_together, stoppable
 from .._runtime.threads import Deadline
 from ..errors import InvalidOptionError, RankFailuresError
 from ..options import WhenFull
@@ -96,7 +96,7 @@ class JointTurn:
         self._beginning = starts.beginning.join()
 
     async def come(self) -> bool:
-        if await call_together(self._operation, self.agree):
+        if await prepare_together(self._operation, self.agree):
             return True
         self._operation.close()
         return False

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from .._format.marker import METADATA_NAME
 from .._load.open.steps import Step, look_at, steps_among
-from .._runtime.threads import current_deadline, io_threads, politely
+from .._runtime.threads import current_deadline, io_threads, yielding_gil
 from .._storage import Store
 from ..errors import InvalidOptionError
 
@@ -87,4 +87,4 @@ async def check_run(store: Store) -> None:
 
 def _has_own_manifest(names: Iterable[str]) -> bool:
     """In a worker thread: whether a save of sidestream has written its manifest."""
-    return any(_MANIFEST.fullmatch(name) for name in politely(names))
+    return any(_MANIFEST.fullmatch(name) for name in yielding_gil(names))

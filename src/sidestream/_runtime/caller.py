@@ -19,7 +19,15 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Caller", "Surroundings", "by_caller", "call", "is_serving", "surroundings", "withdrawn_with_caller"]
+__all__ = [
+    "Caller",
+    "ThreadState",
+    "calling_thread_state",
+    "in_calling_thread",
+    "is_serving",
+    "run_in_calling_thread",
+    "withdraw_if_interrupted",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,12 +39,12 @@ class Interrupted(Exception):
     """Code of the caller ended by ``KeyboardInterrupt`` or ``SystemExit``, which its thread raises."""
 
 
-class _Left(Exception):
+class _CallerLeft(Exception):
     """The calling thread has stopped waiting."""
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ThreadState:
     """The state of a thread: the device of its accelerator, torch's default device, autograd's modes and context
     variables. Streams are not included, because work on another thread's stream would not be ordered with the other
     work of this thread."""
@@ -49,7 +57,7 @@ class Surroundings:
     inference: bool
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def here(cls) -> ThreadState:
         """The state of this thread. Does not initialize an accelerator."""
         accelerator, index = _current_device()
         return cls(
@@ -94,7 +102,7 @@ class Withdrawable(Protocol):
         """End it without waiting. May be called several times."""
 
 
-class _Piece(Generic[T]):
+class _QueuedCode(Generic[T]):
     """Code for the calling thread, and what it returned or raised.
 
     No ``Future``: a signal that interrupts one of its methods can leave its lock acquired for ever.
@@ -129,7 +137,7 @@ class _Piece(Generic[T]):
             for operation in self.started:
                 operation.withdraw()
             if self._error is None:
-                self._error = Interrupted("interrupted") if self.begun else _Left()
+                self._error = Interrupted("interrupted") if self.begun else _CallerLeft()
         self._settled = True
         self._bell.put(None)
 
@@ -154,8 +162,8 @@ class Caller:
     """
 
     def __init__(self) -> None:
-        self.surroundings = Surroundings.here()
-        self._pieces: deque[_Piece[Any]] = deque()
+        self.surroundings = ThreadState.here()
+        self._pieces: deque[_QueuedCode[Any]] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._waits = True
         self._ended = False
@@ -167,20 +175,20 @@ class Caller:
     def run(self, code: Callable[[], T]) -> T:
         """Block until the calling thread has run ``code``. If that thread has stopped waiting, run ``code`` here with
         its state."""
-        piece = _Piece(code)
+        piece = _QueuedCode(code)
         self._pieces.append(piece)
         self._bell.put(None)
         if not self._waits and self._withdraw(piece):
             return self.surroundings.run(code)
         try:
             return piece.result()
-        except _Left:
+        except _CallerLeft:
             pass
         finally:
             del piece  # its error refers to this frame
         return self.surroundings.run(code)
 
-    def _withdraw(self, piece: _Piece[Any]) -> bool:
+    def _withdraw(self, piece: _QueuedCode[Any]) -> bool:
         try:
             self._pieces.remove(piece)
         except ValueError:
@@ -225,7 +233,7 @@ class Caller:
             self._pieces.popleft().give_up()
 
 
-def _run_piece(piece: _Piece[Any]) -> None:
+def _run_piece(piece: _QueuedCode[Any]) -> None:
     outer = is_serving()
     _serving.now, _serving.piece = True, piece
     try:
@@ -234,7 +242,7 @@ def _run_piece(piece: _Piece[Any]) -> None:
         _serving.now, _serving.piece = outer, None
 
 
-def withdrawn_with_caller(operation: Withdrawable) -> None:
+def withdraw_if_interrupted(operation: Withdrawable) -> None:
     """Withdraw ``operation`` if an interrupt of the blocking call whose code runs in this thread drops its result."""
     piece = getattr(_serving, "piece", None)
     if piece is not None:
@@ -244,7 +252,7 @@ def withdrawn_with_caller(operation: Withdrawable) -> None:
 _caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("sidestream_caller", default=None)
 
 
-def call(code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def run_in_calling_thread(code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``code(*args, **kwargs)``, which is the caller's code or runs it: in the thread that waits for this blocking
     call if there is one, otherwise in this thread. Blocks until it has returned."""
     caller = _caller.get()
@@ -253,20 +261,20 @@ def call(code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return caller.run(partial(code, *args, **kwargs))
 
 
-def by_caller(code: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that ``call`` runs it."""
+def in_calling_thread(code: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function so that ``run_in_calling_thread`` runs it."""
 
     @wraps(code)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        return call(code, *args, **kwargs)
+        return run_in_calling_thread(code, *args, **kwargs)
 
     return called
 
 
-def surroundings() -> Surroundings:
+def calling_thread_state() -> ThreadState:
     """The state of the thread that waits for this blocking call if there is one, otherwise of this thread."""
     caller = _caller.get()
-    return Surroundings.here() if caller is None else caller.surroundings
+    return ThreadState.here() if caller is None else caller.surroundings
 
 
 def is_serving() -> bool:

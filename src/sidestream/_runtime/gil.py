@@ -8,8 +8,8 @@ demand it, as a thread does that has waited for a switch interval, because each 
 Meanwhile the loop woke it up in vain, thousands of times, and lost a sixth of its speed by that.
 
 So the loop gives turns: once in each switch interval (``sys.getswitchinterval()``, 5 ms, here never less) it sleeps, if
-somebody has been woken up since the last time. A thread that can choose comes when it is its turn (``rest()``), and one
-that wants the GIL back for a moment only, many times, says so (``burst()``). The GIL is back when those who have come
+somebody has been woken up since the last time. A thread that can choose comes when it is its turn (``yield_gil()``), and one
+that wants the GIL back for a moment only, many times, says so (``holding_gil()``). The GIL is back when those who have come
 have let go of it: each of them may have it for a few milliseconds.
 """
 
@@ -42,7 +42,7 @@ else:
         return together - getrusage(RUSAGE_THREAD).ru_nvcsw if together else None
 
 
-__all__ = ["awaited", "burst", "give_turns", "no_more_turns", "rest", "slice_s"]
+__all__ = ["give_turns", "holding_gil", "slice_s", "stop_turns", "wrap_thread_future", "yield_gil"]
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ _has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 _NAP_S = 200e-6
 _SLICE_S = 1e-3
 _BUSY_SLICE_S = 3e-3  # slices of 1 ms need three turns, 5 ms apart, for what is done in one of these
-_BURST_S = 1e-3
+_HOLD_S = 1e-3
 _REST_S = 10e-6
 _EARLY_S = 100e-6  # so that whoever rests is there when the turn comes
 _BUSY = 0.5  # of the time
@@ -60,7 +60,7 @@ _MOST_INTERVALS = 16
 _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 5e-3, 20e-3
 
 
-def awaited(work: Future[T]) -> asyncio.Future[T]:
+def wrap_thread_future(work: Future[T]) -> asyncio.Future[T]:
     """``work``, which threads do, for a task of the running loop; meanwhile the loop gives them turns."""
     give_turns(work)
     return asyncio.wrap_future(work)
@@ -76,17 +76,17 @@ def give_turns(work: Future[Any]) -> None:
     except RuntimeError:
         return
     if loop not in _of_loops:
-        _of_loops[loop] = _Turns()
+        _of_loops[loop] = _LoopTurns()
     _of_loops[loop].until_ended(work, loop)
 
 
-def no_more_turns(work: Future[Any]) -> None:
+def stop_turns(work: Future[Any]) -> None:
     """``work`` is given up, though it may never end."""
     with suppress(KeyError):  # it had none
         _of_loops[asyncio.get_running_loop()].give_up(work)
 
 
-def rest() -> None:
+def yield_gil() -> None:
     """In a thread: let go of the GIL, if only for a moment, and do not want it back before the next turn."""
     wait_s = _next_turn_at - time.monotonic() - _EARLY_S
     time.sleep(min(max(_REST_S, wait_s), _interval_s()))
@@ -98,21 +98,21 @@ def slice_s() -> float:
 
 
 @contextmanager
-def burst() -> Iterator[None]:
+def holding_gil() -> Iterator[None]:
     """In a thread, around many short calls that each let go of the GIL: the loop does not take it back in between.
 
     For 1 ms at most, in the next turn; what takes longer goes on in the one after it.
     """
     ended = threading.Lock()
     with ended:
-        _bursts.add(ended)
+        _gil_holders.add(ended)
         try:
             yield
         finally:
-            _bursts.discard(ended)
+            _gil_holders.discard(ended)
 
 
-class _Turns:
+class _LoopTurns:
     """Those of one loop, which nothing in here refers to: a closed one is not kept."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class _Turns:
         self._plan(loop)
 
     def _nap(self) -> None:
-        if _bursts:
+        if _gil_holders:
             _let_them_end()
         elif self._somebody_was_woken():
             time.sleep(_NAP_S)
@@ -175,8 +175,8 @@ class _Turns:
 
 
 def _let_them_end() -> None:
-    end = time.monotonic() + _BURST_S
-    for ended in list(_bursts):
+    end = time.monotonic() + _HOLD_S
+    for ended in list(_gil_holders):
         if ended.acquire(timeout=max(0.0, end - time.monotonic())):
             ended.release()
 
@@ -191,18 +191,18 @@ def _clocks() -> tuple[float, float]:
     return time.monotonic(), time.thread_time()
 
 
-_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopTurns] = WeakKeyDictionary()
 _next_turn_at = 0.0
 """Of whichever busy loop said so last; in the past when none is busy any more, infinite during a turn: who looks then
 has just done his bit, and the next one is an interval away."""
-_bursts: set[threading.Lock] = set()
+_gil_holders: set[threading.Lock] = set()
 """Each is held while it lasts."""
 
 
 def _forget_after_fork() -> None:
     global _next_turn_at
     _next_turn_at = 0.0
-    _bursts.clear()
+    _gil_holders.clear()
 
 
 if hasattr(os, "register_at_fork"):

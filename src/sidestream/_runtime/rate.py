@@ -7,36 +7,36 @@ import time
 
 from .threads import Stop
 
-__all__ = ["Pace"]
+__all__ = ["RateLimiter"]
 
 
-class Pace:
+class RateLimiter:
     """At most ``bytes_per_second`` (None: as fast as it goes), until somebody is in a hurry: a writer at the fence."""
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self._rate = bytes_per_second
         self._changed = threading.Condition()
-        self._hurried = bytes_per_second is None
+        self._lifted = bytes_per_second is None
         self._due = time.monotonic()
 
-    def hurry(self) -> None:
+    def lift_limit(self) -> None:
         with self._changed:
-            self._hurried = True
+            self._lifted = True
             self._changed.notify_all()
 
     def spend(self, nbytes: int, stop: Stop) -> None:
         """Wait until ``nbytes`` more may follow what went before. Raises ``ClosedError`` when ``stop`` is set."""
-        if self._rate is None or self._hurried:
+        if self._rate is None or self._lifted:
             return
         with stop.waking(self._wake), self._changed:
             self._due = max(self._due, time.monotonic()) + nbytes / self._rate
-            while (rest := self._due - time.monotonic()) > 0 and not self._in_a_hurry():
+            while (rest := self._due - time.monotonic()) > 0 and not self._is_lifted():
                 stop.check()
                 self._changed.wait(rest)
         stop.check()
 
-    def _in_a_hurry(self) -> bool:
-        return self._hurried
+    def _is_lifted(self) -> bool:
+        return self._lifted
 
     def _wake(self) -> None:
         with self._changed:

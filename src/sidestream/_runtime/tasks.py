@@ -10,19 +10,19 @@ from typing import Any
 import anyio
 
 from ..errors import CorruptCheckpointError, SidestreamError, WrongLoopError
-from .abandoned import keep, supervised_here
+from .abandoned import supervised_tasks, track_task
 from .threads import time_limit
 
 __all__ = [
-    "accompany",
-    "drain",
-    "finish",
+    "check_no_running_loop",
+    "create_owned_task",
     "first_error",
     "in_parallel",
-    "refuse_on_a_loop",
+    "run_shielded",
     "running_loop",
     "runs_in_trio",
     "supervise",
+    "wait_for_supervised",
 ]
 
 
@@ -44,7 +44,7 @@ def running_loop(what: str) -> asyncio.AbstractEventLoop:
         ) from None
 
 
-def refuse_on_a_loop(what: str) -> None:
+def check_no_running_loop(what: str) -> None:
     """Raise ``WrongLoopError`` if ``what``, which blocks its thread, would block an event loop."""
     if runs_in_trio():
         raise WrongLoopError(
@@ -81,33 +81,33 @@ def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     ``work`` must not raise: it delivers every failure to whoever awaits its result. When the loop is closed by
     ``asyncio.run`` it is cancelled and waited for; when the loop ends otherwise, its coroutine is closed.
     """
-    task = _outlives(work, name)
-    keep(task, "supervised")
+    task = _create_task(work, name)
+    track_task(task, "supervised")
     return task
 
 
-def accompany(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run ``work`` beside its owner, who keeps the task, cancels it and waits for it; ``drain`` does not wait for it.
+def create_owned_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Run ``work`` beside its owner, who keeps the task, cancels it and waits for it; ``wait_for_supervised`` does not wait for it.
 
     Like what is supervised, it must not raise."""
-    task = _outlives(work, name)
-    keep(task, "accompanying")
+    task = _create_task(work, name)
+    track_task(task, "accompanying")
     return task
 
 
-def _outlives(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+def _create_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Start a task without the deadline of the call that starts it."""
     with time_limit(None):
         return asyncio.get_running_loop().create_task(work, name=name)
 
 
-async def drain() -> None:
+async def wait_for_supervised() -> None:
     """Wait until everything supervised on this loop has ended."""
-    while tasks := supervised_here():
+    while tasks := supervised_tasks():
         await asyncio.wait(tasks)
 
 
-async def finish(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def run_shielded(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run ``work()`` to its end, however often this task is cancelled meanwhile; the cancel is raised afterwards.
 
     anyio's shield alone does not do: ``Task.cancel()`` and ``asyncio.timeout`` go through it. ``work`` must be safe to
@@ -138,7 +138,7 @@ async def finish(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 def _begin(work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
     task = asyncio.get_running_loop().create_task(work())
-    keep(task, "accompanying")
+    track_task(task, "accompanying")
     return task
 
 

@@ -28,8 +28,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar, TypeVarTuple
 import anyio
 
 from ..errors import ClosedError, DeadlineExceededError, ForkedProcessError, out_of_memory
-from .abandoned import hop, put_back, take_abandoned
-from .gil import awaited, burst, no_more_turns, rest, slice_s
+from .abandoned import put_back, take_abandoned, waiting_for_thread
+from .gil import holding_gil, slice_s, stop_turns, wrap_thread_future, yield_gil
 from .marks import mark_stuck
 from .steps import Steps, chunked, collected
 
@@ -39,15 +39,14 @@ __all__ = [
     "Stop",
     "Threads",
     "TorchThreads",
-    "burst",
+    "clear_gradually",
     "current_deadline",
+    "end_abandoned",
     "gathered",
+    "holding_gil",
     "in_background",
     "interpreter_ends",
     "io_threads",
-    "let_go",
-    "look_for_abandoned",
-    "politely",
     "read_threads",
     "release_in_background",
     "result_of",
@@ -55,6 +54,7 @@ __all__ = [
     "sliced",
     "time_limit",
     "wait_for_change",
+    "yielding_gil",
 ]
 
 with suppress(ImportError):
@@ -70,7 +70,7 @@ _GRACE_S = 5.0
 
 _STEPS_BETWEEN_LOOKS = 8  # at the clock
 
-_LEAVING_S = 3.0
+_TORCH_WORK_S = 3.0
 """How long the interpreter waits at its end for work that calls torch. A process ends within 5 s, also one whose stager
 is being closed: to give up the stages of that takes another second."""
 
@@ -185,7 +185,7 @@ class Threads(Executor):
         self._closed = False
         # Not a Semaphore: a KeyboardInterrupt within its Python code leaves it locked, for ever and for all threads.
         self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._work: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_WorkItem | None] = queue.SimpleQueue()
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -193,7 +193,7 @@ class Threads(Executor):
         in a child of the process that made it."""
         if os.getpid() != self._pid:
             raise ForkedProcessError("this handle was made before os.fork(); make a new one in the child")
-        look_for_abandoned()
+        end_abandoned()
         future: Future[T] = Future()
         deadline, name = _deadline.get(), getattr(fn, "__name__", "work").strip("_")
 
@@ -208,21 +208,21 @@ class Threads(Executor):
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            look_for_abandoned()  # the loop that waited for this thread may have ended
+            end_abandoned()  # the loop that waited for this thread may have ended
 
         with self._lock:
             if self._closed:
                 raise ClosedError("these threads take no more work: their owner was closed")
-            item = _Item(work, self._left())
+            item = _WorkItem(work, self._on_dropped())
             self._work.put(item)
             try:
                 self._idle.get_nowait()
             except queue.Empty:
                 if self._count < self._size:
-                    self._start_thread(future, item.left)
+                    self._start_thread(future, item.dropped)
         return future
 
-    def _left(self) -> Callable[[], object]:
+    def _on_dropped(self) -> Callable[[], object]:
         """Return what the thread calls when it refers to nothing of the work any more."""
         return _nothing
 
@@ -282,13 +282,13 @@ class Threads(Executor):
         idle: bool = False,
     ) -> T:
         """``run``, of work called ``name`` that has been submitted before."""
-        waiter = asyncio.wrap_future(future) if idle else awaited(future)
+        waiter = asyncio.wrap_future(future) if idle else wrap_thread_future(future)
         waiter.add_done_callback(_consume)
         cancelled: asyncio.CancelledError | None = None
         expired = False
         deadline = _deadline.get()
         until = math.inf if deadline is None else deadline.at
-        with hop(future, partial(_stop_work, future, stop), until), anyio.CancelScope(shield=True):
+        with waiting_for_thread(future, partial(_stop_work, future, stop), until), anyio.CancelScope(shield=True):
             while not waiter.done():
                 patience = None if deadline is None else _GRACE_S if expired else deadline.remaining_s()
                 try:
@@ -302,7 +302,7 @@ class Threads(Executor):
                 if expired:
                     with self._lock:
                         self._count -= 1  # another one may take the place of the thread that hangs
-                    no_more_turns(future)
+                    stop_turns(future)
                     raise mark_stuck(cancelled or deadline.exceeded(f"a system call of {name}()"))
                 expired = True
                 _stop_work(future, stop)
@@ -403,12 +403,12 @@ class TorchThreads(Threads):
     in a call without C++ frames around it.
     """
 
-    def _left(self) -> Callable[[], object]:
+    def _on_dropped(self) -> Callable[[], object]:
         # Not the future of the work: it is done before the thread drops the arguments and the result, and to destroy
         # a tensor or an event is a call of torch too.
         left: Future[None] = Future()
-        _calling_torch.add(left)
-        left.add_done_callback(_calling_torch.discard)
+        _torch_work.add(left)
+        left.add_done_callback(_torch_work.discard)
         return partial(_resolve, left)
 
 
@@ -422,15 +422,15 @@ class _Pause:
     """
 
     def __init__(self) -> None:
-        self._rested = time.perf_counter()
+        self._yielded_at = time.perf_counter()
 
     def if_due(self) -> None:
         """Release the GIL if the slice (``slice_s()``) is over."""
-        if time.perf_counter() - self._rested > slice_s():
+        if time.perf_counter() - self._yielded_at > slice_s():
             if (deadline := _deadline.get()) is not None:
                 deadline.check(f"{_work.name}()")
-            rest()
-            self._rested = time.perf_counter()
+            yield_gil()
+            self._yielded_at = time.perf_counter()
 
 
 def run_sliced(steps: Steps[T]) -> T:
@@ -463,7 +463,7 @@ def gathered(items: Iterable[T], every: int = 32) -> list[T]:
     return run_sliced(collected(items, every))
 
 
-def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
+def yielding_gil(items: Iterable[T], every: int = 32) -> Iterator[T]:
     """Iterate in a worker thread, in slices of time. The clock is read after each ``every`` items, because a pause
     costs about as much as some hundred of them."""
     pause = _Pause()
@@ -473,27 +473,27 @@ def politely(items: Iterable[T], every: int = 32) -> Iterator[T]:
             pause.if_due()
 
 
-class _Shrinks(Protocol):
+class _Emptied(Protocol):
     def __len__(self) -> int: ...
 
     def popitem(self) -> object: ...
 
 
-def let_go(*containers: _Shrinks | list[Any]) -> None:
+def clear_gradually(*containers: _Emptied | list[Any]) -> None:
     """In a worker thread: empty them bit by bit. Freed all at once, 10,000 records hold the GIL for milliseconds."""
     for container in containers:
         drop = container.pop if isinstance(container, list) else container.popitem
-        for some in politely(chunked(range(len(container)), 32), 1):
+        for some in yielding_gil(chunked(range(len(container)), 32), 1):
             for _ in some:
                 drop()
 
 
 @dataclass(slots=True)
-class _Item:
-    """Work for a thread. ``left`` is called by the thread when it has dropped ``work`` and all that it refers to."""
+class _WorkItem:
+    """Work for a thread. ``dropped`` is called by the thread when it has dropped ``work`` and all that it refers to."""
 
     work: Callable[[], None] | None
-    left: Callable[[], object]
+    dropped: Callable[[], object]
 
 
 def _nothing() -> None:
@@ -501,12 +501,12 @@ def _nothing() -> None:
 
 
 def _resolve(left: Future[None]) -> None:
-    """Mark ``left`` as done, once. ``Future.cancel`` would not wake ``concurrent.futures.wait``."""
+    """Mark ``dropped`` as done, once. ``Future.cancel`` would not wake ``concurrent.futures.wait``."""
     with suppress(InvalidStateError):
         left.set_result(None)
 
 
-def _serve(work: queue.SimpleQueue[_Item | None], idle: queue.SimpleQueue[None]) -> None:
+def _serve(work: queue.SimpleQueue[_WorkItem | None], idle: queue.SimpleQueue[None]) -> None:
     while True:
         item = work.get()
         if item is None:
@@ -515,7 +515,7 @@ def _serve(work: queue.SimpleQueue[_Item | None], idle: queue.SimpleQueue[None])
         if item.work is not None:
             item.work()
         item.work = None
-        item.left()
+        item.dropped()
         del item  # an idle thread keeps nothing alive
         idle.put(None)
 
@@ -549,7 +549,7 @@ def release_in_background(work: Callable[[], object], name: str) -> Future[objec
     return release
 
 
-def look_for_abandoned() -> None:
+def end_abandoned() -> None:
     """End, in the background, the operations that were in flight on event loops that have ended. Costs nothing if there
     are none. Does nothing once the interpreter ends: ``_end_work`` then releases them in the main thread."""
     if _ending:
@@ -562,7 +562,7 @@ def look_for_abandoned() -> None:
 
 
 _stops: weakref.WeakSet[Stop] = weakref.WeakSet()
-_calling_torch: set[Future[Any]] = set()
+_torch_work: set[Future[Any]] = set()
 _releases: set[Future[Any]] = set()
 _ending = False
 _RELEASES_S = 5.0
@@ -585,7 +585,7 @@ def _end_work() -> None:
     _ending = True
     for stop in _all_stops():
         stop.set()
-    _wait_for_all(_calling_torch, _LEAVING_S)
+    _wait_for_all(_torch_work, _TORCH_WORK_S)
     _wait_for_all(_releases, _RELEASES_S)
     for home, reason in take_abandoned(at_exit=True):
         home.release(reason, _RELEASES_S)
@@ -636,7 +636,7 @@ def _forget_after_fork() -> None:
     global _shared, _reading, _shared_lock, _stops
     _shared, _reading, _shared_lock = None, None, threading.Lock()
     _stops = weakref.WeakSet()  # those of the parent may be locked, and their threads are not here
-    _calling_torch.clear()
+    _torch_work.clear()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

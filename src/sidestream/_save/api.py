@@ -14,9 +14,9 @@ from .._group import GroupChoice, Member, Operation, deadline_of, group_of
 from .._layout.metadata import encode_metadata
 from .._layout.save_layout import SavePlan, plan_save
 from .._layout.values import copy_value
-from .._runtime.caller import by_caller
+from .._runtime.caller import in_calling_thread
 from .._runtime.public import public
-from .._runtime.tasks import finish, running_loop
+from .._runtime.tasks import run_shielded, running_loop
 from .._runtime.threads import Deadline, run_sliced
 from .._staging import AsyncStager, Captured, PlanCache, capture
 from .._storage import FileSource, Location, check_sources, locate_directory
@@ -121,8 +121,8 @@ async def completed(pending: PendingSave) -> SaveInfo:
         for one in pending.exports:
             one.cancel()
         pending.cancel()
-        await finish(pending.ended)
-        await finish(partial(all_ended, pending.exports))
+        await run_shielded(pending.ended)
+        await run_shielded(partial(all_ended, pending.exports))
         raise
     return replace(info, exports=tuple(one.report_or_error() for one in pending.exports))
 
@@ -206,7 +206,7 @@ def start_together(start: Callable[[Operation], SaveWork], operation: Operation,
         return FailedSave(operation, url, error)
 
 
-@by_caller
+@in_calling_thread
 def start_save(
     state: Mapping[str, Any],
     location: Location,

@@ -133,7 +133,7 @@ class Group:
         receipts = [receipt for receipt, _ in received]
         await check_shared(order, receipts)
         files = await threads.run(layout.files, receipts)
-        if not await operation.seal():
+        if not await operation.make_irrevocable():
             raise Stopped
         times = [seconds for _, seconds in received]
         self._reply = self._answer(receipts, times)
@@ -144,7 +144,7 @@ class Group:
         except asyncio.CancelledError:
             if transaction.outcome != "committed":
                 raise
-            operation.went_on = True
+            operation.step_completed = True
             operation.answer("commit", self._answer(receipts, times))
             raise
         order.lifecycle.mark("committed")
@@ -163,7 +163,7 @@ class Group:
     async def fail(self, error: BaseException) -> Committed:
         """Raise what all ranks raise; return only if the checkpoint turns out to be there."""
         operation, order = self._operation, self._order
-        if operation.went_on or (isinstance(error, NotDurableError) and order.outcome == "committed"):
+        if operation.step_completed or (isinstance(error, NotDurableError) and order.outcome == "committed"):
             order.transaction.outcome = "committed"
             operation.close()
             raise error
@@ -260,12 +260,12 @@ class Group:
         if operation.step != "commit":
             return
         transaction = self._order.transaction
-        from .._storage.clients.io_loop import Call  # imports fsspec
+        from .._storage.clients.io_loop import LoopCall  # imports fsspec
 
         wait([operation.verdict], min(operation.deadline.remaining_s(), _READ_BACK_S))
         transaction.outcome = "unknown"
         with time_limit(Deadline.after(_READ_BACK_S)):
-            seen = Call(self._seen).result("reading back")
+            seen = LoopCall(self._seen).result("reading back")
         if seen == "committed" or operation.verdict.done():
             transaction.outcome = seen
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from .._runtime.tasks import finish
+from .._runtime.tasks import run_shielded
 from .._runtime.threads import io_threads, time_limit
 from .._storage import Outcome
 from ..errors import SaveAbortedError, StorageNotSharedError
@@ -238,11 +238,11 @@ class SaveOperation:
             committed = await coordinator.commit(receipt, self.layout)
             lifecycle.mark("committed")
             if self.order.transaction.attempt.kind == "replacement":
-                await finish(self.order.transaction.remove_replaced)
+                await run_shielded(self.order.transaction.remove_replaced)
         except BaseException as error:
             committed = await coordinator.fail(error)
         finally:
-            await finish(self.writer.release)
+            await run_shielded(self.writer.release)
         coordinator.close()
         return committed
 
@@ -258,7 +258,7 @@ class SaveOperation:
                 with suppress(Exception):
                     await self.writer.ended()
 
-            await finish(ended)
+            await run_shielded(ended)
             raise
 
     def abandon(self) -> None:

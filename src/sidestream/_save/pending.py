@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from .._runtime.abandoned import watch
+from .._runtime.abandoned import register
 from .._runtime.display import Displayed, Table, readable_bytes
 from .._runtime.public import public
 from .._runtime.tasks import supervise
-from .._runtime.threads import look_for_abandoned, release_in_background
+from .._runtime.threads import end_abandoned, release_in_background
 from .._storage import Outcome
 from ..errors import SaveAbortedError, SkippedError, printable_lines
 from ..options import Durability
@@ -112,7 +112,7 @@ class PendingSave(Displayed):
         loop = asyncio.get_running_loop()
         self._work = work
         self._exports = exports
-        self._heard = False
+        self._retrieved = False
         self._cancelling = False
         self._result: asyncio.Future[SaveInfo] = loop.create_future()
         self._staged: asyncio.Future[None] = loop.create_future()
@@ -120,7 +120,7 @@ class PendingSave(Displayed):
         self._settled = False
         self._cut_off = False
         self._leaving: Future[Any] | None = None
-        self._watch = watch(_Unfinished(self))
+        self._registration = register(_Unfinished(self))
         self._task = supervise(self._run(), f"sidestream save {work.url}")
         self._task.add_done_callback(self._settle)
 
@@ -166,16 +166,16 @@ class PendingSave(Displayed):
         return self._work.progress
 
     @property
-    def unheard(self) -> BaseException | None:
+    def unretrieved(self) -> BaseException | None:
         """The error that this save ended with, if nobody has awaited it. To be skipped by a policy is none."""
-        if self._heard or not self._result.done() or self._result.cancelled():
+        if self._retrieved or not self._result.done() or self._result.cancelled():
             return None
         error = self._result.exception()
         return None if isinstance(error, SkippedError) else error
 
-    def hear(self) -> None:
+    def mark_retrieved(self) -> None:
         """The error has been told to somebody by other means."""
-        self._heard = True
+        self._retrieved = True
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the loop once ``done()``."""
@@ -183,7 +183,7 @@ class PendingSave(Displayed):
 
     def done(self) -> bool:
         """Whether the save has ended, one way or the other, and has nothing left to clean up."""
-        look_for_abandoned()
+        end_abandoned()
         return self._settled if self._leaving is None else self._leaving.done()
 
     def cancel(self) -> bool:
@@ -205,7 +205,7 @@ class PendingSave(Displayed):
         try:
             return (yield from asyncio.shield(self._result).__await__())
         finally:
-            self._heard = self._heard or self._result.done()
+            self._retrieved = self._retrieved or self._result.done()
 
     async def _run(self) -> None:
         """The edge of the background: everything ends in the two futures."""
@@ -230,7 +230,7 @@ class PendingSave(Displayed):
 
     def _end(self) -> None:
         self._settled = True
-        self._watch.end()
+        self._registration.end()
         for export in self._exports:  # also of a save that never began
             export.saved(self._work.outcome)
 
@@ -279,12 +279,12 @@ class PendingSave(Displayed):
         with suppress(RuntimeError, asyncio.InvalidStateError):
             self._staged.set_result(None)
         self._result.done() and self._result.exception()
-        self._heard = self._settled = True
+        self._retrieved = self._settled = True
         if self._leaving is not None and not self._leaving.done():
             self._leaving.set_result(None)
 
     def __del__(self) -> None:
-        error = self.unheard if hasattr(self, "_task") else None
+        error = self.unretrieved if hasattr(self, "_task") else None
         if error is not None:
             text = printable_lines(f"{type(error).__name__}: {error}")
             _log.error("saving %s failed, and the error was not retrieved: %s", self.url, text)

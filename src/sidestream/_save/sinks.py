@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from .._runtime.public import public
-from .._runtime.tasks import finish, supervise
+from .._runtime.tasks import run_shielded, supervise
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from .._staging import SnapshotReader, clean
 from .._storage import Location, Outcome
@@ -161,7 +161,7 @@ class PendingExport:
                 with time_limit(order.deadline):
                     return await self._sink.finish(await _read_in_thread(self._sink, snapshot))
             except (Exception, asyncio.CancelledError) as error:
-                await finish(partial(self._sink.undo, error))
+                await run_shielded(partial(self._sink.undo, error))
                 if not isinstance(error, SnapshotLostError):
                     raise
         if await asyncio.shield(self._saved) != "committed":

@@ -16,8 +16,8 @@ from inspect import iscoroutinefunction
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from .._runtime.caller import withdrawn_with_caller
-from .._runtime.state_dict_calls import Found, ask, in_order, key_order
+from .._runtime.caller import withdraw_if_interrupted
+from .._runtime.state_dict_calls import FoundObject, call_state_dict, in_order, key_order
 from .._runtime.threads import Deadline, Stop, Threads, release_in_background, result_of, time_limit
 from .._runtime.torch_probes import Stateful
 from .._staging import AsyncStager, Staging
@@ -138,7 +138,7 @@ class LiveWriter:
             stage.launch()
             self._launched = True
             order.lifecycle.started()  # before the writing thread can report a plan
-            withdrawn_with_caller(self)
+            withdraw_if_interrupted(self)
             launch.succeeded.put(True)
             stage.settle()
         except BaseException:  # also of a signal
@@ -267,9 +267,9 @@ class FirstCopy:
         if not isinstance(state, Mapping):
             raise InvalidOptionError(f"state is a mapping, not a {type(state).__name__}")
         objects = in_order(
-            Found((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
+            FoundObject((key_order(key),), str(key), one) for key, one in state.items() if isinstance(one, Stateful)
         )
-        answers = {id(one.instance): ask(one) for one in objects}
+        answers = {id(one.instance): call_state_dict(one) for one in objects}
         self._stager: Any = stager
         self._copy: Any = stager.stage({key: answers.get(id(item), item) for key, item in state.items()})
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease
+from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing
 from .captured import Captured, capture
 from .composite import Composite, Sharding
 from .device import DeviceEngine, StageMode
 from .driver import CudaDriver, Driver, TorchDriver
-from .fill import Filler, Piece
+from .fill import Filler, FillPiece
 from .future import StagingFuture
 from .host import HostEngine, memory_behind, move, raw_start
 from .image import Copy, ImageLayout, StagedImage
@@ -19,6 +19,7 @@ from .tree import StagedState
 
 __all__ = [
     "PAGE_BYTES",
+    "Allocation",
     "Arena",
     "ArenaStatistics",
     "AsyncStager",
@@ -29,11 +30,10 @@ __all__ = [
     "CudaDriver",
     "DeviceEngine",
     "Driver",
+    "FillPiece",
     "Filler",
     "HostEngine",
     "ImageLayout",
-    "Lease",
-    "Piece",
     "PlanCache",
     "Sharding",
     "SnapshotReader",

@@ -32,7 +32,7 @@ from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhaustedError, ClosedError, DeadlineExceededError
 from .registration import Fate, Pinner, Registration, give_back, register, settle
 
-__all__ = ["PAGE_BYTES", "Arena", "ArenaStatistics", "Backing", "Lease", "SharedMemory", "whole_pages"]
+__all__ = ["PAGE_BYTES", "Allocation", "Arena", "ArenaStatistics", "Backing", "SharedMemory", "whole_pages"]
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
@@ -119,7 +119,7 @@ class _Segment:
         return self.free == [(0, self.nbytes)]
 
 
-class Lease:
+class Allocation:
     """``nbytes`` of page-aligned host memory. Its holder has to ``release()`` it; what is referenced stays valid."""
 
     __slots__ = ("__weakref__", "_arena", "_array", "_memory", "nbytes", "start")
@@ -196,11 +196,11 @@ class Arena:
         coming: Callable[[], Iterable[int]] = tuple,
         at_once: bool = False,
         spare_offers: bool = False,
-    ) -> Lease:
+    ) -> Allocation:
         """Wait for ``nbytes`` (rounded up to pages) and return them with undefined contents. Blocks: not for the loop.
         ``coming()`` returns the sizes of the leases that follow. If memory has to be mapped, memory for some of them is
         mapped too, and memory that they need is not used. ``at_once``: wait only for memory that is being unregistered.
-        With ``spare_offers`` nothing is taken back that was only offered (``Lease.offer``).
+        With ``spare_offers`` nothing is taken back that was only offered (``Allocation.offer``).
 
         Raises ``ArenaExhaustedError`` at once if they can never fit the budget, and when ``deadline`` passes;
         ``ClosedError`` when ``stop`` is set or the arena is closed meanwhile.
@@ -217,7 +217,7 @@ class Arena:
         array = (ctypes.c_char * size).from_buffer(segment.memory, start)
         back = (segment, start, start + size)
         weakref.finalize(array, self._give_back, self._returned, self._closed, self._pid, back).atexit = False
-        return Lease(self, segment.memory, start, array, nbytes)
+        return Allocation(self, segment.memory, start, array, nbytes)
 
     def share(self) -> None:
         """From here on lease memory that another process can be handed; what is private is dropped as it falls free.
@@ -228,7 +228,7 @@ class Arena:
         return [s.memory for s in list(self._segments) if s.memory.descriptor is not None]  # type: ignore[misc]
 
     def take_offer(self, take_back: Callable[[], None], *, by_sink: bool) -> Callable[[], None]:
-        """See ``Lease.offer``."""
+        """See ``Allocation.offer``."""
         key, offers = object(), self._sink_offers if by_sink else self._offers
         offers[key] = take_back
         if self._waiters:

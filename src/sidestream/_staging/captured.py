@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._runtime.state_dict_calls import LEAVES, asked_in_order
+from .._runtime.state_dict_calls import LEAVES, state_dicts_in_order
 from .._runtime.torch_probes import Stateful, attributes_of, has_shards, storage_key, with_attributes
 from ..errors import InvalidOptionError, UnsafeObjectError
 from .composite import Composite, dismantle, settled
@@ -79,7 +79,7 @@ class _Walk:
         self.sharded = False
         self._convert = convert
         self._answers: dict[int, tuple[Any, Any]] = {}
-        self._asking = asked_in_order(state, _contents, self._answers)
+        self._asking = state_dicts_in_order(state, _contents, self._answers)
 
     def mapping(self, value: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
         if _PLAIN_TENSORS.issuperset(map(type, value.values())) and not any(map(attributes_of, value.values())):

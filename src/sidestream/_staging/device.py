@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from .._runtime.rate import Pace
-from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, politely
+from .._runtime.rate import RateLimiter
+from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, yielding_gil
 from .._runtime.torch_probes import extent_bytes, lazy_bits, neg_view, storage_key
 from ..errors import (
     ArenaExhaustedError,
@@ -28,7 +28,7 @@ from ..errors import (
     InvalidOptionError,
     SidestreamError,
 )
-from .arena import Lease
+from .arena import Allocation
 from .captured import named
 from .driver import Driver
 from .host import HostEngine, check_extent, elements_of, move, pieces_in, raw_start, rows_with
@@ -86,7 +86,7 @@ class _Side:
     clones: dict[int, torch.Tensor]
     lazily: bool
     """Whether sources are still read after the call."""
-    small: Lease | None = None
+    small: Allocation | None = None
     begun: bool = False
     since_gap: int = 0
     last: Any = None
@@ -138,14 +138,14 @@ class DeviceStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DevicePart:
     """What one device contributes to one image: done when ``end`` has passed and ``scatter`` is in place."""
 
     stage: DeviceStage
     side: _Side
     end: Any
     scatter: tuple[Copy, ...]
-    lease: Lease
+    lease: Allocation
 
 
 class DeviceEngine:
@@ -328,13 +328,15 @@ class DeviceEngine:
             self.driver.enter(device)
         return device
 
-    def lease_scratch(self, stage: DeviceStage, lease: Callable[[int], Lease]) -> None:
+    def lease_scratch(self, stage: DeviceStage, lease: Callable[[int], Allocation]) -> None:
         """Take host memory for the small tensors, before any other memory of this stage is taken."""
         for side in stage.sides.values():
             if side.scratch:
                 side.small = lease(side.scratch_bytes)
 
-    def issue(self, stage: DeviceStage, copies: Iterable[Copy], lease: Lease, *, pace: Pace, stop: Stop) -> list[Part]:
+    def issue(
+        self, stage: DeviceStage, copies: Iterable[Copy], lease: Allocation, *, pace: RateLimiter, stop: Stop
+    ) -> list[DevicePart]:
         """Enqueue ``copies`` into ``lease``. Every part that is returned has to be given to ``watch`` or ``land``.
 
         When this raises, nothing writes into ``lease``.
@@ -342,7 +344,7 @@ class DeviceEngine:
         by_device: dict[Hashable, list[Copy]] = {}
         for copy in copies:
             by_device.setdefault(self.driver.device_of(copy.source), []).append(copy)
-        parts: list[Part] = []
+        parts: list[DevicePart] = []
         try:
             for device, mine in by_device.items():
                 with failing(f"while enqueueing copies from {device}", stage.names):
@@ -356,8 +358,8 @@ class DeviceEngine:
         return parts
 
     def _issue_side(
-        self, stage: DeviceStage, device: Hashable, copies: list[Copy], lease: Lease, pace: Pace, stop: Stop
-    ) -> Part:
+        self, stage: DeviceStage, device: Hashable, copies: list[Copy], lease: Allocation, pace: RateLimiter, stop: Stop
+    ) -> DevicePart:
         side = stage.sides[device]
         chunk_bytes = self._chunk_bytes or _chunk_bytes(sum(copy.nbytes for copy in copies))
         scatter = []
@@ -379,10 +381,17 @@ class DeviceEngine:
                         for piece in pieces:
                             self._copy(side, self._source(side, piece), lease, piece.offset, chunk_bytes, pace, stop)
         side.last = self.driver.record(side.stream)
-        return Part(stage, side, side.last, tuple(scatter), lease)
+        return DevicePart(stage, side, side.last, tuple(scatter), lease)
 
     def _copy(
-        self, side: _Side, raw: torch.Tensor, lease: Lease, offset: int, chunk_bytes: int, pace: Pace, stop: Stop
+        self,
+        side: _Side,
+        raw: torch.Tensor,
+        lease: Allocation,
+        offset: int,
+        chunk_bytes: int,
+        pace: RateLimiter,
+        stop: Stop,
     ) -> None:
         for start in range(0, raw.nbytes, chunk_bytes):
             size = min(chunk_bytes, raw.nbytes - start)
@@ -413,7 +422,7 @@ class DeviceEngine:
 
     # --- one thread per device ---
 
-    def watch(self, part: Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
+    def watch(self, part: DevicePart, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
         """Call ``done``, in the device's thread, when everything of ``part`` is in host memory, or with the error."""
         try:
             self._waiter(part.side.device).submit(self.land, part, stop, done)
@@ -445,19 +454,19 @@ class DeviceEngine:
             error = translated(failure, "while waiting for the copies on it", stage.names)
         done(error)
 
-    def land(self, part: Part, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
+    def land(self, part: DevicePart, stop: Stop, done: Callable[[BaseException | None], None]) -> None:
         """What ``watch`` does, in the calling thread."""
         error: BaseException | None = None
         try:
             self.driver.enter(part.side.device)
             self.driver.synchronize(part.end)
-            for copy in politely(part.scatter, _EVERY):
+            for copy in yielding_gil(part.scatter, _EVERY):
                 self._scatter(part, copy, stop)
         except BaseException as failure:
             error = translated(failure, f"while waiting for copies from {part.side.device}", part.stage.names)
         done(error)
 
-    def _scatter(self, part: Part, copy: Copy, stop: Stop) -> None:
+    def _scatter(self, part: DevicePart, copy: Copy, stop: Stop) -> None:
         small = part.side.small
         assert small is not None
         at, nbytes = part.side.slots[storage_key(copy.source)]
@@ -545,5 +554,5 @@ def _replica(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
     return neg_view(view) if tensor.is_neg() else view
 
 
-def _host(lease: Lease, start: int, nbytes: int) -> torch.Tensor:
+def _host(lease: Allocation, start: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(lease.array, dtype=torch.uint8, count=nbytes, offset=start)

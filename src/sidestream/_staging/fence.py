@@ -52,7 +52,7 @@ def hold_back(stagings: Sequence[Staging[Any]], engine: DeviceEngine | None, dea
         if staging.device is not None and engine is not None:
             engine.check_fence(staging.device)
     for staging in stagings:
-        staging.pace.hurry()
+        staging.pace.lift_limit()
     for staging in stagings:
         if staging.reads_later:
             wait([staging.issued], deadline.remaining_s())

@@ -11,8 +11,8 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from .._runtime.rate import Pace
-from .._runtime.threads import Stop, TorchThreads, politely
+from .._runtime.rate import RateLimiter
+from .._runtime.threads import Stop, TorchThreads, yielding_gil
 from .._runtime.torch_probes import convert_all, extent_bytes, lazy_bits
 from ..errors import UnsupportedTensorError
 from .image import Copy
@@ -44,7 +44,7 @@ class HostEngine:
         self._helper_count = count - 1
 
     def fill(
-        self, copies: Sequence[Copy], base: int, *, advance: Callable[[int], None], pace: Pace, stop: Stop
+        self, copies: Sequence[Copy], base: int, *, advance: Callable[[int], None], pace: RateLimiter, stop: Stop
     ) -> None:
         """Make all ``copies`` into the memory at address ``base``; ``advance`` is told up to which offset it is filled.
 
@@ -69,8 +69,8 @@ class HostEngine:
         if self._helpers is not None:
             self._helpers.close()
 
-    def _work(self, crew: _Crew, base: int, pace: Pace, stop: Stop) -> None:
-        breath = politely(itertools.repeat(None), every=1)
+    def _work(self, crew: _Crew, base: int, pace: RateLimiter, stop: Stop) -> None:
+        breath = yielding_gil(itertools.repeat(None), every=1)
         while (index := crew.take()) is not None:
             try:
                 stop.check()

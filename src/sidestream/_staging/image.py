@@ -11,7 +11,7 @@ import torch
 
 from .._runtime.threads import Deadline, Stop
 from ..errors import ArenaExhaustedError, ClosedError, SidestreamError, SnapshotLostError
-from .arena import Lease
+from .arena import Allocation
 
 __all__ = ["Copy", "ImageLayout", "StagedImage"]
 
@@ -54,7 +54,7 @@ class StagedImage:
         self._withdraw: Callable[[], None] | None = None  # the offer
         self._taken = False
         self._changed = threading.Condition()
-        self._lease: Lease | None = None
+        self._lease: Allocation | None = None
         self._filled = -1
         self._wanted = 0  # the reader waits for so many bytes
         self._error: BaseException | None = None
@@ -63,7 +63,7 @@ class StagedImage:
 
     # --- the stager's side ---
 
-    def begin(self, lease: Lease) -> None:
+    def begin(self, lease: Allocation) -> None:
         """Take over ``lease``, into which one writer writes from now on until its ``finish()``."""
         with self._changed:
             self._lease = lease
@@ -137,7 +137,7 @@ class StagedImage:
         """How much of it is in memory, as far as is known."""
         return max(self._filled, 0)
 
-    def lease(self) -> Lease:
+    def lease(self) -> Allocation:
         """The memory itself, for whoever takes it over when the stage has ended."""
         if self._lease is None:
             raise ClosedError("this image has no memory")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from .._runtime.rate import Pace
+from .._runtime.rate import RateLimiter
 from .._runtime.threads import Deadline, Stop
 from ..errors import ClosedError, DeadlineExceededError, SidestreamError, SkippedError, without_frames
 from .captured import Captured
@@ -45,7 +45,7 @@ class Staging(Generic[P]):
         self,
         captured: Captured,
         deadline: Deadline,
-        pace: Pace,
+        pace: RateLimiter,
         *,
         device: DeviceStage | None,
         host: bool,
@@ -220,7 +220,7 @@ class Staging(Generic[P]):
 
     def release(self) -> None:
         """Stop what is still being copied, and give the memory back once nothing writes into it. Idempotent."""
-        self.copied.hear()
+        self.copied.mark_retrieved()
         with self._lock:
             self._released = True
         self._give_up()

@@ -22,8 +22,8 @@ import torch
 
 from .._runtime.gil import give_turns
 from .._runtime.public import public
-from .._runtime.rate import Pace
-from .._runtime.tasks import finish, running_loop
+from .._runtime.rate import RateLimiter
+from .._runtime.tasks import run_shielded, running_loop
 from .._runtime.threads import Deadline, Stop, Threads, TorchThreads, time_limit
 from ..errors import (
     ArenaExhaustedError,
@@ -36,19 +36,19 @@ from ..errors import (
     SkippedError,
 )
 from ..options import WhenFull, check_choice, check_count, check_timeout
-from .arena import PAGE_BYTES, Arena, ArenaStatistics, Backing, Lease, SharedMemory, whole_pages
+from .arena import PAGE_BYTES, Allocation, Arena, ArenaStatistics, Backing, SharedMemory, whole_pages
 from .captured import Captured, capture
 from .device import DeviceEngine, StageMode, failing
 from .driver import Driver, driver_for
 from .fence import Forecast, guard, hold_back
-from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, Piece, check_sources, pieces_of
+from .fill import BATCH_BYTES, FIRST_BATCH_BYTES, Filler, FillPiece, check_sources, pieces_of
 from .future import Copied, StagingFuture, raise_first
 from .host import HostEngine
 from .image import Copy, ImageLayout, StagedImage
-from .ledger import Ledger, raise_all
 from .plans import PlanCache
 from .stage import Laid, Staging, clean, given_up
 from .tree import StagedState, StagePlan, plan_stage
+from .unretrieved import UnretrievedErrors, raise_all
 
 __all__ = ["AsyncStager"]
 
@@ -117,7 +117,7 @@ class AsyncStager:
         self._threads = TorchThreads("sidestream-stage", 1)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._ledger = Ledger()
+        self._unretrieved = UnretrievedErrors()
         self._stagings: list[Staging[Any]] = []
         self._read: list[Staging[Any]] = []  # those that further readers read
         self._closed = False
@@ -147,8 +147,10 @@ class AsyncStager:
         self._check_process()
         stagings = self._in_flight()
         for staging in stagings:
-            staging.pace.hurry()
-        return Copied([one for one in self._ledger.unheard() if one.done()] + [staging.free for staging in stagings])
+            staging.pace.lift_limit()
+        return Copied(
+            [one for one in self._unretrieved.unretrieved() if one.done()] + [staging.free for staging in stagings]
+        )
 
     def fence(self, timeout_s: float | None = None) -> None:
         """What the caller does next, on the host or on its current streams, comes after the reading of the sources.
@@ -163,7 +165,7 @@ class AsyncStager:
         for staging in stagings:
             self._forecast.fenced(staging)
         hold_back(stagings, self._device, deadline)
-        raise_first(self._ledger.unheard())
+        raise_first(self._unretrieved.unretrieved())
 
     def guard(self, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Call ``fence()`` before each ``optimizer.step()``; None: before each step of any optimizer, which is what
@@ -191,7 +193,7 @@ class AsyncStager:
         warmed: StagingFuture[None] = StagingFuture()
         nbytes = min(nbytes, self.budget_bytes)
         self._threads.submit(self._warm, warmed, nbytes, on_device[:1], Deadline.after(self._timeout_s))
-        self._ledger.track(warmed)
+        self._unretrieved.track(warmed)
         return warmed
 
     def trim(self) -> None:
@@ -245,7 +247,7 @@ class AsyncStager:
         staging = self._launch(
             captured, lay_out, deadline, wait_streams, lambda _: None, filler=filler, readers=readers
         )
-        self._ledger.track(staging.copied)
+        self._unretrieved.track(staging.copied)
         return staging
 
     def launch_state(
@@ -267,7 +269,7 @@ class AsyncStager:
             lambda staging: _deliver(staging, future),
             outcome=future,
         )
-        self._ledger.track(future)
+        self._unretrieved.track(future)
         self.settle(staging)
         return staging, future
 
@@ -276,7 +278,7 @@ class AsyncStager:
         blocks for that, for memory if there is none, and no longer than the stage's deadline."""
         if self._mode == "eager" and staging.host:
             for earlier in self._in_flight():
-                earlier.pace.hurry()
+                earlier.pace.lift_limit()
             wait([staging.issued], staging.deadline.remaining_s())
 
     # --- DCP's AsyncStager protocol ---
@@ -298,8 +300,8 @@ class AsyncStager:
         if os.getpid() != self._pid:
             return
         self._closed = True
-        ended = self._ledger.wait(deadline.remaining_s())
-        stages = self._ledger.unheard()
+        ended = self._unretrieved.wait(deadline.remaining_s())
+        stages = self._unretrieved.unretrieved()
         self._shut_down(deadline)
         if not ended:
             raise self._not_ended()
@@ -321,13 +323,13 @@ class AsyncStager:
         grace = Deadline.after(_GRACE_S)
         try:
             async with asyncio.timeout(deadline.remaining_s()):
-                await self._ledger.settled()
+                await self._unretrieved.settled()
             grace = deadline
         except TimeoutError as error:
             raise self._not_ended() from error
         finally:
-            stages = self._ledger.unheard()
-            await finish(partial(self._shut_down_off_loop, grace))
+            stages = self._unretrieved.unretrieved()
+            await run_shielded(partial(self._shut_down_off_loop, grace))
         raise_all(stages)
 
     def _not_ended(self) -> DeadlineExceededError:
@@ -369,7 +371,7 @@ class AsyncStager:
         for staging in stagings:
             staging.stop.set()
         if stagings:
-            self._ledger.wait(_STOPPED_S)
+            self._unretrieved.wait(_STOPPED_S)
         left = self._in_flight()
         for staging in left:
             if staging.device is not None:
@@ -423,7 +425,7 @@ class AsyncStager:
             )
             captured.held.update(stage.held)
         host = len(on_device) < len(captured.tensors)
-        pace = Pace(self._bytes_per_second)
+        pace = RateLimiter(self._bytes_per_second)
         staging: Staging[P] = Staging(
             captured, deadline, pace, device=stage, host=host, outcome=outcome, readers=readers
         )
@@ -541,17 +543,17 @@ class AsyncStager:
             return
         sizes = deque([*scratch, *behind])
 
-        def lease(nbytes: int) -> Lease:
+        def lease(nbytes: int) -> Allocation:
             sizes.popleft()
             return self._lease(staging, nbytes, lambda: sizes)
 
         self._device.lease_scratch(staging.device, lease)
 
-    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[Piece]]:
+    def _begin(self, staging: Staging[Any], left: deque[_Image], batch: list[_Image]) -> list[list[FillPiece]]:
         """Move what is filled next from ``left`` to ``batch``, with memory: one image, or where somebody else fills
         them, as many as make it worth the asking and find memory without waiting. Returns with what, for each of those.
         """
-        pieces: list[list[Piece]] = []
+        pieces: list[list[FillPiece]] = []
         room = BATCH_BYTES if staging.images[0].whole else FIRST_BATCH_BYTES
         while left and (not batch or (pieces and room >= left[0][0].nbytes)):
             layout, image = left[0]
@@ -570,7 +572,7 @@ class AsyncStager:
             pieces.append(found)
         return pieces
 
-    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[Piece]]) -> None:
+    def _fill_elsewhere(self, staging: Staging[Any], batch: list[_Image], pieces: list[list[FillPiece]]) -> None:
         """Without the time of this process; what is left in ``batch`` then is not filled."""
         assert staging.filler is not None
         if not staging.filler.fill(list(chain.from_iterable(pieces)), deadline=staging.deadline, stop=staging.stop):
@@ -605,7 +607,7 @@ class AsyncStager:
 
     def _lease(
         self, staging: Staging[Any], nbytes: int, coming: Callable[[], Iterable[int]], *, at_once: bool = False
-    ) -> Lease:
+    ) -> Allocation:
         # What is free may be in pieces: policies that do not wait do not wait for the first image either.
         refuse = self._when_full in ("skip", "fail") and not staging.committed
         device = staging.device

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from .._format.marker import TAIL_BYTES, Marker, find_marker
 from .._runtime.marks import is_stuck
-from .._runtime.tasks import finish
+from .._runtime.tasks import run_shielded
 from .._runtime.threads import Deadline, Stop, Threads, time_limit
 from ..errors import (
     CheckpointExistsError,
@@ -210,7 +210,7 @@ class Transaction(ABC):
             OutcomeUnknownError: ``"unknown"``, because the read-back failed too. Nothing was deleted.
         """
         if not files:
-            await finish(self._send_without_id)
+            await run_shielded(self._send_without_id)
             return
         *others, (name, last) = files.items()
         for other, pieces in others:
@@ -263,7 +263,7 @@ class Transaction(ABC):
                 self._look = None  # which refers to this object
 
     async def _after_failure(self, name: str, tail: bytes, error: BaseException) -> Outcome:
-        await finish(lambda: self._read_back(name, tail, is_stuck(error)))
+        await run_shielded(lambda: self._read_back(name, tail, is_stuck(error)))
         return self.outcome
 
     async def _read_back(self, name: str, tail: bytes, stuck: bool) -> None:
@@ -282,12 +282,12 @@ class Transaction(ABC):
     def settle(self, *, stuck: bool) -> None:
         """Find out the outcome, and delete what an absent attempt wrote. Called in a thread, when no other code uses
         the transaction. ``stuck``: a thread is left behind in a system call. Raises what the storage raises."""
-        from .clients.io_loop import Call  # imports fsspec
+        from .clients.io_loop import LoopCall  # imports fsspec
 
         look = self._look
         if self.outcome == "unknown" and look is not None:
             with time_limit(Deadline.after(_READ_BACK_S)):
-                Call(lambda: look(stuck)).result("reading back the outcome of the commit")
+                LoopCall(lambda: look(stuck)).result("reading back the outcome of the commit")
             self._look = None  # which refers to this object
         if self.outcome == "absent":
             self.discard_here()
@@ -306,7 +306,7 @@ class Transaction(ABC):
                 if isinstance(error, SidestreamError):
                     error.about(left_behind=self.attempt.name)
 
-        await finish(discard)
+        await run_shielded(discard)
         if is_stuck(error):
             attempt = self.attempt.name
             if isinstance(error, SidestreamError):

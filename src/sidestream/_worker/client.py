@@ -16,8 +16,8 @@ from .._storage import Body, Store, Transaction
 from ..errors import InvalidOptionError, WriterProcessError
 from ..options import WriterChoice, WriterProcess, check_writer
 from .filling import LinkFiller
-from .job import Job, Order
-from .link import Handed, Link
+from .job import Job, JobOrder
+from .link import SharedSegment, WorkerLink
 from .process import available
 from .wire import Unsendable, pack
 
@@ -32,7 +32,7 @@ class Worker:
     def __init__(self, options: WriterProcess) -> None:
         self.options = options
         self._lock = threading.Lock()
-        self._link: Link | None = None
+        self._link: WorkerLink | None = None
         self._users = 0
 
     def start(self) -> Future[None]:
@@ -44,7 +44,7 @@ class Worker:
         stop = Stop()
         await io_threads().run(self._ready, stop, stop=stop)
 
-    async def hand(self, memories: Sequence[Handed]) -> None:
+    async def share(self, memories: Sequence[SharedSegment]) -> None:
         """Map ``memories`` there, so that no save has to, if it is up."""
         link = self._link
         if link is not None and link.up.done() and link.lost is None:
@@ -55,18 +55,18 @@ class Worker:
         link = self._link
         return LinkFiller(link) if link is not None and link.reads_memory and link.lost is None else None
 
-    def hold(self) -> None:
+    def acquire(self) -> None:
         """Somebody will come back: the process stays, once it was started, until as many have let go of it."""
         with self._lock:
             self._users += 1
             if self._link is not None:
-                self._link.use(1)
+                self._link.add_users(1)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         with self._lock:
             self._users -= 1
             if self._link is not None:
-                self._link.use(-1)
+                self._link.add_users(-1)
 
     @property
     def pid(self) -> int | None:
@@ -96,12 +96,12 @@ class Worker:
             return
         assert transaction.address is not None
         joined = replace(attempt, kind="joined")
-        order = Order(transaction.address, joined, url or attempt.target, current_deadline())
-        self.hold()  # or it might end between being up and being asked
+        order = JobOrder(transaction.address, joined, url or attempt.target, current_deadline())
+        self.acquire()  # or it might end between being up and being asked
         try:
             Job(order, files, stop).run(transaction, lambda: self._ready(stop), self.options.retries)
         finally:
-            self.let_go()
+            self.release()
 
     def _starts(self, stop: Stop) -> bool:
         try:
@@ -110,17 +110,17 @@ class Worker:
             return False
         return True
 
-    def _ready(self, stop: Stop) -> Link:
+    def _ready(self, stop: Stop) -> WorkerLink:
         """A process that is up. Raises ``WriterProcessError``, ``ClosedError``, ``DeadlineExceededError``."""
         link = self._current()
         result_of(link.up, stop, "starting the writer process")
         return link
 
-    def _current(self) -> Link:
+    def _current(self) -> WorkerLink:
         with self._lock:
             if self._link is None or self._link.lost is not None:
-                self._link = Link(self.options)
-                self._link.use(self._users)
+                self._link = WorkerLink(self.options)
+                self._link.add_users(self._users)
             return self._link
 
     def close(self) -> None:
@@ -136,10 +136,10 @@ class Worker:
             self._link.close_after_fork()
 
 
-def _hand(link: Link, memories: Sequence[Handed]) -> None:
+def _hand(link: WorkerLink, memories: Sequence[SharedSegment]) -> None:
     with suppress(WriterProcessError):  # the save that comes next starts another one
         for memory in memories:
-            link.hand(memory)
+            link.share(memory)
 
 
 def choose_worker(worker: WriterChoice, store: Store) -> tuple[Worker | None, bool]:

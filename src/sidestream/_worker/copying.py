@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 
-from .wire import PIECE, Kind
+from .wire import PIECE, WorkerMessageKind
 
 __all__ = ["Copier", "read_memory"]
 
@@ -66,7 +66,7 @@ class Copier:
     They are started here and now: before this process is made nicer than the trainer, which waits for what they do.
     """
 
-    def __init__(self, trainer: int, answer: Callable[[Kind, int, bytes], None]) -> None:
+    def __init__(self, trainer: int, answer: Callable[[WorkerMessageKind, int, bytes], None]) -> None:
         self._trainer = trainer
         self._answer = answer
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ class Copier:
         for thread in self._threads:
             thread.start()
 
-    def confine(self, processors: Iterable[int]) -> None:
+    def set_affinity(self, processors: Iterable[int]) -> None:
         """From now on run on these alone. Raises ``OSError``."""
         for thread in self._threads:
             if thread.native_id is not None:
@@ -96,7 +96,7 @@ class Copier:
             for done in range(0, nbytes, _CHUNK_BYTES):
                 chunks.append((address + done, target + done, min(_CHUNK_BYTES, nbytes - done)))
         if not chunks:
-            self._answer(Kind.FILLED, number, b"")
+            self._answer(WorkerMessageKind.FILLED, number, b"")
             return
         job = self._jobs[number] = _Job(number, len(chunks), tuple(used.values()))
         for chunk in chunks:
@@ -141,6 +141,6 @@ class Copier:
             if job.copying or (job.waiting and not job.stopped) or self._jobs.pop(job.number, None) is None:
                 return
         if job.stopped:
-            self._answer(Kind.UNFILLED, job.number, (job.error or "stopped").encode())
+            self._answer(WorkerMessageKind.UNFILLED, job.number, (job.error or "stopped").encode())
         else:
-            self._answer(Kind.FILLED, job.number, b"")
+            self._answer(WorkerMessageKind.FILLED, job.number, b"")

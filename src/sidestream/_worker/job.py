@@ -19,18 +19,18 @@ from .._storage import Attempt, Body, BytesBody, ShardBody, StoreAddress, Transa
 from ..errors import ClosedError, InvalidOptionError, SidestreamError, WriterProcessError, without_frames
 from ..events import WriterProcessLost, emit
 from .faults import unpack_error
-from .link import ACKNOWLEDGE_S, Handed, Link
-from .wire import Frame, Kind, pack
+from .link import ACKNOWLEDGE_S, SharedSegment, WorkerLink
+from .wire import WorkerMessage, WorkerMessageKind, pack
 from .work import READY, SUMS, UNUSED
 
-__all__ = ["Job", "Order"]
+__all__ = ["Job", "JobOrder"]
 
 
 class _Lease(Protocol):
     start: int
 
     @property
-    def shared(self) -> Handed | None: ...
+    def shared(self) -> SharedSegment | None: ...
 
     @property
     def array(self) -> Any: ...
@@ -39,7 +39,7 @@ class _Lease(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class JobOrder:
     """What is asked of a process, and of every one that takes its place."""
 
     address: StoreAddress
@@ -95,11 +95,11 @@ class _File:
         """The receipt has come."""
         self.sums, self.done = sums, True
         self.wrote(*range(self.windows))
-        self.let_go()
+        self.release()
         if isinstance(self.body, BytesBody):
             self.body = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         for withdraw in self.withdraw:
             withdraw()
         self.withdraw.clear()
@@ -111,20 +111,20 @@ class _File:
 class Job:
     """``files`` are taken one after the other, as the store would take them."""
 
-    def __init__(self, order: Order, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
+    def __init__(self, order: JobOrder, files: Iterable[tuple[str, Body]], stop: Stop) -> None:
         self._order = order
         self._source = iter(files)
         self._stop = stop
         self._files: list[_File] = []
 
-    def run(self, transaction: Transaction, link: Callable[[], Link], retries: int) -> None:
+    def run(self, transaction: Transaction, link: Callable[[], WorkerLink], retries: int) -> None:
         """Return when everything is written, synced and receipted. Blocks: for a thread of the save's own.
 
         Raises what writing raises in threads of this process, and ``WriterProcessError``. No process writes any more
         then, or reads memory whose lease has ended.
         """
         for lives in range(retries, -1, -1):
-            current: Link | None = None
+            current: WorkerLink | None = None
             try:
                 current = link()
                 _Exchange(self._order, self._stop, current).run(self._to_write())
@@ -179,7 +179,7 @@ def _settle(file: _File) -> None:
 class _Exchange:
     """One request to one process."""
 
-    def __init__(self, order: Order, stop: Stop, link: Link) -> None:
+    def __init__(self, order: JobOrder, stop: Stop, link: WorkerLink) -> None:
         self._order = order
         self._stop = stop
         self._link = link
@@ -192,7 +192,7 @@ class _Exchange:
         self._done = False
         self._number = 0
         self._asked = False
-        self._let_go = False
+        self._release = False
         self._sending = False
         self._halted_at: float | None = None
 
@@ -203,10 +203,10 @@ class _Exchange:
                 self._stop.check()
                 packed = self._order.packed()
                 self._asked = True
-                self._send(Kind.WRITE, packed)
+                self._send(WorkerMessageKind.WRITE, packed)
                 for file in files:
                     self._hand_over(file)
-                self._send(Kind.END, b"")
+                self._send(WorkerMessageKind.END, b"")
                 self._wait()
                 self._raise_end()
         except BaseException as error:
@@ -223,11 +223,11 @@ class _Exchange:
         if isinstance(body, ShardBody):
             said = pack([file.name, body.digest])
             packed = run_sliced(pack_layout(body.layout))
-            self._send(Kind.SHARD_FILE, _text(said) + packed)
+            self._send(WorkerMessageKind.SHARD_FILE, _text(said) + packed)
             self._hand_windows(file, index, body.images)
         else:
             assert isinstance(body, BytesBody)
-            self._send(Kind.BYTES_FILE, _text(file.name.encode()) + body.content)
+            self._send(WorkerMessageKind.BYTES_FILE, _text(file.name.encode()) + body.content)
 
     def _hand_windows(self, file: _File, index: int, images: Sequence[Any]) -> None:
         """As they become whole; of those that are there already the process is told at once."""
@@ -266,15 +266,15 @@ class _Exchange:
             for window, (_, lease, image) in found.items()
             if lease.shared is not None
         )
-        self._send(Kind.READY, b"".join(ready))
+        self._send(WorkerMessageKind.READY, b"".join(ready))
 
-    def _send(self, what: Kind | Handed, body: bytes = b"") -> None:
+    def _send(self, what: WorkerMessageKind | SharedSegment, body: bytes = b"") -> None:
         self._sending = True
         try:
-            if isinstance(what, Kind):
+            if isinstance(what, WorkerMessageKind):
                 self._link.send(what, self._number, body)
             else:
-                self._link.hand(what)
+                self._link.share(what)
         finally:
             self._sending = False
 
@@ -287,27 +287,27 @@ class _Exchange:
         return self._sending and time.monotonic() - ended_at > ACKNOWLEDGE_S
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return self._lost is not None or ((self._done or self._failure is not None) and not self._in_use)
 
-    def on_frame(self, frame: Frame) -> None:
+    def on_message(self, frame: WorkerMessage) -> None:
         with self._changed:
-            if frame.kind == Kind.UNUSED:
+            if frame.kind == WorkerMessageKind.UNUSED:
                 index, window = UNUSED.unpack(frame.body)
                 self._unused(self._sent[index], window, self._in_use.pop((index, window), None))
-            elif frame.kind == Kind.FILE_DONE:
+            elif frame.kind == WorkerMessageKind.FILE_DONE:
                 self._sent[SUMS.unpack_from(frame.body)[0]].finish(frame.body)
             else:
-                if frame.kind == Kind.DONE:
+                if frame.kind == WorkerMessageKind.DONE:
                     self._done = True
-                elif frame.kind == Kind.FAILED:
+                elif frame.kind == WorkerMessageKind.FAILED:
                     self._failure = unpack_error(frame.body)
                 self._changed.notify_all()  # not before: whoever waits for the end is not to be woken up in vain
-        if frame.kind == Kind.FAILED:
+        if frame.kind == WorkerMessageKind.FAILED:
             self._halt.set()
 
     def _unused(self, file: _File, window: int, used: Any) -> None:
-        if used is None or file.done or self._let_go or self._failure is not None:
+        if used is None or file.done or self._release or self._failure is not None:
             return  # there will be no second time
         file.wrote(window)
         _, lease, image = used
@@ -345,15 +345,15 @@ class _Exchange:
             self._link.withdraw(self._number)  # the process knows nothing of it, and would not answer
         elif not ended:
             try:
-                self._send(Kind.CANCEL, b"")
+                self._send(WorkerMessageKind.CANCEL, b"")
             except WriterProcessError:
                 pass
             else:
                 self._acknowledged()
         with self._changed:
-            self._let_go = True
+            self._release = True
             for file in self._sent:
-                file.let_go()
+                file.release()
         if isinstance(
             error, (ClosedError, WriterProcessError)
         ):  # what follows from an end that is known, not the end itself

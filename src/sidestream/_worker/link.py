@@ -18,9 +18,9 @@ from ..events import emit
 from ..options import WriterProcess
 from .faults import unpack_event
 from .process import spawn
-from .wire import Channel, Frame, Kind, pack, unpack
+from .wire import Channel, WorkerMessage, WorkerMessageKind, pack, unpack
 
-__all__ = ["ACKNOWLEDGE_S", "Handed", "Link", "Listener"]
+__all__ = ["ACKNOWLEDGE_S", "Listener", "SharedSegment", "WorkerLink"]
 
 ACKNOWLEDGE_S = 2.5
 """How long the process may take to let go of what was cancelled: with the time that it takes to kill and reap it, less
@@ -33,7 +33,7 @@ _REAP_S = 5.0
 _ENDED = "the writer process has ended"
 
 
-class Handed(Protocol):
+class SharedSegment(Protocol):
     """Memory that the process is handed."""
 
     @property
@@ -48,21 +48,21 @@ class Handed(Protocol):
 class Listener(Protocol):
     """Whoever made a request. Called in the thread of the link; must be quick."""
 
-    def on_frame(self, frame: Frame) -> None: ...
+    def on_message(self, frame: WorkerMessage) -> None: ...
 
     def on_lost(self, reason: str) -> None:
         """The process is gone: nothing of this request will be written any more."""
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether nothing more will be said about it."""
 
     @property
     def stuck(self) -> bool:
-        """Whether it should have ended, and sits in a call of ``send`` or ``hand`` that does not return."""
+        """Whether it should have ended, and sits in a call of ``send`` or ``share`` that does not return."""
 
 
-class Link:
+class WorkerLink:
     """One process. It is never used again once ``lost`` is set."""
 
     def __init__(self, options: WriterProcess) -> None:
@@ -79,8 +79,8 @@ class Link:
         self._numbers = 0
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._handed: set[int] = set()
-        self._handing = threading.Lock()
+        self._shared: set[int] = set()
+        self._sharing = threading.Lock()
         self._forgotten: deque[int] = deque()
         self._killed: str | None = None
         self._users = 0
@@ -109,20 +109,20 @@ class Link:
             self._requests.pop(number, None)
             self._used_at = time.monotonic()
 
-    def send(self, kind: Kind, number: int, body: bytes) -> None:
+    def send(self, kind: WorkerMessageKind, number: int, body: bytes) -> None:
         """Blocks while the process does not read. Raises ``WriterProcessError``, when it is gone."""
-        self._say(kind, number, body, None)
+        self._send(kind, number, body, None)
 
-    def hand(self, memory: Handed) -> None:
+    def share(self, memory: SharedSegment) -> None:
         """Make ``memory`` known to the process, once; it is forgotten there when it is gone here."""
-        with self._handing:
-            if memory.number in self._handed:
+        with self._sharing:
+            if memory.number in self._shared:
                 return
-            self._say(Kind.SEGMENT, memory.number, len(memory).to_bytes(8, "little"), memory.descriptor)
-            self._handed.add(memory.number)
+            self._send(WorkerMessageKind.SEGMENT, memory.number, len(memory).to_bytes(8, "little"), memory.descriptor)
+            self._shared.add(memory.number)
             weakref.finalize(memory, self._forgotten.append, memory.number).atexit = False
 
-    def _say(self, kind: Kind, number: int, body: bytes, descriptor: int | None) -> None:
+    def _send(self, kind: WorkerMessageKind, number: int, body: bytes, descriptor: int | None) -> None:
         channel = self._channel
         if channel is not None:
             try:
@@ -133,7 +133,7 @@ class Link:
                 self.end(_ENDED, _REAP_S)
         raise WriterProcessError(self.lost or _ENDED)
 
-    def use(self, users: int) -> None:
+    def add_users(self, users: int) -> None:
         """So many more (or fewer) owners that want it to stay."""
         with self._lock:
             self._users += users
@@ -150,9 +150,9 @@ class Link:
     def end(self, reason: str, timeout_s: float) -> None:
         """``kill``, and wait until it is gone, for so long at most."""
         self.kill(reason)
-        self.ended(timeout_s)
+        self.join(timeout_s)
 
-    def ended(self, timeout_s: float) -> bool:
+    def join(self, timeout_s: float) -> bool:
         """Wait until the process is gone and everybody has heard of it; False if that takes longer."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -175,7 +175,7 @@ class Link:
             self._channel = Channel(ours)
             options = self._options
             self._channel.send(
-                Kind.SETUP,
+                WorkerMessageKind.SETUP,
                 0,
                 pack({
                     "nice": options.nice,
@@ -198,7 +198,7 @@ class Link:
     def _listen(self) -> str:
         """Until the process is gone, silent, or not wanted any more; returns why."""
         assert self._channel is not None
-        self._channel.tick(_TICK_S)
+        self._channel.set_timeout(_TICK_S)
         started = time.monotonic()
         silent, gone = 0, False
         while True:
@@ -216,7 +216,7 @@ class Link:
                     return self._killed or _ENDED
                 silent = 0
                 for frame in frames:
-                    self._on_frame(frame)
+                    self._on_message(frame)
                 del frames
             if self._is_stuck():
                 return "the writer process did not take what it was sent, and was killed"
@@ -236,18 +236,18 @@ class Link:
         with self._lock:
             return any(listener.stuck for listener in self._requests.values())
 
-    def _on_frame(self, frame: Frame) -> None:
-        if frame.kind == Kind.UP:
+    def _on_message(self, frame: WorkerMessage) -> None:
+        if frame.kind == WorkerMessageKind.UP:
             self.reads_memory = unpack(frame.body)["reads_memory"]
             self.up.set_result(None)
-        elif frame.kind == Kind.EVENT:
+        elif frame.kind == WorkerMessageKind.EVENT:
             emit(unpack_event(frame.body))
         elif frame.number:
             with self._lock:
                 listener = self._requests.get(frame.number)
             if listener is not None:
-                listener.on_frame(frame)
-                if listener.over:
+                listener.on_message(frame)
+                if listener.finished:
                     with self._lock:
                         self._requests.pop(frame.number, None)
                         self._used_at = time.monotonic()
@@ -255,7 +255,7 @@ class Link:
     def _forget(self, channel: Channel) -> None:
         with suppress(IndexError):
             while True:
-                channel.send(Kind.FORGET, self._forgotten.popleft())
+                channel.send(WorkerMessageKind.FORGET, self._forgotten.popleft())
 
     def _idle(self) -> bool:
         with self._lock:

@@ -22,8 +22,8 @@ from ..events import Event, observe
 from ..options import Storage, StorePolicy
 from .copying import Copier, read_memory
 from .faults import pack_event
-from .wire import Channel, Frame, Kind, Outbox, pack, unpack
-from .work import READY, UNUSED, Rate, Request
+from .wire import Channel, Outbox, WorkerMessage, WorkerMessageKind, pack, unpack
+from .work import READY, UNUSED, Request, WriteRate
 
 __all__ = ["main"]
 
@@ -46,7 +46,7 @@ def main(descriptor: int, trainer: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        _Worker(channel, trainer).serve()
+        _WorkerServer(channel, trainer).serve()
     except BrokenPipeError:
         pass  # the trainer is gone
     except BaseException:  # the edge of the process: the trainer sees it end, whoever looks at stderr sees why
@@ -64,7 +64,7 @@ def _die_with(trainer: int) -> None:
         os._exit(0)
 
 
-class _Worker:
+class _WorkerServer:
     def __init__(self, channel: Channel, trainer: int) -> None:
         self._channel = channel
         self._outbox = Outbox(channel)
@@ -72,7 +72,7 @@ class _Worker:
         self._copier = Copier(trainer, self._answer)
         self._memories: dict[int, mmap] = {}
         self._requests: dict[int, Request] = {}
-        self._rate = Rate(None)
+        self._rate = WriteRate(None)
 
     def serve(self) -> None:
         logging.getLogger("sidestream").addHandler(logging.NullHandler())  # the trainer logs what it is told
@@ -81,26 +81,28 @@ class _Worker:
                 while frames:
                     self._handle(frames.pop(0))
 
-    def _handle(self, frame: Frame) -> None:
-        if frame.kind == Kind.SETUP:
+    def _handle(self, frame: WorkerMessage) -> None:
+        if frame.kind == WorkerMessageKind.SETUP:
             self._set_up(unpack(frame.body))
-        elif frame.kind == Kind.SEGMENT:
+        elif frame.kind == WorkerMessageKind.SEGMENT:
             self._map(frame)
-        elif frame.kind == Kind.FORGET:
+        elif frame.kind == WorkerMessageKind.FORGET:
             self._memories.pop(frame.number, None)
-        elif frame.kind == Kind.WRITE:
+        elif frame.kind == WorkerMessageKind.WRITE:
             self._begin(frame)
-        elif frame.kind == Kind.FILL:
+        elif frame.kind == WorkerMessageKind.FILL:
             self._copier.fill(frame.number, frame.body, self._memories)
-        elif frame.kind == Kind.CANCEL and self._copier.cancel(frame.number):
+        elif frame.kind == WorkerMessageKind.CANCEL and self._copier.cancel(frame.number):
             """It is answered when nothing is copied any more."""
         else:
             request = self._requests.get(frame.number)
             if request is not None:
                 request.handle(frame, self._memories)
-            elif frame.kind == Kind.READY:  # it has failed, and this comes too late
+            elif frame.kind == WorkerMessageKind.READY:  # it has failed, and this comes too late
                 for file, window, *_ in READY.iter_unpack(frame.body):
-                    self._outbox.later(Kind.UNUSED, frame.number, UNUSED.pack(file, window), urgent=lambda: True)
+                    self._outbox.send_later(
+                        WorkerMessageKind.UNUSED, frame.number, UNUSED.pack(file, window), urgent=lambda: True
+                    )
 
     def _set_up(self, asked: dict[str, Any]) -> None:
         """Before a thread is started that writes: on Linux these are properties of threads, and inherited."""
@@ -109,15 +111,15 @@ class _Worker:
         if asked["affinity"] is not None:
             with suppress(OSError):  # none of them is there (any more)
                 os.sched_setaffinity(0, asked["affinity"])
-                self._copier.confine(asked["affinity"])
+                self._copier.set_affinity(asked["affinity"])
         number = _IOPRIO_SET.get(os.uname().machine)
         if number is not None and asked["io_priority"] in _IO_CLASSES:
             ctypes.CDLL(None).syscall(number, 1, 0, _IO_CLASSES[asked["io_priority"]])
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write(_OOM_SCORE)  # where memory is short, the trainer is worth more
-        self._rate = Rate(asked["rate_bytes_per_s"])
+        self._rate = WriteRate(asked["rate_bytes_per_s"])
         about = {"pid": os.getpid(), "crc": CRC_ENGINE, "reads_memory": self._reads_memory(*asked["probe"])}
-        self._outbox.now(Kind.UP, 0, pack(about))
+        self._outbox.send_now(WorkerMessageKind.UP, 0, pack(about))
         threading.Thread(target=self._beat, name="sidestream-beat", daemon=True).start()
 
     def _reads_memory(self, address: int, expected: bytes) -> bool:
@@ -132,14 +134,14 @@ class _Worker:
     def _beat(self) -> None:
         with suppress(OSError):
             while True:
-                if not self._outbox.send_what_waits(_BEAT_S, _GATHER_S):
-                    self._outbox.now(Kind.BEAT, 0)
+                if not self._outbox.flush(_BEAT_S, _GATHER_S):
+                    self._outbox.send_now(WorkerMessageKind.BEAT, 0)
 
-    def _answer(self, kind: Kind, number: int, body: bytes) -> None:
+    def _answer(self, kind: WorkerMessageKind, number: int, body: bytes) -> None:
         with suppress(OSError):  # the trainer is gone: the thread that reads hears of it too, and ends this process
-            self._outbox.now(kind, number, body)
+            self._outbox.send_now(kind, number, body)
 
-    def _map(self, frame: Frame) -> None:
+    def _map(self, frame: WorkerMessage) -> None:
         assert frame.descriptor is not None
         nbytes = int.from_bytes(frame.body, "little")
         try:
@@ -148,7 +150,7 @@ class _Worker:
         finally:
             os.close(frame.descriptor)
 
-    def _begin(self, frame: Frame) -> None:
+    def _begin(self, frame: WorkerMessage) -> None:
         asked = unpack(frame.body)
         number = frame.number
         os.umask(asked["umask"])  # of the trainer: it may have changed
@@ -174,4 +176,4 @@ class _Worker:
     def _tell(self, event: Event) -> None:
         packed = pack_event(event)
         if packed is not None:
-            self._outbox.later(Kind.EVENT, 0, packed)
+            self._outbox.send_later(WorkerMessageKind.EVENT, 0, packed)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = ["PIECE", "Channel", "Frame", "Kind", "Outbox", "Unsendable", "pack", "unpack"]
+__all__ = ["PIECE", "Channel", "Outbox", "Unsendable", "WorkerMessage", "WorkerMessageKind", "pack", "unpack"]
 
 PIECE = struct.Struct("<QQQQ")  # of FILL: number of the memory, address in the trainer, where in the memory, bytes
 _HEAD = struct.Struct("<BQQ")  # kind, number, bytes of the body
@@ -27,7 +27,7 @@ _READ_BYTES = 256 << 10
 _DESCRIPTORS = 16  # at most that many come with one read
 
 
-class Kind(IntEnum):
+class WorkerMessageKind(IntEnum):
     """What a frame says. ``number`` is that of the request, or of the memory."""
 
     # from the trainer
@@ -53,7 +53,7 @@ class Kind(IntEnum):
     UNFILLED = 28
 
 
-class Frame(NamedTuple):
+class WorkerMessage(NamedTuple):
     kind: int
     number: int
     body: bytes
@@ -69,13 +69,15 @@ class Channel:
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
 
-    def send_all(self, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
+    def send_all(self, frames: Iterable[tuple[WorkerMessageKind, int, bytes]]) -> None:
         """In one piece, so that the other end is woken up once."""
         packed = b"".join(_HEAD.pack(kind, number, len(body)) + body for kind, number, body in frames)
         with self._lock:
             self.socket.sendall(packed)
 
-    def send(self, kind: Kind, number: int = 0, body: bytes = b"", *, descriptor: int | None = None) -> None:
+    def send(
+        self, kind: WorkerMessageKind, number: int = 0, body: bytes = b"", *, descriptor: int | None = None
+    ) -> None:
         """Blocks while the other end does not read. Raises ``OSError`` when it is gone."""
         head = _HEAD.pack(kind, number, len(body))
         with self._lock:
@@ -88,13 +90,13 @@ class Channel:
             if body:
                 self.socket.sendall(body)
 
-    def tick(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """From now on ``receive`` raises ``TimeoutError`` when nothing has come for so long."""
         # By the system, not by Python, which would poll first, and have to get the GIL back twice for each read.
         parts = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, parts)
 
-    def receive(self) -> list[Frame] | None:
+    def receive(self) -> list[WorkerMessage] | None:
         """Block for what comes next; None when the other end is gone. Whoever gets a descriptor owns it."""
         try:
             data, extra, _, _ = self.socket.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _DESCRIPTORS))
@@ -112,8 +114,8 @@ class Channel:
         self._buffer += data
         return self._frames()
 
-    def _frames(self) -> list[Frame]:
-        frames: list[Frame] = []
+    def _frames(self) -> list[WorkerMessage]:
+        frames: list[WorkerMessage] = []
         at = 0
         while len(self._buffer) - at >= _HEAD.size:
             kind, number, nbytes = _HEAD.unpack_from(self._buffer, at)
@@ -121,8 +123,8 @@ class Channel:
             if len(self._buffer) - start < nbytes:
                 break
             at = start + nbytes
-            descriptor = self._descriptors.popleft() if kind == Kind.SEGMENT else None
-            frames.append(Frame(kind, number, bytes(self._buffer[start:at]), descriptor))
+            descriptor = self._descriptors.popleft() if kind == WorkerMessageKind.SEGMENT else None
+            frames.append(WorkerMessage(kind, number, bytes(self._buffer[start:at]), descriptor))
         del self._buffer[:at]
         return frames
 
@@ -137,20 +139,22 @@ class Outbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
-        self._frames: queue.SimpleQueue[tuple[Kind, int, bytes]] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[tuple[WorkerMessageKind, int, bytes]] = queue.SimpleQueue()
         self._there: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def later(self, kind: Kind, number: int, body: bytes, *, urgent: Callable[[], bool] = lambda: False) -> None:
+    def send_later(
+        self, kind: WorkerMessageKind, number: int, body: bytes, *, urgent: Callable[[], bool] = lambda: False
+    ) -> None:
         """Also for finalizers: it neither blocks nor takes a lock. ``urgent``, asked when all that was left before is
         here, says whether nothing is to be waited for that may come."""
         self._frames.put((kind, number, body))
         self._there.put(urgent())
 
-    def now(self, kind: Kind, number: int, body: bytes = b"") -> None:
+    def send_now(self, kind: WorkerMessageKind, number: int, body: bytes = b"") -> None:
         """After what has been left here, and with it. Raises ``OSError`` when the other end is gone."""
         self._send([(kind, number, body)])
 
-    def send_what_waits(self, timeout_s: float, gather_s: float) -> bool:
+    def flush(self, timeout_s: float, gather_s: float) -> bool:
         """Wait for something, and up to ``gather_s`` more for what comes with it. False if nothing has come. Raises
         ``OSError``."""
         try:
@@ -164,9 +168,9 @@ class Outbox:
         self._send([])
         return True
 
-    def _send(self, last: list[tuple[Kind, int, bytes]]) -> None:
+    def _send(self, last: list[tuple[WorkerMessageKind, int, bytes]]) -> None:
         with self._lock:
-            frames: list[tuple[Kind, int, bytes]] = []
+            frames: list[tuple[WorkerMessageKind, int, bytes]] = []
             with suppress(queue.Empty):
                 while True:
                     frames.append(self._frames.get_nowait())

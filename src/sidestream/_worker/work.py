@@ -17,16 +17,16 @@ from .._runtime.threads import Deadline, Stop, time_limit
 from .._storage import Attempt, Body, BytesBody, ShardBody, Store
 from ..errors import ClosedError
 from .faults import pack_error
-from .wire import Frame, Kind, Outbox, unpack
+from .wire import Outbox, WorkerMessage, WorkerMessageKind, unpack
 
-__all__ = ["READY", "Rate", "Request", "name_and_rest"]
+__all__ = ["READY", "Request", "WriteRate", "name_and_rest"]
 
 READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, where in it, bytes
 UNUSED = struct.Struct("<II")  # file, window
 SUMS = struct.Struct("<IQ")  # file, bytes of CRCs
 
 
-class Rate:
+class WriteRate:
     """So many bytes per second, all requests together."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
@@ -46,11 +46,11 @@ class Rate:
             time.sleep(min(wait_s, 0.05))
 
 
-class _Image:
+class _TrainerWindow:
     """A window in the trainer's memory. It has been let go of when nothing refers to it any more: a client of object
     storage may hold it for longer than the part that it came from."""
 
-    def __init__(self, nbytes: int, rate: Rate, unused: Callable[[], None]) -> None:
+    def __init__(self, nbytes: int, rate: WriteRate, unused: Callable[[], None]) -> None:
         self.nbytes = nbytes
         self._rate = rate
         self._unused = unused
@@ -87,22 +87,22 @@ class _Image:
             self._changed.notify_all()
 
 
-class _Windows:
+class _WindowCounts:
     """How many have come, and were let go of: finalizers take no locks, and ``append`` needs none."""
 
     def __init__(self) -> None:
-        self.handed = 0
+        self.arrived = 0
         self._returned: list[None] = []
-        self._told = 0
+        self._reported = 0
 
-    def let_go(self) -> bool:
+    def count_returned(self) -> bool:
         """Of one more; whether the trainer has to hear of it now, as half of what it knows to be in use is not: it may
         be waiting for just this memory."""
         self._returned.append(None)
         returned = len(self._returned)
-        if 2 * (returned - self._told) < self.handed - self._told:
+        if 2 * (returned - self._reported) < self.arrived - self._reported:
             return False
-        self._told = returned
+        self._reported = returned
         return True
 
 
@@ -115,7 +115,7 @@ class Request:
         asked: dict[str, Any],
         store: Callable[[], Store],
         outbox: Outbox,
-        rate: Rate,
+        rate: WriteRate,
         ended: Callable[[int], None],
     ) -> None:
         self._deadline = Deadline(asked["at"], asked["timeout_s"])
@@ -127,8 +127,8 @@ class Request:
         self._ended = ended
         self._stop = Stop()
         self._files: queue.SimpleQueue[tuple[str, Body] | None] = queue.SimpleQueue()
-        self._images: list[list[_Image]] = []
-        self._windows = _Windows()
+        self._images: list[list[_TrainerWindow]] = []
+        self._windows = _WindowCounts()
 
     def start(self) -> None:
         """Whoever hands it frames knows it by then: ``ended`` may be called at any time from now on."""
@@ -136,21 +136,21 @@ class Request:
 
     # --- the thread that reads frames ---
 
-    def handle(self, frame: Frame, memories: dict[int, mmap]) -> None:
-        if frame.kind == Kind.READY:
-            self._windows.handed += len(frame.body) // READY.size
+    def handle(self, frame: WorkerMessage, memories: dict[int, mmap]) -> None:
+        if frame.kind == WorkerMessageKind.READY:
+            self._windows.arrived += len(frame.body) // READY.size
             for file, window, memory, start, _ in READY.iter_unpack(frame.body):
                 self._images[file][window].arrive(memories[memory], start)
-        elif frame.kind == Kind.CANCEL:
+        elif frame.kind == WorkerMessageKind.CANCEL:
             self._stop.set()
             self._files.put(None)
-        elif frame.kind == Kind.END:
+        elif frame.kind == WorkerMessageKind.END:
             self._files.put(None)
-        elif frame.kind == Kind.BYTES_FILE:
+        elif frame.kind == WorkerMessageKind.BYTES_FILE:
             name, rest = name_and_rest(frame.body)
             self._images.append([])
             self._files.put((name, BytesBody(bytes(rest))))
-        elif frame.kind == Kind.SHARD_FILE:
+        elif frame.kind == WorkerMessageKind.SHARD_FILE:
             self._files.put(self._shard(frame.body))
 
     def _shard(self, packed: bytes) -> tuple[str, Body]:
@@ -159,7 +159,7 @@ class Request:
         layout = unpack_layout(rest)
         file = len(self._images)
         images = [
-            _Image(window.end - window.start, self._rate, self._unused(file, index))
+            _TrainerWindow(window.end - window.start, self._rate, self._unused(file, index))
             for index, window in enumerate(layout.windows)
         ]
         self._images.append(images)
@@ -169,7 +169,7 @@ class Request:
         packed, number, outbox, windows = UNUSED.pack(file, window), self._number, self._outbox, self._windows
 
         def unused() -> None:  # wherever the last reference dies
-            outbox.later(Kind.UNUSED, number, packed, urgent=windows.let_go)
+            outbox.send_later(WorkerMessageKind.UNUSED, number, packed, urgent=windows.count_returned)
 
         return unused
 
@@ -179,18 +179,18 @@ class Request:
         try:
             self._write()
         except BaseException as error:
-            self._say(Kind.FAILED, pack_error(error))
+            self._answer(WorkerMessageKind.FAILED, pack_error(error))
         else:
-            self._say(Kind.DONE, b"")
+            self._answer(WorkerMessageKind.DONE, b"")
         finally:
             self._ended(self._number)  # first: what is handed over from now on is sent back at once
             for images in self._images:
                 for image in images:
                     image.release()
 
-    def _say(self, kind: Kind, body: bytes) -> None:
+    def _answer(self, kind: WorkerMessageKind, body: bytes) -> None:
         try:
-            self._outbox.now(kind, self._number, body)
+            self._outbox.send_now(kind, self._number, body)
         except OSError:
             """The trainer is gone: the thread that reads hears of it too, and ends this process."""
 
@@ -207,7 +207,9 @@ class Request:
             yield item
             crcs, digests = pack_sums(item[1].sums) if isinstance(item[1], ShardBody) else (b"", b"")
             del item
-            self._outbox.now(Kind.FILE_DONE, self._number, SUMS.pack(file, len(crcs)) + crcs + digests)
+            self._outbox.send_now(
+                WorkerMessageKind.FILE_DONE, self._number, SUMS.pack(file, len(crcs)) + crcs + digests
+            )
 
     def _next(self) -> tuple[str, Body] | None:
         try:

@@ -21,7 +21,7 @@ from ..errors import CheckpointNotFoundError, MissingKeysError
 from ..options import Progress, Storage
 from .values import Inside, value_differences
 
-__all__ = ["Difference", "Row", "StepRow", "differences", "rows", "steps"]
+__all__ = ["Difference", "EntryRow", "StepRow", "differences", "rows", "steps"]
 
 Options: TypeAlias = Mapping[str, Any] | None
 
@@ -57,7 +57,7 @@ def steps(url: str, options: Options = None) -> list[StepRow]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EntryRow:
     """A tensor, or where ``dtype`` is None a value."""
 
     name: str
@@ -67,7 +67,7 @@ class Row:
     files: tuple[str, ...]
 
 
-def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
+def rows(url: str, pattern: str, options: Options = None) -> list[EntryRow]:
     """Raises ``MissingKeysError`` where nothing is named like ``pattern``."""
     entries = blocking.run(lambda: _entries(url, Storage(options)), Deadline.after(_TIMEOUT_S))
     found = []
@@ -81,9 +81,9 @@ def rows(url: str, pattern: str, options: Options = None) -> list[Row]:
             else:
                 nbytes = sum(chunk.item_bytes for chunk in entry.chunks)
             files = tuple(sorted({chunk.file for chunk in entry.chunks}))
-            found.append(Row(name, entry.dtype, entry.shape, nbytes, files))
+            found.append(EntryRow(name, entry.dtype, entry.shape, nbytes, files))
         elif not one.empty:
-            found.append(Row(name, None, None, 0, ()))
+            found.append(EntryRow(name, None, None, 0, ()))
     if not found and entries:
         raise MissingKeysError(f"{url}: nothing is named like {pattern}", [pattern])
     return found

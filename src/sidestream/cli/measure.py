@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._load.api import load
-from .._runtime.tasks import finish
+from .._runtime.tasks import run_shielded
 from .._runtime.threads import Threads, io_threads
 from .._save.api import save
 from .._staging.stager import AsyncStager
@@ -56,7 +56,7 @@ async def measure(directory: str, nbytes: int, progress: Progress) -> list[Measu
     try:
         return await _Bench(place, nbytes, progress).run()
     finally:
-        await finish(lambda: io_threads().run(shutil.rmtree, place))
+        await run_shielded(lambda: io_threads().run(shutil.rmtree, place))
 
 
 class _Bench:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
-__all__ = ["Order", "forget_order", "order_received"]
+__all__ = ["SentOrder", "forget_order", "order_received"]
 
 _here = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SentOrder:
     """Rank 0's word: write into its attempt to save ``target``, with files of number ``rank``.
 
     DCP sends it in the plan of each rank. A planner that caches its plans throws that plan away and goes on with the
@@ -24,17 +24,17 @@ class Order:
     target: str
     rank: int
 
-    def __reduce__(self) -> tuple[Callable[..., Order], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., SentOrder], tuple[Any, ...]]:
         return _receive, astuple(self)
 
 
-def _receive(*fields: Any) -> Order:
-    order = Order(*fields)
+def _receive(*fields: Any) -> SentOrder:
+    order = SentOrder(*fields)
     _here.order = order
     return order
 
 
-def order_received() -> Order | None:
+def order_received() -> SentOrder | None:
     """The last one that came to this thread, since ``forget_order``."""
     return getattr(_here, "order", None)
 

@@ -42,7 +42,7 @@ from ..options import (
     check_writer,
     storage_of,
 )
-from .orders import Order, forget_order, order_received
+from .orders import SentOrder, forget_order, order_received
 from .session import Address, Sessions, is_located
 from .stock_options import StockWriterOptions, check_extensions, check_stock_writer, durability_of, one_url
 
@@ -61,7 +61,7 @@ class _Save:
 
     location: Location
     deadline: Deadline
-    sent: Order | None = None
+    sent: SentOrder | None = None
     order: SaveOrder | None = None
     coordinator: Solo | None = None
     """On the rank that commits."""
@@ -175,7 +175,7 @@ class StorageWriter(DcpStorageWriter):
         if session.used == self.save_id:  # of an earlier save, if reset() was not called
             session.save_id = uuid.uuid4().hex
         save_id = session.used = session.save_id
-        sent = [Order(save_id, target, rank) for rank in range(len(plans))]
+        sent = [SentOrder(save_id, target, rank) for rank in range(len(plans))]
         if self._part is not None:
             sent = [replace(sent[0], rank=self._part.rank)]
         save.sent, save.alone = sent[0], len(plans) == 1
@@ -258,7 +258,7 @@ class StorageWriter(DcpStorageWriter):
             raise InvalidOptionError("set_up_storage_writer() comes first; DCP's save() calls everything in its order")
         return save
 
-    def _order(self, save: _Save, sent: Order, kind: Kind) -> SaveOrder:
+    def _order(self, save: _Save, sent: SentOrder, kind: Kind) -> SaveOrder:
         worker, fall_back = choose_worker(self._writer, save.location.store)
         return SaveOrder(
             save.location,

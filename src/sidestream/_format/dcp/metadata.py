@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..._runtime.steps import Steps, chunked, collected
 from ...errors import CorruptCheckpointError
 from ..pickles.keys import name_of
-from ..pickles.machine import Call, Global, Limits, Pairs
+from ..pickles.machine import Global, Limits, Pairs, PickledCall
 from ..pickles.tensors import DtypeNames, is_dtype
 from ..pickles.unpickle import decode
 from ..records import DTYPES, Chunk, Entry, Key, Manifest, OpaqueEntry, TensorEntry, ValueEntry
@@ -124,7 +124,7 @@ def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location])
         if fqn in entries:
             raise CorruptCheckpointError(f".metadata: {fqn!r} is described twice", fqn=fqn)
         path = (fqn,) if paths is None else _path(fqn, paths)
-        if isinstance(described, Call) and described.function == f"{_METADATA}.BytesStorageMetadata":
+        if isinstance(described, PickledCall) and described.function == f"{_METADATA}.BytesStorageMetadata":
             where = _take(locations, fqn, None)
             entries[fqn] = ValueEntry(path, where.file, where.offset, where.length, transform=where.transform)
         else:
@@ -133,7 +133,7 @@ def _entries(metadata: Mapping[str, object], locations: dict[_Index, _Location])
 
 
 def _is_tensor(described: object) -> bool:
-    return isinstance(described, Call) and described.function == f"{_METADATA}.TensorStorageMetadata"
+    return isinstance(described, PickledCall) and described.function == f"{_METADATA}.TensorStorageMetadata"
 
 
 def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]]:
@@ -141,10 +141,10 @@ def _properties(key: object, described: object) -> tuple[str, tuple[object, ...]
     number."""
     fqn = _fqn(key)
     properties = _attributes(described, f"{_METADATA}.TensorStorageMetadata", fqn).get("properties")
-    state = properties.state if isinstance(properties, Call) else None
+    state = properties.state if isinstance(properties, PickledCall) else None
     if not isinstance(state, tuple) or len(state) > _MAX_ATTRIBUTES:
         return fqn, (None,)
-    return fqn, tuple(one.args[0] if isinstance(one, Call) and len(one.args) == 1 else one for one in state[1:])
+    return fqn, tuple(one.args[0] if isinstance(one, PickledCall) and len(one.args) == 1 else one for one in state[1:])
 
 
 def _hints(storage_data: object) -> Steps[dict[tuple[str, tuple[int, ...]], object]]:
@@ -191,7 +191,7 @@ def _take(locations: dict[_Index, _Location], fqn: str, offsets: tuple[int, ...]
 
 def _dtype(properties: object, fqn: str) -> str:
     state: object = None
-    if isinstance(properties, Call) and properties.function in _PROPERTIES:
+    if isinstance(properties, PickledCall) and properties.function in _PROPERTIES:
         state = properties.state
     if isinstance(state, Pairs):
         dtype = _named(state, fqn).get("dtype")
@@ -246,7 +246,7 @@ def _path(fqn: str, paths: dict[str, object]) -> tuple[Key, ...]:
 
 def _dims(value: object, fqn: str) -> tuple[int, ...]:
     """Sizes or offsets: a ``torch.Size``, or a tuple as some writers have it."""
-    if isinstance(value, Call) and value.function == "torch.Size" and len(value.args) == 1:
+    if isinstance(value, PickledCall) and value.function == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
     if isinstance(value, tuple) and len(value) <= _MAX_RANK and all(type(dim) is int and dim >= 0 for dim in value):
         return value
@@ -255,7 +255,7 @@ def _dims(value: object, fqn: str) -> tuple[int, ...]:
 
 def _attributes(value: object, kind: str, fqn: str | None = None) -> dict[str, object]:
     """The attributes of an object of the class ``kind``, which an object without a state has none of."""
-    if not isinstance(value, Call) or value.function != kind:
+    if not isinstance(value, PickledCall) or value.function != kind:
         raise CorruptCheckpointError(
             f".metadata: something else stands where a {kind.rpartition('.')[2]} belongs", fqn=fqn
         )
@@ -278,7 +278,7 @@ def _fqn(value: object) -> str:
 
 
 def _pairs(value: object, what: str) -> Pairs:
-    if isinstance(value, Call) and value.function == "collections.OrderedDict" and value.items is not None:
+    if isinstance(value, PickledCall) and value.function == "collections.OrderedDict" and value.items is not None:
         value = value.items
     if not isinstance(value, Pairs):
         raise CorruptCheckpointError(f".metadata: {what} is no dict")

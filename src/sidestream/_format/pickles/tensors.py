@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
 from ..records import DTYPES, STORAGE_DTYPES, itemsize
-from .machine import Call, Global, Pairs, Persistent
+from .machine import Global, Pairs, Persistent, PickledCall
 
 __all__ = [
     "TENSOR_GLOBALS",
     "TENSOR_REBUILDERS",
     "DtypeNames",
-    "Storage",
+    "PickledStorage",
     "StoredTensor",
     "is_dtype",
     "read_storage",
@@ -71,7 +71,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class PickledStorage:
     """A storage as pickles refer to it: the name of its class, its key, and how many elements of that class it has."""
 
     kind: str
@@ -92,9 +92,9 @@ def read_tensor(value: object) -> StoredTensor:
     ``UnsupportedCheckpointError`` for dtypes that a checkpoint cannot hold and for lazily conjugated or negated
     tensors.
     """
-    if isinstance(value, Call) and value.function == _PARAMETER and value.args:
+    if isinstance(value, PickledCall) and value.function == _PARAMETER and value.args:
         value = value.args[0]
-    if not isinstance(value, Call) or len(value.args) > _MAX_ARGS:
+    if not isinstance(value, PickledCall) or len(value.args) > _MAX_ARGS:
         raise _malformed("it is none")
     dtype: Global | None
     match value.function, value.args:
@@ -118,7 +118,7 @@ def read_tensor(value: object) -> StoredTensor:
     return replace(tensor, strides=_significant(tensor.shape, tensor.strides), storage_offset=first)
 
 
-def read_storage(value: object) -> Storage:
+def read_storage(value: object) -> PickledStorage:
     """The storage that a pickle refers to. Raises ``CorruptCheckpointError``; ``UnsupportedCheckpointError`` for a view
     of a storage, which torch 0.4 wrote."""
     match value:
@@ -127,7 +127,7 @@ def read_storage(value: object) -> Storage:
                 raise UnsupportedCheckpointError(
                     "a view of a storage, as torch 0.4 wrote it; save it with a newer torch"
                 )
-            return Storage(kind, key, count)
+            return PickledStorage(kind, key, count)
         case _:
             raise _malformed("its storage is none")
 

@@ -16,10 +16,10 @@ from collections.abc import Container, Iterator, Sequence
 
 from ..._runtime.steps import Steps
 from ...errors import CorruptCheckpointError
-from .machine import Call, Global, Limits, Machine, Pairs, Persistent
+from .machine import Global, Limits, Machine, Pairs, Persistent, PickledCall
 from .opcodes import HANDLERS
 
-__all__ = ["Call", "Global", "Limits", "Pairs", "Persistent", "decode", "decode_next", "persistent_in"]
+__all__ = ["Global", "Limits", "Pairs", "Persistent", "PickledCall", "decode", "decode_next", "persistent_in"]
 
 _DEFAULT_LIMITS = Limits()
 _STOP = ord(".")
@@ -80,7 +80,7 @@ def _run(machine: Machine, opcodes: int) -> Steps[object]:
 
 # --- what a recursive reader relies on -----------------------------------------------------------------------------
 
-_NESTING = (list, tuple, Pairs, Call, Persistent)
+_NESTING = (list, tuple, Pairs, PickledCall, Persistent)
 _NESTING_TYPES = frozenset(_NESTING)
 
 
@@ -134,7 +134,7 @@ def _parts(part: object) -> Sequence[object]:
         return part
     if isinstance(part, Pairs):
         return part.flat
-    if isinstance(part, Call):
+    if isinstance(part, PickledCall):
         return (*part.args, part.state, part.items, part.elements)
     assert isinstance(part, Persistent)
     return (part.id,)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence, Set
 from ..._runtime.steps import Steps
 from ...errors import CorruptCheckpointError, UnsafeObjectError
 from ..records import Node, itemsize
-from .machine import Call, Global, Pairs, Persistent
+from .machine import Global, Pairs, Persistent, PickledCall
 from .tensors import TENSOR_GLOBALS, TENSOR_REBUILDERS, DtypeNames, StoredTensor, is_dtype, read_tensor
 
 __all__ = ["VALUE_GLOBALS", "ValueBudget", "node_of", "value_globals"]
@@ -135,7 +135,7 @@ class _Translator:
             return {"bytes" if isinstance(value, bytes) else "bytearray": self._base64(value)}
         if isinstance(value, Global) and is_dtype(value.name):
             return {"dtype": value.name.removeprefix("torch.")}
-        if isinstance(value, Call):
+        if isinstance(value, PickledCall):
             return (yield from self._call(value))
         if isinstance(value, Global):
             if value.name in self._allow:
@@ -143,7 +143,7 @@ class _Translator:
             raise UnsafeObjectError(f"the value holds {value.name} itself, which is not read as data")
         raise _nonsense("a storage outside of a tensor" if isinstance(value, Persistent) else "an unknown object")
 
-    def _call(self, call: Call) -> Steps[Node]:
+    def _call(self, call: PickledCall) -> Steps[Node]:
         name = call.function
         if name in self._allow:
             return (yield from self._object(call))
@@ -188,7 +188,7 @@ class _Translator:
             raise UnsafeObjectError(f"the value asks for {name}, which is not among the types read as data")
         raise _nonsense(f"{name} with arguments that it does not take")
 
-    def _object(self, call: Call) -> Steps[Node]:
+    def _object(self, call: PickledCall) -> Steps[Node]:
         """What an object of an allowed type is made from, as pickle would make it."""
         content: dict[str, Node] = {"type": call.function, "new": call.new}
         content["args"] = yield from self._nodes(call.args)
@@ -205,14 +205,14 @@ class _Translator:
         self._spend(len(digits))
         return {"int": digits}
 
-    def _ordered_dict(self, call: Call) -> Steps[Node]:
+    def _ordered_dict(self, call: PickledCall) -> Steps[Node]:
         # a module's state dict carries the versions of its parts in an attribute, which means nothing inside a value
         match call.args, call.state:
             case (), None | Pairs(["_metadata", _]):
                 return {"ordered_dict": (yield from self._pairs(call.items or Pairs()))}
         raise UnsafeObjectError("the value holds a collections.OrderedDict with attributes, which is not read as data")
 
-    def _bytes_io(self, call: Call) -> Node:
+    def _bytes_io(self, call: PickledCall) -> Node:
         match call.args, call.state, call.items:
             case (), (content, int(position), None | Pairs([])), None if type(position) is int:
                 data = _bytes_of(content)
@@ -230,7 +230,7 @@ class _Translator:
         data = _row_major(self._read_payload(tensor), size, tensor.shape, tensor.strides, tensor.storage_offset)
         return {"tensor": {"dtype": tensor.dtype, "shape": list(tensor.shape), "data": _ascii(data)}}
 
-    def _ndarray(self, call: Call) -> Node:
+    def _ndarray(self, call: PickledCall) -> Node:
         match call.args, call.state:
             case (Global("numpy.ndarray"), (0,), _), (int(), tuple(shape), dtype, bool(fortran), content):
                 pass
@@ -248,7 +248,7 @@ class _Translator:
             data = _row_major(data, size, shape, strides, 0)
         return {"ndarray": {"dtype": spelled, "shape": list(shape), "data": _ascii(data)}}
 
-    def _numpy_scalar(self, call: Call) -> Node:
+    def _numpy_scalar(self, call: PickledCall) -> Node:
         if len(call.args) != 2:
             raise _nonsense("a numpy scalar without content")
         spelled, size = _numpy_dtype(call.args[0])
@@ -301,9 +301,9 @@ def _bytes_of(value: object) -> bytes:
     match value:
         case bytes():
             return value
-        case Call("_codecs.encode", (str(text), str(encoding))):
+        case PickledCall("_codecs.encode", (str(text), str(encoding))):
             return _encode(text, encoding)
-        case Call("builtins.bytes", ()):
+        case PickledCall("builtins.bytes", ()):
             return b""
     raise _nonsense("bytes that are no bytes")
 
@@ -320,12 +320,12 @@ def _encode(text: str, encoding: str) -> bytes:
 def _numpy_dtype(value: object) -> tuple[str, int]:
     """The dtype in numpy's own spelling (``"<f4"``) and its size, for plain numbers."""
     match value:
-        case Call("numpy.dtype", (str(code), *_), (_, ("<" | ">" | "|" | "=") as order, None, None, None, *_)):
+        case PickledCall("numpy.dtype", (str(code), *_), (_, ("<" | ">" | "|" | "=") as order, None, None, None, *_)):
             if not _NUMPY_KINDS.fullmatch(code):
                 raise UnsafeObjectError(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
             size = int(code[1:])
             return ("|" if size == 1 else "<" if order == "=" else order) + code, size
-        case Call("numpy.dtype", (str(code), *_), _):
+        case PickledCall("numpy.dtype", (str(code), *_), _):
             raise UnsafeObjectError(f"the value holds numpy data of dtype {code[:20]!a}, not plain numbers")
     raise _nonsense("a numpy dtype that is none")
 

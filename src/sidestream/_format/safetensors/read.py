@@ -22,7 +22,7 @@ __all__ = [
     "PREFIX_BYTES",
     "SUFFIX",
     "Header",
-    "Slice",
+    "TensorSlice",
     "header_bytes",
     "locate_shards",
     "manifest_of_headers",
@@ -65,7 +65,7 @@ DTYPE_NAMES = {dtype: spelled for spelled, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TensorSlice:
     """One tensor of a file: the box at ``offsets`` of a larger one. Its bytes begin at byte ``start`` of the file."""
 
     dtype: str
@@ -75,7 +75,7 @@ class Slice:
     nbytes: int
 
 
-Header = Mapping[str, Slice]
+Header = Mapping[str, TensorSlice]
 
 
 def header_bytes(prefix: bytes | bytearray, available: int, file: str) -> int:
@@ -117,7 +117,7 @@ def parse_header(raw: bytes | bytearray, start: int, file_bytes: int, file: str)
     return header
 
 
-def _slice(name: str, described: Any, sharding: Any, start: int, file: str) -> Slice:
+def _slice(name: str, described: Any, sharding: Any, start: int, file: str) -> TensorSlice:
     spelled, shape = described["dtype"], _numbers(described["shape"])
     if spelled not in _DTYPES:
         raise UnsupportedCheckpointError(
@@ -134,7 +134,7 @@ def _slice(name: str, described: Any, sharding: Any, start: int, file: str) -> S
     offsets = _numbers(sharding[name]["saved_offsets"]) if sharding else (0,) * len(shape)
     if len(offsets) != len(shape):
         raise ValueError
-    return Slice(dtype, offsets, shape, start + begin, end - begin)
+    return TensorSlice(dtype, offsets, shape, start + begin, end - begin)
 
 
 def _numbers(value: Any) -> tuple[int, ...]:

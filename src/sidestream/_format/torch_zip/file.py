@@ -11,7 +11,7 @@ from zlib import crc32
 
 from ..._runtime.steps import Steps
 from ...errors import CorruptCheckpointError, KeyCollisionError, UnsafeObjectError, UnsupportedCheckpointError
-from ..pickles.machine import Call, Limits, Pairs
+from ..pickles.machine import Limits, Pairs, PickledCall
 from ..pickles.tensors import TENSOR_REBUILDERS, StoredTensor, read_tensor
 from ..pickles.unpickle import decode
 from ..pickles.values import VALUE_GLOBALS, ValueBudget, node_of
@@ -115,7 +115,7 @@ def _read_zip(source: BinaryIO, file_bytes: int) -> Steps[_ZipFile]:
 def _leaf(
     storages: _ZipFile | LegacyFile, path: tuple[Key, ...], value: object, budget: ValueBudget
 ) -> Steps[FileTensor | FileValue]:
-    if isinstance(value, Call) and value.function in TENSOR_REBUILDERS:
+    if isinstance(value, PickledCall) and value.function in TENSOR_REBUILDERS:
         stored = read_tensor(value)
         if math.prod(stored.shape) * itemsize(stored.dtype) > stored.storage_bytes:
             raise UnsupportedCheckpointError("an expanded tensor; save tensor.contiguous()")
@@ -155,7 +155,7 @@ def _pairs(value: object) -> Pairs | None:
     """The content of a dict, or of a module's state dict, whose attributes mean nothing here."""
     if isinstance(value, Pairs):
         return value
-    if not isinstance(value, Call) or value.function != "collections.OrderedDict":
+    if not isinstance(value, PickledCall) or value.function != "collections.OrderedDict":
         return None
     match value.args:
         case ():
@@ -172,7 +172,7 @@ def _key(key: object) -> Key | None:
 
 
 def _holds(value: object) -> bool:
-    tensor = isinstance(value, Call) and value.function in TENSOR_REBUILDERS
+    tensor = isinstance(value, PickledCall) and value.function in TENSOR_REBUILDERS
     return tensor or isinstance(value, list) or _pairs(value) is not None
 
 

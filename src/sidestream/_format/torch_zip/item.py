@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal
 
 from ..._runtime.steps import Steps, at_once
 from ...errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError
-from ..pickles.machine import Call, Global, Limits
+from ..pickles.machine import Global, Limits, PickledCall
 from ..pickles.tensors import TENSOR_GLOBALS, StoredTensor, read_tensor
 from ..pickles.unpickle import decode
 from ..pickles.values import ValueBudget, node_of, value_globals
@@ -126,11 +126,11 @@ def _other_kind(pickled: bytes) -> str | None:
         root = at_once(decode(pickled, _AnyName(), _TENSOR_LIMITS))
     except CorruptCheckpointError:
         return None
-    if isinstance(root, Call) and root.function == _SUBCLASS and len(root.args) > 1:
+    if isinstance(root, PickledCall) and root.function == _SUBCLASS and len(root.args) > 1:
         kind = root.args[1]
         name = ascii(kind.name[:200])[1:-1] if isinstance(kind, Global) else "unknown"
         return f"a tensor of the subclass {name}"
-    return _OTHER_KINDS.get(root.function) if isinstance(root, Call) else None
+    return _OTHER_KINDS.get(root.function) if isinstance(root, PickledCall) else None
 
 
 def check_value_item(source: BinaryIO, item_bytes: int, allow: Set[str] = frozenset()) -> Steps[None]:

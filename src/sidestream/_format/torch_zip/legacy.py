@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from ..._runtime.steps import Steps
 from ...errors import CorruptCheckpointError, UnsupportedCheckpointError
-from ..pickles.tensors import Storage, StoredTensor, read_storage
+from ..pickles.tensors import PickledStorage, StoredTensor, read_storage
 from ..pickles.unpickle import Pairs, decode_next, persistent_in
 from ..pickles.values import VALUE_GLOBALS
 
@@ -59,7 +59,7 @@ def read_legacy(source: BinaryIO, file_bytes: int) -> Steps[LegacyFile]:
     ``UnsupportedCheckpointError`` for a file of a big-endian machine and for views of storages as torch 0.4 had
     them."""
     root, keys, end = yield from _read_pickles(source, min(file_bytes, _MOST_PICKLE_BYTES))
-    storages: dict[str, Storage] = {}
+    storages: dict[str, PickledStorage] = {}
     for one in persistent_in(root):
         yield
         storage = read_storage(one)
@@ -102,7 +102,7 @@ def _pickles(data: bytes) -> Steps[tuple[object, list[str], int]]:
 
 
 def _starts(
-    source: BinaryIO, file_bytes: int, end: int, keys: list[str], storages: Mapping[str, Storage]
+    source: BinaryIO, file_bytes: int, end: int, keys: list[str], storages: Mapping[str, PickledStorage]
 ) -> Steps[dict[str, int]]:
     """Return the offset of each storage. The number of elements before it has to be that in the pickle."""
     starts: dict[str, int] = {}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..._format.cover import TooIntricateError, find_overlap, volume
 from ..._format.records import Key, itemsize
-from ..._format.shared import Placed, Shared, SharedRow
+from ..._format.shared import PlacedBox, Shared, SharedRow
 from ..._runtime.steps import Steps, collected
 from ...errors import InvalidOptionError, UnsupportedCheckpointError
 from .rank_table import Box, Row, boxes_of, unpack_boxes
@@ -113,7 +113,7 @@ def assign(ranks: Sequence[Told], tables: Mapping[str, Sequence[Row]]) -> Steps[
     merged = yield from _merge(work.tables)
     groups, others = yield from _groups(work, merged)
     patterns: dict[tuple[object, ...], int] = {}
-    placed: list[tuple[Placed, ...]] = []
+    placed: list[tuple[PlacedBox, ...]] = []
     of_row: dict[int, int] = {}
     by_size = sorted(groups, key=lambda group: -math.prod(group.row.shape) * itemsize(group.row.dtype))
     for group in by_size:
@@ -205,7 +205,7 @@ def _place_group(
     work: _Assigning,
     group: _Group,
     patterns: dict[tuple[object, ...], int],
-    placed: list[tuple[Placed, ...]],
+    placed: list[tuple[PlacedBox, ...]],
     of_row: dict[int, int],
 ) -> Steps[None]:
     sets: dict[Box, list[_Holder]] = {}
@@ -220,7 +220,7 @@ def _place_group(
             work.load[holders[0].rank] += math.prod(box[1]) * size * len(group.members)
     for number, where in group.members:
         yield
-        chosen: dict[Box, tuple[Placed, ...]] = {}
+        chosen: dict[Box, tuple[PlacedBox, ...]] = {}
         for box, holders in shared.items():
             order = _order(work, box, holders, where, several=len(shared) > 1)
             chosen[box] = _share(work, box, order, size, where)
@@ -233,7 +233,7 @@ def _place_group(
                 tuple(
                     one
                     for box, holders in sets.items()
-                    for one in chosen.get(box, (Placed(holders[0].rank, box[0], box[1]),))
+                    for one in chosen.get(box, (PlacedBox(holders[0].rank, box[0], box[1]),))
                 )
             )
         of_row[number] = patterns[key]
@@ -291,7 +291,7 @@ def _order(
 
 def _share(
     work: _Assigning, box: Box, order: Sequence[_Holder], size: int, where: Sequence[tuple[int, int]]
-) -> tuple[Placed, ...]:
+) -> tuple[PlacedBox, ...]:
     """Which rows of ``box`` those in ``order`` write."""
     nbytes = math.prod(box[1]) * size
     rows = box[1][0] if box[1] else 0
@@ -307,11 +307,11 @@ def _share(
             if n:
                 work.pieces[holder.rank][item] = (0, 0)
             else:
-                result.append(Placed(holder.rank, *box))
+                result.append(PlacedBox(holder.rank, *box))
         elif take:
             work.pieces[holder.rank][item] = (first, take)
             offsets, sizes = box
-            result.append(Placed(holder.rank, (offsets[0] + first, *offsets[1:]), (take, *sizes[1:])))
+            result.append(PlacedBox(holder.rank, (offsets[0] + first, *offsets[1:]), (take, *sizes[1:])))
         else:
             work.pieces[holder.rank][item] = (0, 0)
         work.load[holder.rank] += (nbytes // rows * take if rows else nbytes) if count > 1 else (0 if n else nbytes)

@@ -31,7 +31,7 @@ from ..._format.safetensors.read import (
 from ..._format.torch_zip.file import FileTensor, FileValue, read_torch_file
 from ..._format.torch_zip.zip import other_zip
 from ..._format.validate import check_item
-from ..._runtime.threads import Steps, gathered, io_threads, politely, run_sliced, sliced
+from ..._runtime.threads import Steps, gathered, io_threads, run_sliced, sliced, yielding_gil
 from ..._storage import RangeSource, ReadRange
 from ...errors import CorruptCheckpointError, UnsafeObjectError, UnsupportedCheckpointError, allocating
 from .values import SourceFile, agree
@@ -166,7 +166,7 @@ def _files_without_index(sizes: Mapping[str, int]) -> Steps[list[str]]:
     """Return the files of a directory without an index. The index is written last; if it is missing, the names of the
     files say how many there should be. Ranks (shards in the names of stock DCP) need not each have a part of every
     file."""
-    files = sorted(name for name in politely(sizes) if name.endswith(SUFFIX))
+    files = sorted(name for name in yielding_gil(sizes) if name.endswith(SUFFIX))
     checked: set[tuple[str, str]] = set()
     for name in files:
         yield
@@ -185,7 +185,7 @@ def _files_without_index(sizes: Mapping[str, int]) -> Steps[list[str]]:
 def _wanted(stem: str, count: str) -> Iterator[str]:
     """Return the expected names in order. The search for a missing name ends after at most as many steps as there are
     files."""
-    return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in politely(range(1, int(count) + 1)))
+    return (f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in yielding_gil(range(1, int(count) + 1)))
 
 
 async def read_safetensors_file(source: RangeSource, file: str, sizes: Mapping[str, int]) -> Manifest:
@@ -227,7 +227,7 @@ async def find_other_kind(source: RangeSource, file: str, nbytes: int) -> str | 
 def _with_files(manifest: Manifest, sizes: Mapping[str, int]) -> Manifest:
     manifest = run_sliced(with_opaque_entries(manifest))
     used = set(gathered(file for entry in manifest.entries.values() for file in _files(entry)))
-    return replace(manifest, files={name: nbytes for name, nbytes in politely(sizes.items()) if name in used})
+    return replace(manifest, files={name: nbytes for name, nbytes in yielding_gil(sizes.items()) if name in used})
 
 
 def _files(entry: Entry) -> Iterator[str]:

@@ -31,9 +31,9 @@ from ..._runtime.threads import (
     TorchThreads,
     current_deadline,
     io_threads,
-    politely,
     run_sliced,
     sliced,
+    yielding_gil,
 )
 from ..._storage import RangeSource, ReadRange
 from ...errors import (
@@ -122,7 +122,7 @@ def _told_values(entries: Mapping[str, ValueEntry], own: bool) -> Steps[tuple[di
             values[fqn] = yield from decode_value(one.node, fqn)
         else:
             rest[fqn] = one
-    if any(one.transform for one in politely(rest.values())):
+    if any(one.transform for one in yielding_gil(rest.values())):
         require()
     return values, rest
 
@@ -143,7 +143,7 @@ def sorted_out(entries: Mapping[str, Entry]) -> Steps[tuple[dict[str, TensorEntr
 
 def opaque_entries(entries: Mapping[str, Entry]) -> dict[str, OpaqueEntry]:
     """Return the tensors of a kind that this version does not read. Called in a worker thread."""
-    return {fqn: entry for fqn, entry in politely(entries.items()) if isinstance(entry, OpaqueEntry)}
+    return {fqn: entry for fqn, entry in yielding_gil(entries.items()) if isinstance(entry, OpaqueEntry)}
 
 
 async def _read_value(
@@ -222,13 +222,13 @@ def located_already(entries: Mapping[str, TensorEntry]) -> Steps[tuple[dict[str,
 
 
 def _closed(entry: TensorEntry) -> list[Chunk]:
-    return [chunk for chunk in politely(entry.chunks) if _is_closed(chunk)]
+    return [chunk for chunk in yielding_gil(entry.chunks) if _is_closed(chunk)]
 
 
 def _located(entry: TensorEntry, opened: _Opened) -> Located:
     chunks: list[Chunk] = []
     payloads: dict[Chunk, ForeignPayload] = {}
-    for chunk in politely(entry.chunks):
+    for chunk in yielding_gil(entry.chunks):
         located = chunk
         if chunk.transform:
             continue

@@ -10,7 +10,7 @@ from ..._format.checksum import crc32
 from ..._format.manifest import parse_manifest, parse_metadata_line
 from ..._format.marker import METADATA_NAME, Marker, manifest_name
 from ..._format.records import Manifest
-from ..._format.shared import Part, Root, join, parse_part, part_name
+from ..._format.shared import RankPart, Root, join, parse_part, part_name
 from ..._format.validate import validate
 from ..._layout.metadata import decode_metadata
 from ..._runtime.threads import io_threads, run_sliced
@@ -235,13 +235,13 @@ async def _read_unmarked(source: RangeSource, sizes: Mapping[str, int]) -> Manif
     return await read_foreign_manifest(source, sizes)
 
 
-async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> dict[int, Part]:
+async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> dict[int, RankPart]:
     """The parts of these ranks. Raises ``CorruptCheckpointError``, ``FileNotFoundError``."""
-    parts: dict[int, Part] = {}
+    parts: dict[int, RankPart] = {}
     for rank in ranks:
         nbytes, crc = root.parts[rank]
         if not nbytes:
-            parts[rank] = Part({}, {})
+            parts[rank] = RankPart({}, {})
             continue
         name = part_name(manifest_name(root.manifest.save_id), rank)
         raw = await read_file(source, name, nbytes)
@@ -249,7 +249,7 @@ async def read_parts(source: RangeSource, root: Root, ranks: Iterable[int]) -> d
     return parts
 
 
-def _parse_part(name: str, raw: bytearray, crc: int) -> Part:
+def _parse_part(name: str, raw: bytearray, crc: int) -> RankPart:
     if crc32(raw) != crc:
         raise CorruptCheckpointError(f"{name} was altered: its checksum is not the one in the manifest", file=name)
     return run_sliced(parse_part(raw))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..._format.marker import METADATA_NAME, TAIL_BYTES, Marker, find_marker
-from ..._runtime.threads import gathered, io_threads, politely
+from ..._runtime.threads import gathered, io_threads, yielding_gil
 from ..._storage import RangeSource, Store, parse_step
 from ...errors import CorruptCheckpointError, IncompleteCheckpointError, SidestreamError
 from ..foreign.independent_parts import is_whole
@@ -106,7 +106,7 @@ def steps_among(names: Iterable[str]) -> list[Step]:
 
 def own_manifest_among(names: Iterable[str]) -> str | None:
     """The first name of a file that only sidestream writes."""
-    return next((name for name in politely(names) if name.startswith("manifest-")), None)
+    return next((name for name in yielding_gil(names) if name.startswith("manifest-")), None)
 
 
 def about(error: E, url: str) -> E:

@@ -33,7 +33,7 @@ from ..._layout.cast import castable
 from ..._layout.objects import Allowed
 from ..._layout.ranges import Box
 from ..._layout.values import decode_value
-from ..._runtime.threads import io_threads, politely, run_sliced
+from ..._runtime.threads import io_threads, run_sliced, yielding_gil
 from ..._runtime.torch_probes import check_tensor, dtype_from_name, dtype_name, storage_info
 from ..._storage import RangeSource
 from ...errors import (
@@ -186,7 +186,7 @@ def _missing(url: str, item: ReadItem) -> MissingKeysError:
 def in_batches(items: Iterable[ReadItem]) -> Iterator[list[ReadItem]]:
     batch: list[ReadItem] = []
     elements = 0
-    for item in politely(items):
+    for item in yielding_gil(items):
         if batch and elements + math.prod(item.lengths) > _BATCH_BYTES // 4:
             yield batch
             batch, elements = [], 0
@@ -204,7 +204,7 @@ def metadata_of(manifest: Manifest, url: str) -> Metadata:
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, object] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for fqn, entry in politely(manifest.entries.items()):
+    for fqn, entry in yielding_gil(manifest.entries.items()):
         if isinstance(entry, TensorEntry | OpaqueEntry):
             described[fqn] = _tensor(fqn, entry)
             for number, chunk in enumerate(entry.chunks):

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from ..._format.records import Manifest, TensorEntry, itemsize
 from ..._group import Operation
 from ..._layout.torch_planner import Asked, asked_load_planner, packed, unpacked
-from ..._runtime.caller import call
-from ..._runtime.state_dict_calls import Found, ask, in_order, key_order, watched
-from ..._runtime.threads import io_threads, let_go, politely
+from ..._runtime.caller import run_in_calling_thread
+from ..._runtime.state_dict_calls import FoundObject, call_state_dict, in_order, key_order, monitored
+from ..._runtime.threads import clear_gradually, io_threads, yielding_gil
 from ..._runtime.torch_probes import Stateful, dtype_name
 from ..._storage import Location, RangeSource
 from ...errors import InvalidOptionError, LoadStateDictError, PlannerError, indented
@@ -62,7 +62,7 @@ class PlannerTarget:
                 "a planner is given the keys of the state in order, and these cannot be compared"
             ) from None
         self._planner = asked_load_planner(self.request.options.planner)
-        answers = {id(one.instance): ask(one) for one in self._objects()}
+        answers = {id(one.instance): call_state_dict(one) for one in self._objects()}
         self._state_dict = {key: answers.get(id(self.state[key]), self.state[key]) for key in keys}
 
     async def open(self) -> Manifest:
@@ -109,16 +109,18 @@ class PlannerTarget:
         loaded = tuple(dict.fromkeys(item.dest_index.fqn for item in items))
         used = {item.storage_index.fqn for item in items}
         rest = tuple(fqn for fqn in entries if fqn not in used)
-        let_go(entries)
+        clear_gradually(entries)
         return Loaded(loaded, rest, cast=tuple(self._cast))
 
     def written(self) -> tuple[str, ...]:
         return tuple(self._touched)
 
-    def _objects(self) -> list[Found]:
+    def _objects(self) -> list[FoundObject]:
         """Return the objects in the order in which all ranks call them."""
         return in_order(
-            Found((key_order(key),), str(key), one) for key, one in self.state.items() if isinstance(one, Stateful)
+            FoundObject((key_order(key),), str(key), one)
+            for key, one in self.state.items()
+            if isinstance(one, Stateful)
         )
 
     # --- the plan ---
@@ -184,7 +186,7 @@ class PlannerTarget:
         await threads.run(self._commit, asked_for)
 
     def _commit(self, asked_for: AskedFor) -> None:
-        for item, target in politely(asked_for.targets):
+        for item, target in yielding_gil(asked_for.targets):
             entry = self._manifest.entries[item.storage_index.fqn]
             self._touched[item.dest_index.fqn] = None
             if isinstance(entry, TensorEntry) and entry.dtype != dtype_name(target.dtype):
@@ -193,7 +195,9 @@ class PlannerTarget:
 
     def _tell(self, done: int, _: int) -> None:
         if self.request.options.progress is not None:
-            call(self.request.options.progress, self.nbytes + done, max(self._total, self.nbytes + done))
+            run_in_calling_thread(
+                self.request.options.progress, self.nbytes + done, max(self._total, self.nbytes + done)
+            )
 
     # --- the end ---
 
@@ -215,11 +219,11 @@ class PlannerTarget:
         by_name = {str(key): item for key, item in self._state_dict.items()}
         for one in objects:
             if one.name in by_name:
-                with watched(one.name, one.instance, "load_state_dict"):
-                    call(_load_state_dict, one, by_name[one.name])
+                with monitored(one.name, one.instance, "load_state_dict"):
+                    run_in_calling_thread(_load_state_dict, one, by_name[one.name])
 
 
-def _load_state_dict(one: Found, state_dict: Any) -> None:
+def _load_state_dict(one: FoundObject, state_dict: Any) -> None:
     try:
         one.instance.load_state_dict(state_dict)
     except Exception as error:
@@ -237,7 +241,7 @@ def _kinds(plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:
 
 def _apportioned(items: Sequence[ReadItem], manifest: Manifest) -> tuple[int, list[list[ReadItem]]]:
     """About how many bytes they are, and what is read of them at a time."""
-    return sum(_nbytes(item, manifest) for item in politely(items)), list(in_batches(items))
+    return sum(_nbytes(item, manifest) for item in yielding_gil(items)), list(in_batches(items))
 
 
 def _nbytes(item: ReadItem, manifest: Manifest) -> int:

@@ -9,7 +9,7 @@ from ..._format.marker import METADATA_NAME
 from ..._load.foreign.independent_parts import read_part_markers
 from ..._runtime.threads import Stop, io_threads
 from ..._storage import BytesBody
-from ..._storage.clients.io_loop import Call
+from ..._storage.clients.io_loop import LoopCall
 from ...errors import CheckpointExistsError, NotDurableError, SidestreamError
 from ..operation import Committed, Layout, RankReceipt, Solo
 
@@ -37,7 +37,7 @@ class Independent(Solo):
     def look(self, stop: Stop) -> None:
         """Check the target before anything is written. Blocks; called in a thread. Raises ``CheckpointExistsError`` as
         ``_look_for_room`` does."""
-        self._known = Call(self._look_for_room).result("looking for other saves", stop)
+        self._known = LoopCall(self._look_for_room).result("looking for other saves", stop)
 
     async def commit(self, receipt: RankReceipt, layout: Layout) -> Committed:
         """Commit a part whose data files are complete: its manifest, and then the file that readers look for.

@@ -14,7 +14,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import InvalidOptionError, StorageError
 from ...options import BlobInfo, Capabilities, Listing, PutMode, StorePolicy
-from ..bodies import Body, Part
+from ..bodies import Body, FilePart
 from ..object_store.parts import part_bytes_for
 from .bounded import Bounded, is_asynchronous
 from .engine import Engine
@@ -68,7 +68,7 @@ class FsspecEngine(Engine):
         """In this thread, one part after the other: what fsspec's files can do. The content is copied once."""
         part_bytes = part_bytes_for(body.nbytes, self._policy.part_bytes)
 
-        def take(part: Part) -> memoryview:
+        def take(part: FilePart) -> memoryview:
             return part.take(stop)
 
         if not self._asynchronous:
@@ -88,7 +88,7 @@ class FsspecEngine(Engine):
         key: str,
         body: Body,
         part_bytes: int,
-        take: Callable[[Part], memoryview],
+        take: Callable[[FilePart], memoryview],
         check: Callable[[], None],
     ) -> None:
         """Raises what ``check`` raises before anything that follows from it."""

@@ -18,7 +18,7 @@ from fsspec.asyn import get_loop, iothread
 from ..._runtime.threads import Stop, Threads, current_deadline
 from ...errors import ClosedError
 
-__all__ = ["Call", "in_io_thread", "on_io_loop"]
+__all__ = ["LoopCall", "in_io_thread", "on_io_loop"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _GRACE_S = 5.0
 _waiter = Threads("sidestream-storage", 1)  # has no thread: it only waits
 
 
-class Call(Generic[T]):
+class LoopCall(Generic[T]):
     """A coroutine on the loop; ``future`` is done when it has ended, and not before, cancelled or not."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
@@ -84,7 +84,7 @@ class Call(Generic[T]):
 
 
 def in_io_thread() -> bool:
-    """Whether the calling thread is the loop's: it must not wait for a ``Call``."""
+    """Whether the calling thread is the loop's: it must not wait for a ``LoopCall``."""
     return threading.current_thread() is iothread[0]
 
 
@@ -98,7 +98,7 @@ async def on_io_loop(work: Callable[[], Coroutine[Any, Any, T]], name: str, *, u
     A cancel is passed on, and raised when the work has ended. If that is ``unstoppable``, the cancel waits until it has
     ended by itself, which it has to do by the deadline.
     """
-    call = Call(work)
+    call = LoopCall(work)
     if unstoppable:
         return await _waiter.wait(call.future, name)
     stop = Stop()

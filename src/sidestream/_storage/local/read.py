@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
-from ..._runtime.tasks import finish
+from ..._runtime.tasks import run_shielded
 from ..._runtime.threads import Deadline, Stop, current_deadline, io_threads, time_limit
 from ...errors import CorruptCheckpointError, DeadlineExceededError, SidestreamError, from_os_error
 from ..coalesce import coalesce
@@ -74,7 +74,7 @@ class LocalSource:
 
     async def aclose(self) -> None:
         if self._directory.refuse():
-            await finish(self._close)
+            await run_shielded(self._close)
 
     async def _close(self) -> None:
         with suppress(DeadlineExceededError), time_limit(Deadline.after(_CLOSE_S)):

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import aiofiles
 
-from ..._runtime.tasks import finish
+from ..._runtime.tasks import run_shielded
 from ...errors import DeadlineExceededError, InvalidOptionError, from_os_error
 
 __all__ = ["FileSource", "check_sources", "is_plain_name", "read_sources"]
@@ -72,7 +72,7 @@ async def read_sources(files: Mapping[str, FileSource], *, timeout_s: float) -> 
         except TimeoutError:
             raise DeadlineExceededError(f"reading files=: not done within {timeout_s:.0f} s") from None
 
-    await finish(read)
+    await run_shielded(read)
     return {name: found[name] for name in files}
 
 

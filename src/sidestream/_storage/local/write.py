@@ -13,7 +13,7 @@ from pathlib import Path
 from ..._runtime.threads import Stop, Threads
 from ...errors import CheckpointExistsError, SidestreamError, from_os_error, without_frames
 from ...options import Durability
-from ..bodies import Body, Part
+from ..bodies import Body, FilePart
 
 __all__ = ["write_file"]
 
@@ -85,14 +85,14 @@ class _Parts:
             finally:
                 part.release()
 
-    def _take_one(self) -> Part | None:
+    def _take_one(self) -> FilePart | None:
         with self._lock:
             if self._error is not None or self._next == len(self._parts):
                 return None
             self._next += 1
             return self._parts[self._next - 1]
 
-    def _write_part(self, part: Part, failed: Stop) -> None:
+    def _write_part(self, part: FilePart, failed: Stop) -> None:
         view = part.take(failed)
         failed.check()
         self._direct = _write_buffer(self._descriptor, view, part.offset, self._direct)

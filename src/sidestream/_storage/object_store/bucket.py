@@ -11,7 +11,7 @@ from ...errors import CheckpointExistsError
 from ...options import Listing, StorePolicy
 from ..bodies import Body
 from ..clients.engine import Engine, LateEngine
-from ..clients.io_loop import Call, on_io_loop
+from ..clients.io_loop import LoopCall, on_io_loop
 from ..clients.requests import Requests, Taken, fate_of, is_refused
 from .names import id_of
 
@@ -70,7 +70,7 @@ class Bucket:
 
     def upload(self, key: str, body: Body, stop: Stop) -> None:
         """In a thread: see ``Engine.upload``."""
-        engine = Call(self.made).result("connecting", stop)
+        engine = LoopCall(self.made).result("connecting", stop)
         engine.upload(key, body, self.requests, stop)
 
     async def listing(self, directory: str) -> Listing:

@@ -27,7 +27,7 @@ from ...errors import (
 )
 from ...events import GuaranteeLost, emit
 from ..bodies import Body
-from ..clients.io_loop import Call, on_io_loop
+from ..clients.io_loop import LoopCall, on_io_loop
 from ..clients.requests import translated
 from ..transaction import Attempt, StoreAddress, Transaction, marker_in
 from .bucket import Bucket
@@ -105,7 +105,7 @@ class ObjectTransaction(Transaction):
         deletes files of saves that have lost."""
         if isinstance(error, StorageError) and error.errno == errno.ENOENT:
             try:
-                Call(self._check_not_overtaken).result(f"looking at {self.attempt.target}")
+                LoopCall(self._check_not_overtaken).result(f"looking at {self.attempt.target}")
             except CheckpointExistsError as conflict:
                 conflict.__cause__ = error
                 return conflict
@@ -118,7 +118,7 @@ class ObjectTransaction(Transaction):
         stop.check()
         _check_promises(bucket)
         if not self._made and attempt.kind not in ("joined", "part"):
-            Call(self._check_vacant).result(f"looking at {bucket.url}/{attempt.target}", stop)
+            LoopCall(self._check_vacant).result(f"looking at {bucket.url}/{attempt.target}", stop)
         with self._make_once():
             self._made = True
         for given, body in files:
@@ -210,9 +210,9 @@ class ObjectTransaction(Transaction):
         try:
             content = _in_one_piece(body, stop)
             if self._carries_id:
-                Call(lambda: bucket.put(key, content)).result(f"writing {key}", stop)
+                LoopCall(lambda: bucket.put(key, content)).result(f"writing {key}", stop)
                 return
-            creation = Call(lambda: bucket.create(name, content, whole=True))
+            creation = LoopCall(lambda: bucket.create(name, content, whole=True))
             self._begun.add(name)  # also what a cancel leaves in doubt is ours: it was created, or is not there
             try:
                 if not creation.result(f"writing {key}", stop):
@@ -275,7 +275,7 @@ class ObjectTransaction(Transaction):
             for file in files:  # not those of other ranks, which have the same id
                 await bucket.abort([upload for upload in uploads if f"/{file}?upload=" in upload], file)
 
-        Call(clear).result(f"removing files of {self.attempt.name}")
+        LoopCall(clear).result(f"removing files of {self.attempt.name}")
 
     # --- the end ---
 
@@ -363,7 +363,7 @@ class ObjectTransaction(Transaction):
 
     def discard_here(self) -> None:
         with time_limit(Deadline.after(_CLEAN_UP_S)):
-            Call(self._discard).result("removing")
+            LoopCall(self._discard).result("removing")
 
     async def _discard(self) -> None:
         if not self._end_making() or not self._made:

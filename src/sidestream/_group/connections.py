@@ -17,9 +17,9 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import CorruptCheckpointError
-from .frames import Frame, Frames, encode
+from .messages import GroupMessage, MessageDecoder, encode_message
 
-__all__ = ["Link", "Owner", "keep_from_children", "owner"]
+__all__ = ["Connection", "ConnectionThread", "close_in_children", "connection_thread"]
 
 _log = logging.getLogger("sidestream")
 
@@ -28,7 +28,7 @@ _MAX_WAIT_S = 3600.0  # a selector refuses more than 24 days
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
 
 
-class Owner:
+class ConnectionThread:
     """Runs what it is given, in order, in its thread; and what is due, and what connections bring."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Owner:
         self._bell, bell = socket.socketpair()
         self._bell.setblocking(False)
         bell.setblocking(False)
-        self._selector.register(bell, selectors.EVENT_READ, lambda _: self._heard(bell))
+        self._selector.register(bell, selectors.EVENT_READ, lambda _: self._drain_bell(bell))
         self._work: deque[Callable[[], None]] = deque()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -53,19 +53,19 @@ class Owner:
         """At ``when`` (``time.monotonic``), or later. From any thread."""
         self.post(lambda: heapq.heappush(self._due, (when, next(self._count), work)))
 
-    def watch(self, sock: socket.socket, events: int, arrived: Callable[[int], None]) -> None:
+    def register(self, sock: socket.socket, events: int, arrived: Callable[[int], None]) -> None:
         """In the thread."""
         try:
             self._selector.modify(sock, events, arrived)
         except KeyError:
             self._selector.register(sock, events, arrived)
 
-    def forget(self, sock: socket.socket) -> None:
+    def unregister(self, sock: socket.socket) -> None:
         """In the thread."""
         with suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
-    def _heard(self, bell: socket.socket) -> None:
+    def _drain_bell(self, bell: socket.socket) -> None:
         with suppress(BlockingIOError):
             while bell.recv(4096):
                 pass
@@ -89,18 +89,18 @@ class Owner:
             _log.exception("control traffic between ranks: unexpected")
 
 
-class Link:
-    """One connection. Everything here runs in the owner's thread; ``on_frame`` and ``on_close`` are called there."""
+class Connection:
+    """One connection. Everything here runs in the owner's thread; ``on_message`` and ``on_close`` are called there."""
 
-    def __init__(self, thread: Owner, sock: socket.socket) -> None:
+    def __init__(self, thread: ConnectionThread, sock: socket.socket) -> None:
         self._owner = thread
         self._sock = sock
         self._out: deque[memoryview] = deque()
-        self.frames = Frames()
-        self.on_frame: Callable[[Frame], None] = _ignore
+        self.frames = MessageDecoder()
+        self.on_message: Callable[[GroupMessage], None] = _ignore
         self.on_close: Callable[[str], None] = _ignore
         self.open = True
-        keep_from_children(sock)
+        close_in_children(sock)
         sock.setblocking(False)
         with suppress(OSError):  # a socket pair has none of these
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -108,18 +108,18 @@ class Link:
             for name, value in _KEEPALIVE:
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        thread.watch(sock, selectors.EVENT_READ, self._ready)
+        thread.register(sock, selectors.EVENT_READ, self._ready)
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: GroupMessage) -> None:
         if self.open:
-            self._out.append(memoryview(encode(frame)))
+            self._out.append(memoryview(encode_message(frame)))
             self._write()
 
     def close(self, why: str) -> None:
         if not self.open:
             return
         self.open = False
-        self._owner.forget(self._sock)
+        self._owner.unregister(self._sock)
         self._sock.close()
         self._out.clear()
         self.on_close(why)
@@ -143,7 +143,7 @@ class Link:
             return
         try:
             for frame in self.frames.feed(piece):
-                self.on_frame(frame)
+                self.on_message(frame)
         except CorruptCheckpointError as error:
             self.close(str(error))
 
@@ -161,7 +161,7 @@ class Link:
             self.close(f"its connection broke: {error.strerror or error}")
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        self._owner.watch(self._sock, wanted, self._ready)
+        self._owner.register(self._sock, wanted, self._ready)
 
 
 def _ignore(_: Any) -> None:
@@ -171,22 +171,22 @@ def _ignore(_: Any) -> None:
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def keep_from_children(sock: socket.socket) -> None:
+def close_in_children(sock: socket.socket) -> None:
     """A forked child (a worker of a data loader) would keep the connection open when this process has died, and nobody
     would hear of its death."""
     _sockets.add(sock)
 
 
-_owner: Owner | None = None
+_owner: ConnectionThread | None = None
 _owner_lock = threading.Lock()
 
 
-def owner() -> Owner:
+def connection_thread() -> ConnectionThread:
     """The thread of this process; a forked child has its own."""
     global _owner
     with _owner_lock:
         if _owner is None or _owner.pid != os.getpid():
-            _owner = Owner()
+            _owner = ConnectionThread()
         return _owner
 
 
