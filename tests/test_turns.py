@@ -299,7 +299,7 @@ def test_a_thread_rests_after_each_slice(slice_s: float, rests: int, monkeypatch
     monkeypatch.setattr(_threads, "slice_s", lambda: slice_s)
     rested: list[int] = []
     done: list[int] = []
-    monkeypatch.setattr(_threads, "rest", lambda: rested.append(len(done)))
+    monkeypatch.setattr(_threads, "yield_gil", lambda: rested.append(len(done)))
     done.extend(_threads.yielding_gil(range(130), 32))
     assert done == list(range(130))
     assert len(rested) == rests
@@ -310,7 +310,7 @@ def test_a_thread_rests_between_steps(slice_s: float, rests: list[int], monkeypa
     rested: list[int] = []
     done: list[int] = []
     monkeypatch.setattr(_threads, "slice_s", lambda: slice_s)
-    monkeypatch.setattr(_threads, "rest", lambda: rested.append(len(done)))
+    monkeypatch.setattr(_threads, "yield_gil", lambda: rested.append(len(done)))
 
     def work() -> Steps[str]:
         for number in range(20):

@@ -119,8 +119,8 @@ _may_stop_the_loop: ContextVar[bool] = ContextVar("sidestream_may_stop_the_loop"
 def stopping_the_loop() -> Iterator[None]:
     """Allow the calls in the ``with`` block to be made where an event loop runs, which stops until each call returns.
 
-    For synchronous frameworks in a notebook, whose code runs on the thread of the kernel's loop. Elsewhere such a call is
-    a mistake, and raises ``WrongLoopError``.
+    For synchronous frameworks in a notebook, whose code runs on the thread of the kernel's loop. Elsewhere such a call
+    is a mistake, and raises ``WrongLoopError``.
     """
     token = _may_stop_the_loop.set(True)
     try:

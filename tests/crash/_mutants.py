@@ -107,8 +107,8 @@ MUTANTS = (
            "            _Parts(descriptor, direct, body).write(stop, threads)\n", "cuts"),
     Mutant("a deletion is not synced before it goes on", _STORE, "            sync_directory(root)\n        except",
            "            pass\n        except", "cuts", "a retention pass"),
-    Mutant("a writer process syncs nothing", "_worker/work.py", 'asked["save_id"], asked["durability"])',
-           'asked["save_id"], "flush")', "saver_cuts"),
+    Mutant("a writer process syncs nothing", "_worker/work.py", 'order["save_id"], order["durability"])',
+           'order["save_id"], "flush")', "saver_cuts"),
     # what is visible when
     Mutant("a step is written in place", _LOCAL, _RENAME,
            "            shutil.copytree(attempt, target)\n            shutil.rmtree(attempt)\n" + _TRY, "kills"),
@@ -143,7 +143,7 @@ MUTANTS = (
            'tail, stuck)\n        self.outcome = "unknown"\n', 'tail, stuck)\n        self.outcome = "absent"\n',
            "faults", "late_and_dead"),
     Mutant("a sent commit is not read back", _TRANSACTION,
-           '        await finish(lambda: self._read_back(name, tail, is_stuck(error)))\n',
+           '        await run_shielded(lambda: self._read_back(name, tail, is_stuck(error)))\n',
            '        self.outcome = "absent"\n', "faults"),
     Mutant("foreign errors are not translated", _LOCAL, _TRANSLATED, "        raise\n    if durability", "faults"),
     Mutant("a short read counts as a whole one", "_storage/local/read.py", "        buffers = _rest(buffers, count)\n",
@@ -169,7 +169,7 @@ MUTANTS = (
            _CANDIDATES + "                candidates += [self._known[name] for name in self._damaged]\n", "retention"),
     # cancelling
     Mutant("a cancelled save is left to itself", "_save/api.py",
-           "        pending.cancel()\n        await finish(pending.ended)\n", "", "cancels"),
+           "        pending.cancel()\n        await run_shielded(pending.ended)\n", "", "cancels"),
     Mutant("a cancelled thread is left behind", "_runtime/threads.py",
            "                    cancelled = cancelled or cancel\n                    _stop_work(future, stop)\n",
            "                    raise\n", "cancels"),

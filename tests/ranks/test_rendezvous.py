@@ -22,7 +22,7 @@ async def meet(operation: Operation) -> None:
 
 def ended(members: list[Member]) -> None:
     for member in members:
-        member.group._owner.post(member.group.shut)
+        member.group._thread.post(member.group.shut)
 
 
 def test_a_later_group_of_the_same_name_finds_its_own_rank_0() -> None:
@@ -38,7 +38,7 @@ def test_a_later_group_of_the_same_name_finds_its_own_rank_0() -> None:
 
     async def both() -> None:
         first = await met("first")
-        door = first[1].group.close_door.__self__  # type: ignore[attr-defined]
+        door = first[1].group.stop_listening.__self__  # type: ignore[attr-defined]
         assert door._listener.fileno() == -1, "it listens after all ranks have come"
         second = await met("second")
         ended([*first, *second])

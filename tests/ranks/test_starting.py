@@ -160,7 +160,7 @@ async def test_the_time_in_the_queue_does_not_count(three: Ranks) -> None:
         await rank.slots.acquire()
         rank.save(0, promised=False)
     in_owner(lambda: None)
-    operation = three.hub._states[1].own
+    operation = three.hub._states[1].operation
     assert operation is not None
     async with asyncio.timeout(LONG_S):
         while not operation._suspended:  # all have called

@@ -1,4 +1,4 @@
-"""Reporting ranks that have not made a call of all ranks, long before the ranks that wait for them give up."""
+"""Warnings about ranks that have not joined a call of all ranks, long before the ranks that wait for them time out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class BeginMessage:
-    """The message that a rank sends when it has begun an operation. ``waited_s``: the time until it found rank 0."""
+    """The payload of a BEGUN message. ``waited_s``: the time until the rank was connected to rank 0."""
 
     kind: str
     rank_wait_s: float
@@ -42,19 +42,19 @@ class BeginMessage:
 
 
 def remedy(kind: str) -> str:
-    """Advice for a process that made a call of all ranks on its own."""
+    """Return advice for a process that makes a call of all ranks alone."""
     return f'make this call on every rank, or pass process_group="alone" to {kind} in this process only'
 
 
 def warn_of_missing(operation: Operation, missing: Sequence[int]) -> None:
-    """Log that this rank waits for the ranks in ``missing``. Called in the thread of the owner."""
+    """Log that this rank waits for the ranks in ``missing``. Called in the connection thread."""
     waited_s = time.monotonic() - operation.began_at
     at_most = min(("rank_wait_s", operation.rank_wait_s), ("timeout_s", operation.deadline.timeout_s), key=_seconds)
     _log.warning(
         "rank %d has waited %.0f s for %s, which did not join this %s: %s. It waits for at most %s=%g",
         operation.rank,
         waited_s,
-        _spell(missing),
+        _listed(missing),
         operation.kind,
         remedy(operation.kind),
         *at_most,
@@ -66,7 +66,7 @@ def _seconds(option: tuple[str, float]) -> float:
     return option[1]
 
 
-def _spell(ranks: Sequence[int]) -> str:
+def _listed(ranks: Sequence[int]) -> str:
     """Return ``ranks 1-3 and 7`` for sorted ranks."""
     runs = list(_runs(ranks))
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN]]

@@ -1,4 +1,4 @@
-"""Calls of all ranks together: what one rank does ends alike for all."""
+"""Work that all ranks of a group do together and that ends in the same way on each of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """This rank's part in an operation that runs in its caller's task. If the loop of that task ends, the other ranks
-    are notified."""
+    """The registered resources of an operation that runs in the caller's task: if the loop of that task ends, the other
+    ranks are notified."""
 
     operation: Operation
 
@@ -40,8 +40,8 @@ class CallPart:
 
 
 async def run_together(work: Callable[[Operation], Awaitable[T]], operation: Operation) -> T:
-    """Do ``work``, which every rank does, so that it ends alike for all. Raises ``RankFailuresError``, or its own
-    cancel."""
+    """Do ``work`` on this rank, as every rank does, and close the operation. If it fails on one rank, it fails on all
+    with the same ``RankFailuresError``. A rank that is cancelled raises its own cancel."""
     watched = register(CallPart(operation))
     try:
         result = await work(operation)
@@ -58,8 +58,9 @@ async def run_together(work: Callable[[Operation], Awaitable[T]], operation: Ope
 
 
 async def prepare_together(operation: Operation, work: Callable[[], Awaitable[Any]]) -> Any:
-    """Do what precedes an operation's own work; if that fails here, it fails everywhere. Raises
-    ``RankFailuresError``."""
+    """Do ``work``, which precedes the operation's own work, and leave the operation open. If it fails on one rank, the
+    operation fails on all of them with the same ``RankFailuresError``. A rank that is cancelled raises its own
+    cancel."""
     watched = register(CallPart(operation))
     try:
         return await work()
@@ -73,7 +74,7 @@ async def prepare_together(operation: Operation, work: Callable[[], Awaitable[An
 
 
 async def stoppable(operation: Operation, work: Coroutine[Any, Any, T]) -> T:
-    """Do ``work``, and stop it when another rank cannot go on: then ``Stopped`` is raised."""
+    """Do ``work``. If another rank fails, cancel it and raise ``Stopped``."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""The one thread that owns every connection between ranks: nothing else reads or writes them, or waits for them."""
+"""The connections between ranks, and the one thread of a process that reads, writes and closes all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("T
 
 
 class ConnectionThread:
-    """Runs what it is given, in order, in its thread; and what is due, and what connections bring."""
+    """A thread that runs callbacks: those that other threads post, those whose time has come, and those of sockets that
+    are ready."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -44,24 +45,24 @@ class ConnectionThread:
         threading.Thread(target=self._run, name="sidestream-ranks", daemon=True).start()
 
     def post(self, work: Callable[[], None]) -> None:
-        """From any thread."""
+        """Run ``work`` in the thread, after earlier posts. May be called in any thread."""
         self._work.append(work)
-        with suppress(BlockingIOError):  # it has been rung already
+        with suppress(BlockingIOError):  # the thread has been woken up already
             self._bell.send(b"!")
 
     def post_at(self, when: float, work: Callable[[], None]) -> None:
-        """At ``when`` (``time.monotonic``), or later. From any thread."""
+        """Run ``work`` in the thread at ``when`` (``time.monotonic`` seconds) or later. May be called in any thread."""
         self.post(lambda: heapq.heappush(self._due, (when, next(self._count), work)))
 
     def register(self, sock: socket.socket, events: int, arrived: Callable[[int], None]) -> None:
-        """In the thread."""
+        """Call ``arrived`` with the events of ``sock`` that occur. Called in the thread."""
         try:
             self._selector.modify(sock, events, arrived)
         except KeyError:
             self._selector.register(sock, events, arrived)
 
     def unregister(self, sock: socket.socket) -> None:
-        """In the thread."""
+        """Stop watching ``sock``. Called in the thread."""
         with suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
@@ -82,7 +83,7 @@ class ConnectionThread:
                 self._guarded(self._work.popleft())
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """The edge of the thread: a mistake in one group's protocol must not take the others' connections along."""
+        """Run ``work`` and log its error: a bug in the messages of one group must not end the connections of others."""
         try:
             work()
         except Exception:
@@ -90,19 +91,19 @@ class ConnectionThread:
 
 
 class Connection:
-    """One connection. Everything here runs in the owner's thread; ``on_message`` and ``on_close`` are called there."""
+    """One connection. All methods run in the connection thread, which also calls ``on_message`` and ``on_close``."""
 
     def __init__(self, thread: ConnectionThread, sock: socket.socket) -> None:
-        self._owner = thread
+        self._thread = thread
         self._sock = sock
         self._out: deque[memoryview] = deque()
-        self.frames = MessageDecoder()
+        self.decoder = MessageDecoder()
         self.on_message: Callable[[GroupMessage], None] = _ignore
         self.on_close: Callable[[str], None] = _ignore
         self.open = True
         close_in_children(sock)
         sock.setblocking(False)
-        with suppress(OSError):  # a socket pair has none of these
+        with suppress(OSError):  # a socket pair has none of these options
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE:
@@ -110,16 +111,16 @@ class Connection:
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         thread.register(sock, selectors.EVENT_READ, self._ready)
 
-    def send(self, frame: GroupMessage) -> None:
+    def send(self, message: GroupMessage) -> None:
         if self.open:
-            self._out.append(memoryview(encode_message(frame)))
+            self._out.append(memoryview(encode_message(message)))
             self._write()
 
     def close(self, why: str) -> None:
         if not self.open:
             return
         self.open = False
-        self._owner.unregister(self._sock)
+        self._thread.unregister(self._sock)
         self._sock.close()
         self._out.clear()
         self.on_close(why)
@@ -142,8 +143,8 @@ class Connection:
             self.close("its connection was closed")
             return
         try:
-            for frame in self.frames.feed(piece):
-                self.on_message(frame)
+            for message in self.decoder.feed(piece):
+                self.on_message(message)
         except CorruptCheckpointError as error:
             self.close(str(error))
 
@@ -161,38 +162,38 @@ class Connection:
             self.close(f"its connection broke: {error.strerror or error}")
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        self._owner.register(self._sock, wanted, self._ready)
+        self._thread.register(self._sock, wanted, self._ready)
 
 
 def _ignore(_: Any) -> None:
-    """Until somebody listens."""
+    """Drop a message: no callback has been set yet."""
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def close_in_children(sock: socket.socket) -> None:
-    """A forked child (a worker of a data loader) would keep the connection open when this process has died, and nobody
-    would hear of its death."""
+    """Close ``sock`` in forked children. A child (a worker of a data loader) would keep the connection open after this
+    process has died, so that its peers would not notice the death."""
     _sockets.add(sock)
 
 
-_owner: ConnectionThread | None = None
-_owner_lock = threading.Lock()
+_running: ConnectionThread | None = None
+_running_lock = threading.Lock()
 
 
 def connection_thread() -> ConnectionThread:
-    """The thread of this process; a forked child has its own."""
-    global _owner
-    with _owner_lock:
-        if _owner is None or _owner.pid != os.getpid():
-            _owner = ConnectionThread()
-        return _owner
+    """Return the connection thread of this process; a forked child has its own."""
+    global _running
+    with _running_lock:
+        if _running is None or _running.pid != os.getpid():
+            _running = ConnectionThread()
+        return _running
 
 
 def _after_fork() -> None:
-    global _owner, _owner_lock
-    _owner, _owner_lock = None, threading.Lock()
+    global _running, _running_lock
+    _running, _running_lock = None, threading.Lock()
     for sock in list(_sockets):
         if sock.fileno() >= 0:
             os.close(sock.detach())

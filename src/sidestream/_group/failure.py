@@ -1,4 +1,4 @@
-"""Errors of one rank, told to the others as data and made again there."""
+"""Errors of one rank, sent to the other ranks as data and rebuilt there."""
 
 from __future__ import annotations
 
@@ -16,61 +16,68 @@ _MAX_CHARS = 4000
 
 
 class Stopped(Exception):
-    """Another rank cannot go on; the verdict of the operation will say which, and why."""
+    """Another rank has failed. The verdict of the operation will say which one, and why."""
 
     written: tuple[str, ...] = ()
-    """Of a load: as in ``SidestreamError``."""
+    """For a load: as in ``SidestreamError``."""
 
 
 def failure_of(rank: int, step: str, error: BaseException) -> RankFailure:
-    """``error`` as the other ranks will see it: one of ours by its class, any other by its name and words."""
+    """Return ``error`` as the other ranks receive it: an error of sidestream as an object of its class, any other as
+    its class name and message."""
     return unpack(pack(rank, step, error))
 
 
 def rank_died(rank: int, step: str) -> RankFailure:
-    """The same words to all, however each of them has heard of it."""
+    """Return the failure of a rank whose process has ended. The text is the same however a rank has noticed it."""
     return RankFailure(rank, step, "RankDied", "the process has ended, or its machine cannot be reached")
 
 
 def pack(rank: int, step: str, error: BaseException) -> dict[str, Any]:
+    """Return ``error`` of ``rank`` in ``step`` as JSON data."""
     if isinstance(error, asyncio.CancelledError):
         return {"rank": rank, "step": step, "kind": "CancelledError", "text": "the call was cancelled"}
     text = str(error)[:_MAX_CHARS]
-    told: dict[str, Any] = {"rank": rank, "step": step, "kind": type(error).__name__, "text": text}
+    packed: dict[str, Any] = {"rank": rank, "step": step, "kind": type(error).__name__, "text": text}
     if isinstance(error, SidestreamError) and all(type(one) in (str, int, type(None)) for one in error.args):
-        told["args"], told["facts"] = _args(error), error.facts()
-    return told
+        packed["args"], packed["facts"] = _args(error), error.facts()
+    return packed
 
 
 def _args(error: SidestreamError) -> list[Any]:
-    """Return the arguments that an error with the same message is made of."""
+    """Return the arguments from which an error with the same message can be made."""
     if not isinstance(error, OSError) or error.errno is None:
         return [str(error)]
     filename = error.filename
     return [*error.args, *([str(filename)] if filename is not None else [])]
 
 
-def unpack(told: Mapping[str, Any]) -> RankFailure:
-    kind, text = str(told["kind"]), str(told["text"])
+def unpack(packed: Mapping[str, Any]) -> RankFailure:
+    """Return the failure from what ``pack`` returned."""
+    kind, text = str(packed["kind"]), str(packed["text"])
     return RankFailure(
-        int(told["rank"]), str(told["step"]), kind, text, _rebuilt(kind, told.get("args"), told.get("facts", {}))
+        int(packed["rank"]),
+        str(packed["step"]),
+        kind,
+        text,
+        _rebuilt(kind, packed.get("args"), packed.get("facts", {})),
     )
 
 
 def _rebuilt(kind: str, args: Any, facts: Any) -> SidestreamError | None:
-    """The error as an object, where it is one of ours and its class takes what it was made of."""
+    """Return the error as an object, or None if it is not an error of sidestream or its class does not accept
+    ``args``."""
     found = getattr(errors, kind, None) if kind in errors.__all__ else None
     if not isinstance(found, type) or not issubclass(found, SidestreamError) or not isinstance(args, list):
         return None
     try:
         return found(*args).with_facts(facts)
-    except (
-        Exception
-    ):  # some are made of more than data, such as RankFailuresError; the name and the words are told anyway
+    except Exception:  # some need more than data, such as RankFailuresError; class name and message are enough then
         return None
 
 
 def pack_all(failures: Iterable[RankFailure]) -> bytes:
+    """Return a verdict as bytes."""
     return json.dumps(
         [
             {
@@ -86,4 +93,5 @@ def pack_all(failures: Iterable[RankFailure]) -> bytes:
 
 
 def unpack_all(raw: bytes) -> RankFailuresError:
-    return RankFailuresError([unpack(told) for told in json.loads(raw)])
+    """Return the verdict from what ``pack_all`` returned."""
+    return RankFailuresError([unpack(packed) for packed in json.loads(raw)])

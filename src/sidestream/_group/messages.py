@@ -1,4 +1,4 @@
-"""What ranks say to each other, as bytes: length-prefixed frames over one connection, no pickle."""
+"""The messages between ranks: length-prefixed, over one connection, without pickle."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ __all__ = ["GroupMessage", "GroupMessageKind", "MessageDecoder", "encode_message
 
 _HEAD = struct.Struct("!IQBB")  # bytes that follow, operation, kind, length of the step's name
 _MAX_BYTES = 1 << 30
-_MAX_HELLO_BYTES = 256  # nobody may say more before it has said who it is
+_MAX_HELLO_BYTES = 256  # the limit for a connection that is not authenticated yet
 
 
 class GroupMessageKind(IntEnum):
+    """The kinds of messages."""
+
     HELLO = 1
-    """Token and rank: the first frame of a connection. Rank 0 answers with an empty one."""
+    """The token and the rank: the first message of a connection. Rank 0 answers with an empty one."""
     DATA = 2
-    """A rank's part of a step."""
+    """The part of a step that a rank contributes."""
     ANSWER = 3
-    """What rank 0 made of all parts."""
+    """The result that rank 0 has made from all parts."""
     FAILED = 4
-    """A rank cannot go on."""
+    """A rank cannot continue the operation."""
     STOP = 5
-    """Somebody cannot go on: stop working, and say so."""
+    """From rank 0: a rank has failed. Stop working, and answer with STOPPED."""
     STOPPED = 6
     """This rank has stopped."""
     VERDICT = 7
-    """How the operation failed, the same to all."""
+    """From rank 0: the failures of the operation, the same to all ranks."""
     BEGUN = 8
     """A rank has begun the operation: its kind, and how long the rank waits for the others."""
     MISSING = 9
     """From rank 0: the ranks that have not begun the operation, although others have waited for a while."""
     START_OVER = 10
-    """In place of a verdict: all ranks have stopped, and start over."""
+    """From rank 0, in place of a verdict: all ranks have stopped, and start over."""
 
 
 class GroupMessage(NamedTuple):
-    """One message about operation number ``op``."""
+    """One message about operation number ``op``. ``step`` names the step of a DATA or ANSWER message."""
 
     kind: GroupMessageKind
     op: int
@@ -48,29 +50,29 @@ class GroupMessage(NamedTuple):
     payload: bytes
 
 
-def encode_message(frame: GroupMessage) -> bytes:
-    """Raises ``ValueError`` for what is too large to be sent at once."""
-    name = frame.step.encode()
-    nbytes = len(name) + len(frame.payload)
+def encode_message(message: GroupMessage) -> bytes:
+    """Return the bytes of ``message``. Raises ``ValueError`` if it is too large."""
+    name = message.step.encode()
+    nbytes = len(name) + len(message.payload)
     if nbytes > _MAX_BYTES:
         raise ValueError(f"a message of {nbytes} bytes between ranks; {_MAX_BYTES} are the limit")
-    return b"".join((_HEAD.pack(nbytes, frame.op, frame.kind, len(name)), name, frame.payload))
+    return b"".join((_HEAD.pack(nbytes, message.op, message.kind, len(name)), name, message.payload))
 
 
 class MessageDecoder:
-    """Frames out of a stream of bytes that arrives in pieces."""
+    """Decodes messages from a stream of bytes that arrives in pieces."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self.authenticated = False
 
     def authenticate(self) -> None:
-        """The other side has said who it is."""
+        """Accept large messages: the peer has shown the token of the group."""
         self.authenticated = True
 
     def feed(self, piece: bytes) -> Iterator[GroupMessage]:
-        """The frames that are complete now. Raises ``CorruptCheckpointError`` where the other side does not speak this
-        language."""
+        """Yield the messages that are complete now. Raises ``CorruptCheckpointError`` if the bytes are not of this
+        protocol."""
         self._buffer += piece
         start = 0
         try:

@@ -1,4 +1,4 @@
-"""How objects that people look at are shown: a short ``repr``, a table of rich, a table in notebooks."""
+"""Representations of objects for people: a short ``repr``, a table of rich, a table in notebooks."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ _MOST_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``rows`` has one text for each of ``columns``, and ``count`` of them. Only the first 200 are shown."""
+    """A table of ``count`` rows, each with one text for each of ``columns``. Only the first 200 rows are shown."""
 
     columns: Sequence[str]
     rows: Iterable[Sequence[str]]
     count: int
 
     def cells(self) -> Iterator[list[str]]:
+        """Yield the rows that are shown, with escaped control characters."""
         return ([printable(cell) for cell in row] for row in islice(self.rows, _MOST_ROWS))
 
     @property
     def more(self) -> str:
-        """Say how many rows are not shown."""
+        """The number of rows that are not shown, as text; empty if there are none."""
         return f"{self.count - _MOST_ROWS:,} more" if self.count > _MOST_ROWS else ""
 
 
 class Displayed:
-    """A base class. Its subclasses define ``_summary`` and ``_table``; names in both may come from a file."""
+    """The base of classes with such representations. Subclasses define ``_summary`` and ``_table``, which may contain
+    names from untrusted files."""
 
     __slots__ = ()
 

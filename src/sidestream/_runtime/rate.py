@@ -1,4 +1,4 @@
-"""How fast a stage may read its sources."""
+"""A limit on the rate at which a stage reads its sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ __all__ = ["RateLimiter"]
 
 
 class RateLimiter:
-    """At most ``bytes_per_second`` (None: as fast as it goes), until somebody is in a hurry: a writer at the fence."""
+    """A limit of ``bytes_per_second`` (None: no limit), until ``lift_limit()``: code that waits at the fence lifts
+    it."""
 
     def __init__(self, bytes_per_second: float | None) -> None:
         self._rate = bytes_per_second
@@ -20,12 +21,13 @@ class RateLimiter:
         self._due = time.monotonic()
 
     def lift_limit(self) -> None:
+        """Remove the limit, also for threads that wait in ``spend``."""
         with self._changed:
             self._lifted = True
             self._changed.notify_all()
 
     def spend(self, nbytes: int, stop: Stop) -> None:
-        """Wait until ``nbytes`` more may follow what went before. Raises ``ClosedError`` when ``stop`` is set."""
+        """Block until ``nbytes`` more bytes may be read. Raises ``ClosedError`` when ``stop`` is set."""
         if self._rate is None or self._lifted:
             return
         with stop.waking(self._wake), self._changed:

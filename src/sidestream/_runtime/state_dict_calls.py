@@ -1,9 +1,10 @@
-"""``state_dict()`` and ``load_state_dict()`` of the caller's objects: in one order on all ranks, and watched.
+"""Calls of ``state_dict()`` and ``load_state_dict()`` of the caller's objects, monitored, in the same order on all
+ranks.
 
-Both may be collectives (FSDP). Ranks that call them in the order of their own dicts are in different collectives at the
-same time, and wait for each other for ever. So objects are called level by level (first the objects in the state, then
-the objects in their state dicts) and within a level in the order of their paths, with keys compared as the strings that
-make up names. A rank that lacks an object skips it; the order of the others is the same.
+Both methods may be collectives (FSDP). If ranks called them in the order of their own dicts, they would enter different
+collectives at the same time and wait for each other for ever. So objects are called level by level (first the objects
+in the state, then the objects in their state dicts), and within a level in the order of their paths, with keys compared
+as the strings that make up names. A rank that lacks an object skips it; the order of the others is the same.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ class FoundObject(NamedTuple):
 
 
 def key_order(key: object, *, index: bool = False) -> str:
-    """The sort key of ``key``. ``index``: ``key`` is a position in a list."""
+    """Return the text by which ``key`` is sorted. ``index``: ``key`` is a position in a list."""
     return f"{key:020d}" if index else str(key)
 
 
 def in_order(found: Iterable[FoundObject]) -> list[FoundObject]:
+    """Return ``found`` in the order in which all ranks call these objects."""
     return sorted(found, key=lambda one: one.order)
 
 
@@ -93,7 +95,8 @@ def find_objects(start: FoundObject, look: ListContents) -> Iterator[FoundObject
 
 
 def state_dicts_in_order(state: Any, look: ListContents, known: dict[int, tuple[Any, Any]]) -> Iterator[bool]:
-    """Call ``state_dict()`` of every object in ``state``, once: ``known`` has each by its id, with its answer.
+    """Call ``state_dict()`` of every object in ``state`` once. ``known`` receives each object with its state dict, by
+    the object's id.
 
     Yields True after each level, and False whenever other tasks should run.
     """
@@ -118,7 +121,7 @@ def state_dicts_in_order(state: Any, look: ListContents, known: dict[int, tuple[
 
 
 def call_state_dict(one: FoundObject) -> Any:
-    """Call and return its ``state_dict()``."""
+    """Return the ``state_dict()`` of the object, called in the thread of the caller."""
     with monitored(one.name, one.instance, "state_dict"):
         return run_in_calling_thread(one.instance.state_dict)
 
@@ -128,6 +131,9 @@ def call_state_dict(one: FoundObject) -> Any:
 
 @dataclass(slots=True)
 class _MonitoredCall:
+    """A call in progress. ``since``: when it began (``time.monotonic`` seconds). ``logged``: a warning has been
+    logged."""
+
     since: float
     name: str
     instance: Any
@@ -167,14 +173,14 @@ class _Monitor:
                     self._running = False
                     return
                 now = time.monotonic()
-                silent = [one for one in self._calls.values() if not one.logged]
-                late = [one for one in silent if one.since + _LATE_S <= now]
-                due = min((one.since for one in silent if one.since + _LATE_S > now), default=now) + _LATE_S
+                unlogged = [one for one in self._calls.values() if not one.logged]
+                late = [one for one in unlogged if one.since + _LATE_S <= now]
+                due = min((one.since for one in unlogged if one.since + _LATE_S > now), default=now) + _LATE_S
                 for one in late:
                     one.logged = True
             for one in late:
                 _log_late_call(one)
-            del silent, late
+            del unlogged, late
             time.sleep(due - now)
 
 
@@ -210,11 +216,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextmanager
 def monitored(name: str, instance: Any, method: str) -> Iterator[None]:
-    """Monitor a call of ``method`` of the object at ``name``: a thread logs a call that has not returned after 5 s. A
-    thread does it because such a call blocks the loop."""
-    watch = _monitor
-    one = watch.begin(name, instance, method)
+    """Monitor a call of ``method`` of the object at ``name`` during the ``with`` block. If it has not returned after 5
+    s, a thread logs a warning; a timer of the loop could not, because such a call blocks the loop."""
+    monitor = _monitor
+    one = monitor.begin(name, instance, method)
     try:
         yield
     finally:
-        watch.end(one)
+        monitor.end(one)

@@ -1,4 +1,4 @@
-"""Tasks that outlive the call that started them, and steps that a cancel must not cut short."""
+"""Tasks that outlive the call that started them, and coroutines that a cancel must not interrupt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _WORKERS = 4
 
 
 def running_loop(what: str) -> asyncio.AbstractEventLoop:
-    """The loop that runs this code. Raises ``WrongLoopError`` where there is none."""
+    """Return the asyncio loop that runs this code. Raises ``WrongLoopError``, which names ``what``, if there is
+    none."""
     if runs_in_trio():
         raise WrongLoopError(
             f"{what} needs a running event loop of asyncio, and this code runs in trio: call sidestream.blocking in a "
@@ -45,7 +46,7 @@ def running_loop(what: str) -> asyncio.AbstractEventLoop:
 
 
 def check_no_running_loop(what: str) -> None:
-    """Raise ``WrongLoopError`` if ``what``, which blocks its thread, would block an event loop."""
+    """Raise ``WrongLoopError`` if an event loop runs in this thread, which ``what`` would block."""
     if runs_in_trio():
         raise WrongLoopError(
             f"{what} would block the event loop of trio: call it in a thread, with trio.to_thread.run_sync()"
@@ -61,7 +62,7 @@ def check_no_running_loop(what: str) -> None:
 
 
 def runs_in_trio() -> bool:
-    """Whether a task of trio runs this code. In trio's guest mode a loop of asyncio runs in this thread too."""
+    """Return whether a task of trio runs this code. In trio's guest mode a loop of asyncio runs in this thread too."""
     current_task = getattr(sys.modules.get("trio.lowlevel"), "current_task", None)
     if current_task is None:
         return False
@@ -76,10 +77,10 @@ def runs_in_trio() -> bool:
 
 
 def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run ``work`` on the running loop; a strong reference is kept until it has ended.
+    """Start a task that runs ``work`` on the running loop, and keep a strong reference to it until it has ended.
 
-    ``work`` must not raise: it delivers every failure to whoever awaits its result. When the loop is closed by
-    ``asyncio.run`` it is cancelled and waited for; when the loop ends otherwise, its coroutine is closed.
+    ``work`` must not raise; it sets its failures on the futures that callers await. If ``asyncio.run`` ends the loop,
+    it cancels the task and waits for it. If the loop ends in another way, the coroutine is closed.
     """
     task = _create_task(work, name)
     track_task(task, "supervised")
@@ -87,34 +88,33 @@ def supervise(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
 
 
 def create_owned_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run ``work`` beside its owner, who keeps the task, cancels it and waits for it; ``wait_for_supervised`` does not wait for it.
-
-    Like what is supervised, it must not raise."""
+    """Start a task that runs ``work``. The caller owns it: the caller cancels it and waits for it, and
+    ``wait_for_supervised`` does not. ``work`` must not raise."""
     task = _create_task(work, name)
-    track_task(task, "accompanying")
+    track_task(task, "owned")
     return task
 
 
 def _create_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start a task without the deadline of the call that starts it."""
+    """Start a task that does not inherit the deadline of the current call."""
     with time_limit(None):
         return asyncio.get_running_loop().create_task(work, name=name)
 
 
 async def wait_for_supervised() -> None:
-    """Wait until everything supervised on this loop has ended."""
+    """Wait until all supervised tasks of this loop have ended."""
     while tasks := supervised_tasks():
         await asyncio.wait(tasks)
 
 
 async def run_shielded(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run ``work()`` to its end, however often this task is cancelled meanwhile; the cancel is raised afterwards.
+    """Run ``work()`` to its end, however often this task is cancelled. A cancel is raised afterwards.
 
-    anyio's shield alone does not do: ``Task.cancel()`` and ``asyncio.timeout`` go through it. ``work`` must be safe to
-    run again: a closing loop cancels every task there is, the one that runs ``work`` included, once.
+    The shield of anyio is not enough, because ``Task.cancel()`` and ``asyncio.timeout`` pass through it. ``work`` must
+    be safe to run again: a closing loop cancels all tasks once, including the one that runs ``work``.
 
     Does nothing where no loop runs: there, the caller is a coroutine that is being closed because its loop has ended,
-    and ``_abandoned`` has released its resources.
+    and its registered resources have been released (``abandoned.py``).
     """
     if asyncio._get_running_loop() is None:
         return
@@ -138,12 +138,12 @@ async def run_shielded(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 def _begin(work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
     task = asyncio.get_running_loop().create_task(work())
-    track_task(task, "accompanying")
+    track_task(task, "owned")
     return task
 
 
 async def in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run ``work`` in several tasks, which share a queue. Raises ``first_error`` of what they raise."""
+    """Run ``work`` in several tasks, which share a queue. Raises the ``first_error`` of their errors."""
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(_WORKERS):
@@ -153,8 +153,8 @@ async def in_parallel(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the one error to raise for a group: ``CorruptCheckpointError`` if there is one, or else the first error of
-    sidestream, or else the first error."""
+    """Return the error to raise for a group of errors: a ``CorruptCheckpointError`` if there is one, or else the first
+    error of sidestream, or else the first error."""
     flat: list[BaseException] = []
     for error in errors.exceptions:
         flat.extend(error.exceptions if isinstance(error, BaseExceptionGroup) else [error])

@@ -1,4 +1,4 @@
-"""Who writes a save: threads of this process, or a writer process that is started when it is needed."""
+"""The writer processes of this process, one for each set of options, started when they are needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLOSE_S = 1.0
 
 
 class Worker:
-    """The process for one set of options: there is one at most at a time, and a new one where it was lost."""
+    """The writer process for one set of options. At most one exists at a time; a lost one is replaced."""
 
     def __init__(self, options: WriterProcess) -> None:
         self.options = options
@@ -36,33 +36,37 @@ class Worker:
         self._users = 0
 
     def start(self) -> Future[None]:
-        """Start it unless it is there, without waiting for more than a thread; the result is done when it is up."""
+        """Start the process unless it exists. Return a future that is done when the process is ready. Waits only for
+        the start of a thread."""
         return self._current().up
 
     async def up(self) -> None:
-        """Start it, and wait until it is ready. Raises ``WriterProcessError``, ``DeadlineExceededError``."""
+        """Start the process unless it exists, and wait until it is ready. Raises ``WriterProcessError`` and
+        ``DeadlineExceededError``."""
         stop = Stop()
         await io_threads().run(self._ready, stop, stop=stop)
 
     async def share(self, memories: Sequence[SharedSegment]) -> None:
-        """Map ``memories`` there, so that no save has to, if it is up."""
+        """Map ``memories`` in the process if it is up, so that no save has to wait for that."""
         link = self._link
         if link is not None and link.up.done() and link.lost is None:
-            await io_threads().run(_hand, link, memories)
+            await io_threads().run(_share, link, memories)
 
     def filler(self) -> LinkFiller | None:
-        """Who copies for a stage, if the process is up and may read the memory of this one."""
+        """Return an object that has the process copy for a stage; None if the process is not up or may not read the
+        memory of this process."""
         link = self._link
         return LinkFiller(link) if link is not None and link.reads_memory and link.lost is None else None
 
     def acquire(self) -> None:
-        """Somebody will come back: the process stays, once it was started, until as many have let go of it."""
+        """Take a reference, which keeps a started process alive until ``release()``."""
         with self._lock:
             self._users += 1
             if self._link is not None:
                 self._link.add_users(1)
 
     def release(self) -> None:
+        """Give back a reference that ``acquire`` has taken."""
         with self._lock:
             self._users -= 1
             if self._link is not None:
@@ -70,7 +74,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that is there now."""
+        """The PID of the current process, or None."""
         link = self._link
         return None if link is None or link.lost is not None else link.pid
 
@@ -84,10 +88,11 @@ class Worker:
         fall_back: bool = False,
         url: str = "",
     ) -> None:
-        """``Transaction.write``, with the same promises, in the process. This side makes the attempt; the process joins
-        it.
+        """Write ``files`` in the process, with the guarantees and errors of ``Transaction.write``. This process makes
+        the attempt, and the writer process joins it.
 
-        Raises ``WriterProcessError`` too, unless ``fall_back`` lets threads write where no process can be started.
+        Also raises ``WriterProcessError``. With ``fall_back``, threads of this process write if no writer process can
+        be started.
         """
         attempt = transaction.attempt
         transaction.write((), threads=threads, stop=stop)
@@ -97,7 +102,7 @@ class Worker:
         assert transaction.address is not None
         joined = replace(attempt, kind="joined")
         order = JobOrder(transaction.address, joined, url or attempt.target, current_deadline())
-        self.acquire()  # or it might end between being up and being asked
+        self.acquire()  # or the process might end before the request reaches it
         try:
             Job(order, files, stop).run(transaction, lambda: self._ready(stop), self.options.retries)
         finally:
@@ -111,7 +116,8 @@ class Worker:
         return True
 
     def _ready(self, stop: Stop) -> WorkerLink:
-        """A process that is up. Raises ``WriterProcessError``, ``ClosedError``, ``DeadlineExceededError``."""
+        """Return the link of a process that is ready. Raises ``WriterProcessError``, ``ClosedError`` and
+        ``DeadlineExceededError``."""
         link = self._current()
         result_of(link.up, stop, "starting the writer process")
         return link
@@ -124,28 +130,29 @@ class Worker:
             return self._link
 
     def close(self) -> None:
-        """End the process now; what it was writing fails. The next save starts another one."""
+        """End the process. Saves that it is writing fail; the next save starts another process."""
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
             link.end("the writer process was ended", _CLOSE_S)
 
     def forget(self) -> None:
-        """In a forked child: the process is the parent's."""
+        """Close this side of the link in a forked child, because the process belongs to the parent."""
         if self._link is not None:
             self._link.close_after_fork()
 
 
-def _hand(link: WorkerLink, memories: Sequence[SharedSegment]) -> None:
-    with suppress(WriterProcessError):  # the save that comes next starts another one
+def _share(link: WorkerLink, memories: Sequence[SharedSegment]) -> None:
+    with suppress(WriterProcessError):  # the next save starts another process
         for memory in memories:
             link.share(memory)
 
 
 def choose_worker(worker: WriterChoice, store: Store) -> tuple[Worker | None, bool]:
-    """Who writes to ``store`` (None: threads), and whether threads do where no process can be started.
+    """Return the writer process that writes to ``store`` (None: threads do), and whether threads write if no process
+    can be started.
 
-    Raises ``InvalidOptionError`` where a process was asked for and cannot write there.
+    Raises ``InvalidOptionError`` if a process was requested and cannot write to this store.
     """
     check_writer(worker)
     if worker == "thread":
@@ -163,7 +170,7 @@ _KNOWN = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
 def _obstacle(store: Store, *, known_only: bool) -> str | None:
-    """Why another process cannot open ``store``; None if it can, as far as this one knows."""
+    """Return the reason why another process cannot open ``store``; None if it can, as far as this process knows."""
     address = store.address
     if address is None:
         return (
@@ -185,7 +192,7 @@ _lock = threading.Lock()
 
 
 def worker_for(options: WriterProcess) -> Worker:
-    """The one of this process for ``options``; nothing is started yet."""
+    """Return the worker of this process for ``options``. Starts no process."""
     with _lock:
         if options not in _workers:
             _workers[options] = Worker(options)
@@ -193,7 +200,7 @@ def worker_for(options: WriterProcess) -> Worker:
 
 
 def close_all() -> None:
-    """End every writer process of this one."""
+    """End all writer processes of this process."""
     for worker in list(_workers.values()):
         worker.close()
 
@@ -202,7 +209,7 @@ def _forget_after_fork() -> None:
     global _workers, _lock
     for worker in _workers.values():
         worker.forget()
-    _of_the_parent.append(_workers)  # their handles shall not be finalized here
+    _of_the_parent.append(_workers)  # so that their handles are not finalized in the child
     _workers, _lock = {}, threading.Lock()
 
 

@@ -1,4 +1,4 @@
-"""Errors and events of the writer process as the trainer meets them: of the same types, with the same words."""
+"""Errors and events of the writer process, sent to the trainer and rebuilt there with the same types and messages."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _EVENTS = ("Retried", "Throttled", "SlowPart")
 
 
 def pack_error(error: BaseException) -> bytes:
+    """Return ``error`` with its facts, marks, notes and causes as bytes. URLs in it are redacted."""
     return pack(_described(error, _DEPTH))
 
 
@@ -45,6 +46,7 @@ def _described(error: BaseException, depth: int) -> dict[str, Any]:
 
 
 def unpack_error(packed: bytes) -> BaseException:
+    """Return the error from what ``pack_error`` returned."""
     return _raised(unpack(packed))
 
 
@@ -65,7 +67,8 @@ def _raised(found: Mapping[str, Any]) -> BaseException:
 
 
 def _made(found: Mapping[str, Any]) -> BaseException:
-    """Of the type that it had if that is one of ours or Python's own; nothing else is looked up by name."""
+    """Return an error of the original type if that is one of sidestream or a builtin, else a ``RuntimeError``. No other
+    type is looked up by name."""
     home = {errors.__name__: errors, "builtins": builtins}.get(found["module"])
     kind = None if home is None else getattr(home, found["type"], None)
     if isinstance(kind, type) and issubclass(kind, Exception):
@@ -77,12 +80,13 @@ def _made(found: Mapping[str, Any]) -> BaseException:
 
 
 def pack_event(event: events.Event) -> bytes | None:
-    """None for what the trainer says itself."""
+    """Return ``event`` as bytes; None for events that the trainer emits itself."""
     name = type(event).__name__
     return pack({"event": name, **asdict(event)}) if name in _EVENTS else None
 
 
 def unpack_event(packed: bytes) -> events.Event:
+    """Return the event from what ``pack_event`` returned."""
     found = unpack(packed)
     name = found.pop("event")
     made: events.Event = getattr(events, name)(**found) if name in _EVENTS else events.GuaranteeLost("", str(name))

@@ -1,4 +1,5 @@
-"""In the trainer: images that the writer process fills, out of this process's memory."""
+"""Stages that the writer process fills: it copies from the memory of the trainer, so that no thread of the trainer has
+to."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ __all__ = ["LinkFiller"]
 
 
 class LinkFiller:
-    """The process of ``link``, a ``Filler`` for stages."""
+    """A ``Filler`` that has the writer process copy."""
 
     def __init__(self, link: WorkerLink) -> None:
         self._link = link
 
     def fill(self, pieces: Sequence[FillPiece], *, deadline: Deadline, stop: Stop) -> bool:
-        """Of the contract of ``Filler``. A process that does not let go of the memory is killed."""
+        """Copy ``pieces`` as ``Filler.fill`` requires. A process that does not stop using the memory is killed."""
         try:
             return _Fill(self._link, deadline, stop).run(pieces)
         except WriterProcessError:
@@ -45,31 +46,31 @@ class _Fill:
     def run(self, pieces: Sequence[FillPiece]) -> bool:
         packed = b"".join(PIECE.pack(piece.memory.number, *piece[1:]) for piece in pieces)
         memories = {piece.memory.number: piece.memory for piece in pieces}
-        number = self._link.request(self)  # first: the thread of the link watches over whoever has one
-        asked = False
+        number = self._link.request(self)  # first, because the thread of the link monitors registered requests
+        sent = False
         try:
             with self._stop.waking(self._wake):
                 self._sending = True
                 for memory in memories.values():
                     self._link.share(memory)
                 self._stop.check()
-                asked = True
+                sent = True
                 self._link.send(WorkerMessageKind.FILL, number, packed)
                 self._sending = False
                 with self._changed:
                     self._changed.wait_for(lambda: self.finished or self._stop.is_set(), self._deadline.remaining_s())
                 if not self.finished:
-                    self._release(number)
+                    self._cancel(number)
                     self._stop.check()
                     raise self._deadline.exceeded("staging")
         finally:
             self._sending = False
-            if not asked:
+            if not sent:
                 self._link.withdraw(number)
         return self._answer == WorkerMessageKind.FILLED
 
-    def _release(self, number: int) -> None:
-        """Nothing of it is read or written any more when this returns."""
+    def _cancel(self, number: int) -> None:
+        """Cancel the request. When this returns, the process neither reads nor writes its memory any more."""
         self._sending = True
         self._link.send(WorkerMessageKind.CANCEL, number, b"")
         self._sending = False
@@ -96,9 +97,9 @@ class _Fill:
         self._late_since = self._late_since or time.monotonic()
         return time.monotonic() - self._late_since > ACKNOWLEDGE_S
 
-    def on_message(self, frame: WorkerMessage) -> None:
+    def on_message(self, message: WorkerMessage) -> None:
         with self._changed:
-            self._answer = WorkerMessageKind(frame.kind)
+            self._answer = WorkerMessageKind(message.kind)
             self._changed.notify_all()
 
     def on_lost(self, reason: str) -> None:

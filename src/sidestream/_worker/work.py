@@ -1,4 +1,5 @@
-"""In the writer process: one request, from its first file to the receipt. The code that writes is the trainer's own."""
+"""One request inside the writer process, from its first file to its receipts. The code that writes is the same as in
+the trainer."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from .wire import Outbox, WorkerMessage, WorkerMessageKind, unpack
 
 __all__ = ["READY", "Request", "WriteRate", "name_and_rest"]
 
-READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, where in it, bytes
+READY = struct.Struct("<IIQQQ")  # file, window, number of the memory, offset in it, bytes
 UNUSED = struct.Struct("<II")  # file, window
 SUMS = struct.Struct("<IQ")  # file, bytes of CRCs
 
 
 class WriteRate:
-    """So many bytes per second, all requests together."""
+    """A limit of bytes per second for all requests together. None: no limit."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
@@ -35,7 +36,7 @@ class WriteRate:
         self._free_at = 0.0
 
     def spend(self, nbytes: int, stop: Stop) -> None:
-        """Wait until they may be written. Raises ``ClosedError`` when ``stop`` is set."""
+        """Block until ``nbytes`` more may be written. Raises ``ClosedError`` when ``stop`` is set."""
         if self._bytes_per_s is None:
             return
         with self._lock:
@@ -47,8 +48,8 @@ class WriteRate:
 
 
 class _TrainerWindow:
-    """A window in the trainer's memory. It has been let go of when nothing refers to it any more: a client of object
-    storage may hold it for longer than the part that it came from."""
+    """A window in the trainer's memory. It is unused when no reference to its memory is left: a client of object
+    storage may keep one for longer than the file part does."""
 
     def __init__(self, nbytes: int, rate: WriteRate, unused: Callable[[], None]) -> None:
         self.nbytes = nbytes
@@ -59,6 +60,7 @@ class _TrainerWindow:
         self._gone = False
 
     def arrive(self, memory: mmap, start: int) -> None:
+        """Make the window available: its bytes are at ``start`` of ``memory``."""
         anchor = (ctypes.c_char * self.nbytes).from_buffer(memory, start)
         weakref.finalize(anchor, self._unused).atexit = False
         with self._changed:
@@ -66,6 +68,8 @@ class _TrainerWindow:
             self._changed.notify_all()
 
     def wait(self, end: int, *, deadline: Deadline, stop: Stop) -> memoryview:
+        """Wait until the window is available, and return its bytes. Raises ``ClosedError`` and
+        ``DeadlineExceededError``."""
         with stop.waking(self._wake), self._changed:
             while self._anchor is None:
                 stop.check()
@@ -78,6 +82,7 @@ class _TrainerWindow:
         return view
 
     def release(self) -> None:
+        """Drop the reference to the memory."""
         with self._changed:
             self._anchor, self._gone = None, True
             self._changed.notify_all()
@@ -88,7 +93,7 @@ class _TrainerWindow:
 
 
 class _WindowCounts:
-    """How many have come, and were let go of: finalizers take no locks, and ``append`` needs none."""
+    """The numbers of windows that have arrived and that are unused again. No locks, because finalizers count."""
 
     def __init__(self) -> None:
         self.arrived = 0
@@ -96,8 +101,8 @@ class _WindowCounts:
         self._reported = 0
 
     def count_returned(self) -> bool:
-        """Of one more; whether the trainer has to hear of it now, as half of what it knows to be in use is not: it may
-        be waiting for just this memory."""
+        """Count one more unused window. Return whether the trainer has to be notified now, because half of the windows
+        that it takes for used are not: it may be waiting for this memory."""
         self._returned.append(None)
         returned = len(self._returned)
         if 2 * (returned - self._reported) < self.arrived - self._reported:
@@ -107,19 +112,20 @@ class _WindowCounts:
 
 
 class Request:
-    """Files that come one after the other, and a thread that writes them. Frames are handled in the one that reads."""
+    """The files of one request, which arrive one after the other, and a thread that writes them. Messages are handled
+    in the thread that reads them."""
 
     def __init__(
         self,
         number: int,
-        asked: dict[str, Any],
+        order: dict[str, Any],
         store: Callable[[], Store],
         outbox: Outbox,
         rate: WriteRate,
         ended: Callable[[int], None],
     ) -> None:
-        self._deadline = Deadline(asked["at"], asked["timeout_s"])
-        self._attempt = Attempt(asked["target"], "joined", asked["save_id"], asked["durability"])
+        self._deadline = Deadline(order["at"], order["timeout_s"])
+        self._attempt = Attempt(order["target"], "joined", order["save_id"], order["durability"])
         self._number = number
         self._store = store
         self._outbox = outbox
@@ -131,31 +137,32 @@ class Request:
         self._windows = _WindowCounts()
 
     def start(self) -> None:
-        """Whoever hands it frames knows it by then: ``ended`` may be called at any time from now on."""
+        """Start the thread that writes. Register the request before, because ``ended`` may be called at once."""
         threading.Thread(target=self._run, name=f"sidestream-saver-{self._number}", daemon=True).start()
 
-    # --- the thread that reads frames ---
+    # --- the thread that reads messages ---
 
-    def handle(self, frame: WorkerMessage, memories: dict[int, mmap]) -> None:
-        if frame.kind == WorkerMessageKind.READY:
-            self._windows.arrived += len(frame.body) // READY.size
-            for file, window, memory, start, _ in READY.iter_unpack(frame.body):
+    def handle(self, message: WorkerMessage, memories: dict[int, mmap]) -> None:
+        """Handle a message about this request."""
+        if message.kind == WorkerMessageKind.READY:
+            self._windows.arrived += len(message.body) // READY.size
+            for file, window, memory, start, _ in READY.iter_unpack(message.body):
                 self._images[file][window].arrive(memories[memory], start)
-        elif frame.kind == WorkerMessageKind.CANCEL:
+        elif message.kind == WorkerMessageKind.CANCEL:
             self._stop.set()
             self._files.put(None)
-        elif frame.kind == WorkerMessageKind.END:
+        elif message.kind == WorkerMessageKind.END:
             self._files.put(None)
-        elif frame.kind == WorkerMessageKind.BYTES_FILE:
-            name, rest = name_and_rest(frame.body)
+        elif message.kind == WorkerMessageKind.BYTES_FILE:
+            name, rest = name_and_rest(message.body)
             self._images.append([])
             self._files.put((name, BytesBody(bytes(rest))))
-        elif frame.kind == WorkerMessageKind.SHARD_FILE:
-            self._files.put(self._shard(frame.body))
+        elif message.kind == WorkerMessageKind.SHARD_FILE:
+            self._files.put(self._shard(message.body))
 
     def _shard(self, packed: bytes) -> tuple[str, Body]:
-        said, rest = name_and_rest(packed)
-        name, digest = unpack(said.encode())
+        head, rest = name_and_rest(packed)
+        name, digest = unpack(head.encode())
         layout = unpack_layout(rest)
         file = len(self._images)
         images = [
@@ -168,7 +175,7 @@ class Request:
     def _unused(self, file: int, window: int) -> Callable[[], None]:
         packed, number, outbox, windows = UNUSED.pack(file, window), self._number, self._outbox, self._windows
 
-        def unused() -> None:  # wherever the last reference dies
+        def unused() -> None:  # called in any thread, where the last reference is dropped
             outbox.send_later(WorkerMessageKind.UNUSED, number, packed, urgent=windows.count_returned)
 
         return unused
@@ -183,7 +190,7 @@ class Request:
         else:
             self._answer(WorkerMessageKind.DONE, b"")
         finally:
-            self._ended(self._number)  # first: what is handed over from now on is sent back at once
+            self._ended(self._number)  # first: windows that arrive from now on are returned at once
             for images in self._images:
                 for image in images:
                     image.release()
@@ -192,14 +199,15 @@ class Request:
         try:
             self._outbox.send_now(kind, self._number, body)
         except OSError:
-            """The trainer is gone: the thread that reads hears of it too, and ends this process."""
+            """The trainer has ended: the thread that reads notices it too, and ends this process."""
 
     def _write(self) -> None:
         with time_limit(self._deadline):
             self._store().begin(self._attempt).write_here(self._bodies(), stop=self._stop)
 
     def _bodies(self) -> Iterator[tuple[str, Body]]:
-        """Whoever asks for the next one has written the last one, synced."""
+        """Yield the files. When the store requests the next file, the last one is written and synced, and its receipt
+        is sent."""
         for file in range(1 << 32):
             item = self._next()
             if item is None:
@@ -221,6 +229,6 @@ class Request:
 
 
 def name_and_rest(body: bytes) -> tuple[str, memoryview]:
-    """A text with its length before it, and what follows."""
+    """Split ``body`` into a text, which its length precedes, and the bytes that follow."""
     end = 4 + int.from_bytes(body[:4], "little")
     return body[4:end].decode(), memoryview(body)[end:]
