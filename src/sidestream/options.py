@@ -365,10 +365,18 @@ def _check_store(given: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IndependentPart:
-    """This process saves its part of a checkpoint by itself: no rank talks to another, and nobody commits for all.
+    """One rank's part of a checkpoint that the rank saves independently: ranks exchange no messages, and no rank
+    commits for all.
 
-    ``save_id`` names the save, in the words of the caller (the step, and the number of the attempt): ranks that mean
-    one save give the same one, and no other save to that URL has it. ``world_size`` says how many parts there are.
+    Attributes:
+        rank: The number of the part, from 0.
+        world_size: The number of parts.
+        save_id: A name of the save that the caller chooses (such as the step and the number of the attempt). It is the
+            same on all ranks, and differs from that of any other save to the same URL.
+
+    Raises:
+        InvalidOptionError: ``rank`` is not below ``world_size``, or ``save_id`` is not a text of 1 to 128 printable
+            ASCII characters.
     """
 
     rank: int

@@ -1,9 +1,10 @@
-"""Who wrote a checkpoint: a detached signature over its manifest and marker (the extra ``signing``).
+"""Signatures, which prove who wrote a checkpoint (the extra ``signing``).
 
-The manifest has a digest of every block of every tensor and every value in full, so one small signature covers all. It
-is an OpenSSF model signature (a Sigstore bundle with an in-toto statement) in ``manifest-<save_id>.sig`` beside the
-manifest; ``model_signing verify key`` of the package ``model-signing`` reads it too. Keys are elliptic-curve keys
-(P-256, P-384, P-521) in PEM files. Nothing here reaches for a network.
+A signature is a file beside the manifest, ``manifest-<save_id>.sig``, that signs the manifest and the marker. The
+manifest has a digest of every block of every tensor, and every value in full, so this covers the whole checkpoint. The
+format is an OpenSSF model signature (a Sigstore bundle with an in-toto statement), which ``model_signing verify key``
+of the package ``model-signing`` also reads. Keys are elliptic-curve keys (P-256, P-384, P-521) in PEM files. No
+function here connects to a network, except to the storage at ``url``.
 """
 
 from __future__ import annotations
@@ -47,13 +48,31 @@ async def sign(
     storage_options: Mapping[str, Any] | None = None,
     storage: Storage | None = None,
 ) -> str:
-    """Sign the checkpoint at ``url`` with the private key in the file ``key`` and return the name of the new file.
+    """Sign the checkpoint at ``url``.
 
-    The checkpoint has to be ours and saved with ``digest=``: to sign checksums that anybody can match would promise
-    nothing. Its payload is not read, so verify it first if it was not saved just now. Raises
-    ``CheckpointNotFoundError``, ``CorruptCheckpointError``, ``InvalidOptionError`` (no digests, or a key that is none),
-    ``CheckpointExistsError`` if it has been signed already, ``MissingExtraError``, ``StorageError``. A cancel or a
-    failure may leave a signature behind that does not verify.
+    The checkpoint has to be one of sidestream's, saved with ``digest=``: a signature over checksums that are not
+    cryptographic would prove nothing. The payload is not read, so verify an older checkpoint before you sign it. When
+    this returns, the signature is durable. A cancel or a failure may leave a signature file that does not verify.
+
+    Args:
+        url: The checkpoint.
+        key: A PEM file with the private key.
+        password: The password of the private key, if it has one.
+        timeout_s: The deadline of the call, in seconds.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage is reached.
+
+    Returns:
+        The name of the new file in the checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        CorruptCheckpointError: Its marker or manifest is damaged.
+        InvalidOptionError: The checkpoint has no digests, or the key cannot sign.
+        CheckpointExistsError: The checkpoint has been signed already.
+        MissingExtraError: The extra ``signing`` is not installed.
+        DeadlineExceededError: ``timeout_s`` has passed.
+        StorageError: The storage failed.
     """
     running_loop("signing.sign")
     check_timeout(timeout_s)
@@ -73,7 +92,7 @@ async def _sign(location: Location, signing: Any, key: str | os.PathLike[str], p
         try:
             config = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise InvalidOptionError(f"key={os.fspath(key)!r} is no private key that can sign: {error}") from error
+            raise InvalidOptionError(f"key={os.fspath(key)!r} is not a private key that can sign: {error}") from error
         config.sign(model, signature)
         return signature.read_bytes()
 
@@ -97,12 +116,30 @@ async def verify(
     storage_options: Mapping[str, Any] | None = None,
     storage: Storage | None = None,
 ) -> VerifyReport:
-    """Return if the owner of the public key in the file ``key`` has signed the checkpoint, and every byte of it that a
-    reader looks at is what was signed; the report is that of ``sidestream.verify``, without damage.
+    """Verify the signature of the checkpoint at ``url``, and all of its data.
 
-    Raises ``BadSignatureError`` where there is no signature, where it is not by that key or not over these files, and
-    where anything at all is damaged; ``CheckpointNotFoundError``, ``CorruptCheckpointError``, ``InvalidOptionError``,
-    ``MissingExtraError``.
+    When this returns, the owner of the key has signed the checkpoint, and every byte that a reader uses is what was
+    signed. A cancel leaves nothing behind.
+
+    Args:
+        url: The checkpoint.
+        key: A PEM file with the public key.
+        progress: Called with the bytes read so far and the bytes to read.
+        timeout_s: The deadline of the call, in seconds.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage is reached.
+
+    Returns:
+        The report of ``sidestream.verify``, without damage.
+
+    Raises:
+        BadSignatureError: There is no signature, it is not one of this key over these files, or data is damaged.
+        CheckpointNotFoundError: There is no checkpoint.
+        CorruptCheckpointError: Its marker or manifest is damaged.
+        InvalidOptionError: The checkpoint has no digests, or the key cannot verify.
+        MissingExtraError: The extra ``signing`` is not installed.
+        DeadlineExceededError: ``timeout_s`` has passed.
+        StorageError: The storage failed.
     """
     running_loop("signing.verify")
     check_timeout(timeout_s)
@@ -134,13 +171,13 @@ async def _verify_source(
         try:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key)
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise InvalidOptionError(f"key={os.fspath(key)!r} is no public key that can verify: {error}") from error
+            raise InvalidOptionError(f"key={os.fspath(key)!r} is not a public key that can verify: {error}") from error
         try:
             config.verify(model, signature)
-        except Exception as error:  # it meets a bad bundle with errors of many packages
+        except Exception as error:  # for a bad bundle it raises errors of many packages
             why = f"{type(error).__name__}: {error}".strip(": ")
             raise BadSignatureError(
-                f"{location.url}: its signature is not one of this key over these files ({why})"
+                f"{location.url}: its signature was not made with this key over these files ({why})"
             ) from error
         return b""
 
@@ -192,7 +229,7 @@ async def _signature(source: RangeSource, url: str, manifest: Manifest) -> bytes
 
 
 def _with_files(files: dict[str, bytes], bundle: bytes, work: Callable[[Path, Path], bytes]) -> bytes:
-    """In a thread: the package works on paths, so it is given a private directory, whatever store they came from."""
+    """Call ``work`` in a thread with a private directory that has ``files``, because the package reads local paths."""
     with tempfile.TemporaryDirectory(prefix="sidestream-") as directory:
         model, signature = Path(directory, "checkpoint"), Path(directory, "signature")
         model.mkdir()

@@ -161,12 +161,10 @@ class Job:
         if self._order.deadline.remaining_s() == 0:
             return self._order.deadline.exceeded(f"writing ({lost})")
         if lives == 0:
-            return WriterProcessError(
-                f"{self._order.url} was not saved: {lost}, and so did the processes that replaced it"
-            )
+            return WriterProcessError(f"{self._order.url} was not saved: {lost}, and so did each process after it")
         return WriterProcessError(
-            f"{self._order.url} was not saved: {lost}, and memory that a new process would need was in use again; with a "
-            "budget_bytes= that holds the whole state, a new process can write it again"
+            f"{self._order.url} was not saved: {lost}, and memory that a new process would need was in use again; a "
+            "new process can write it again with a budget_bytes= that holds the whole state"
         )
 
 
@@ -306,7 +304,7 @@ class _Exchange:
                     self._done = True
                 elif message.kind == WorkerMessageKind.FAILED:
                     self._failure = unpack_error(message.body)
-                self._changed.notify_all()  # only now, so that the thread that waits for the end is not woken up in vain
+                self._changed.notify_all()  # only here: the thread that waits for the end is not woken up in vain
         if message.kind == WorkerMessageKind.FAILED:
             self._halt.set()
 

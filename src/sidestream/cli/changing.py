@@ -1,4 +1,4 @@
-"""The verbs that write or delete."""
+"""The commands that write or delete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def convert(
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
-    """Write a checkpoint in another format, in pieces; the target appears as a whole or not at all."""
+    """Write a checkpoint in another format, with bounded memory. The target becomes visible as a whole or not at
+    all."""
     options: dict[str, Any] = {"format": format, "select": select, "names": _renaming(rename)}
     stores = {"storage_options": options_of(storage_option), "target_storage_options": options_of(target_option)}
     options |= {"dtype": _dtype(dtype), **stores}
@@ -71,7 +72,8 @@ def copy(
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
-    """Copy a checkpoint between stores as it is: checked on the way, and read back before it is visible."""
+    """Copy a checkpoint between stores unchanged. It is verified while it is copied, and read back before it is
+    visible."""
     source_options, target_options = options_of(storage_option), options_of(target_option)
     from .. import blocking
 
@@ -108,7 +110,8 @@ def prune(
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,
 ) -> int:
-    """Delete steps of a run, as its retention would: after the newest that stays was read back, and none in use."""
+    """Delete steps of a run, as its retention would: the newest step that stays is verified first, and no step in use
+    is deleted."""
     if keep_last is None and keep_every is None and not keep_best:
         raise InvalidOptionError("choose which steps to keep: pass --keep-last, --keep-every or --keep-best")
     best = [_metric(word) for word in keep_best or ()]
@@ -140,7 +143,7 @@ def prune(
 
 @contextmanager
 def _named_as_options(*keywords: str, **others: str) -> Iterator[None]:
-    """Spell the options in errors as the command line does. ``others`` have another name there."""
+    """Replace the names of options in errors by those of the command line. ``others`` have another name there."""
     spelled = {**{keyword: keyword for keyword in keywords}, **others}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Completion in a shell: checkpoints on this machine, and the names in them. Imports no torch."""
+"""Shell completion: the checkpoints on this machine, and the names in them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def names(context: typer.Context, incomplete: str) -> list[str]:
     if not isinstance(url, str) or "://" in url:
         return []
     shown: dict[str, None] = {}
-    with suppress(Exception):  # a shell shows no errors: whatever is wrong is said by the command itself
+    with suppress(Exception):  # a shell cannot show errors; the command itself reports them
         for fqn in _names_in(Path(url)):
             if fqn.startswith(incomplete) and fqn.isprintable():
                 end = fqn.find(".", len(incomplete))

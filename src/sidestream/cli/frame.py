@@ -1,4 +1,4 @@
-"""What the verbs share: how they end, what they print, and the options that many of them take."""
+"""What all commands share: exit codes, output, and common options."""
 
 from __future__ import annotations
 
@@ -83,18 +83,18 @@ def _every_verb(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options before the verb."""
+    """Accept the options that precede a command."""
 
 
 def verb(function: Callable[P, int]) -> Callable[P, None]:
-    """A command whose result is its exit code, and whose errors are one line."""
+    """Make a command from a function that returns its exit code. Its errors are printed as one message."""
 
     @wraps(function)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             code = function(*args, **kwargs)
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever read it has seen enough
+        except BrokenPipeError:  # the reader of the output has closed the pipe
             sys.stderr.close()
             code = 0
         except KeyboardInterrupt:
@@ -120,7 +120,7 @@ def _report(error: Exception, *, as_json: bool) -> None:
 
 
 def options_of(words: list[str] | None) -> dict[str, Any] | None:
-    """What ``--storage-option`` gave. Raises ``InvalidOptionError``, which shows no value."""
+    """Return the options from ``--storage-option``. Raises ``InvalidOptionError``, whose message has no values."""
     if not words:
         return None
     found: dict[str, Any] = {}
@@ -144,13 +144,13 @@ def _from_file(path: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise InvalidOptionError(f"--storage-option @{path} cannot be read ({type(error).__name__})") from None
     if not isinstance(found, dict):
-        raise InvalidOptionError(f"--storage-option @{path} holds no JSON object")
+        raise InvalidOptionError(f"--storage-option @{path} does not contain a JSON object")
     return found
 
 
-# --- what is shown --------------------------------------------------------------------------------------------------
-# Everything that the verbs print passes through the functions below. Names and messages come from untrusted
-# checkpoints: characters that a terminal would act on are escaped, and nothing is interpreted as markup of rich.
+# --- output ---------------------------------------------------------------------------------------------------------
+# Everything that the commands print passes through the functions below. Names and messages come from untrusted
+# checkpoints: control characters of terminals are escaped, and nothing is interpreted as markup of rich.
 
 _NUMBERS = ("bytes", "tensors", "step", "seconds", "GiB/s", "of the disk")
 _PIPE_WIDTH = 200  # output to a file or a pipe is not folded to the width of a terminal
@@ -173,6 +173,7 @@ def _finite(content: object) -> object:
 
 
 def say(text: str) -> None:
+    """Print a message, with escaped control characters."""
     sys.stdout.write(printable_lines(text) + "\n")
 
 
@@ -191,7 +192,7 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 @contextmanager
 def bar(label: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Progress in bytes, on the terminal's error stream; nothing where that is no terminal."""
+    """Show the progress in bytes on stderr, if that is a terminal and ``quiet`` is not set."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -211,6 +212,7 @@ def _console(*, error: bool) -> Console:
 
 
 def size(nbytes: float) -> str:
+    """Return a number of bytes in binary units, as in ``"1.5 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

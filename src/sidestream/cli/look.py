@@ -1,4 +1,4 @@
-"""What the verbs find out, without a word of how it is shown."""
+"""The results of the commands, without their output."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ _PLACES = 3
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
+    """A step of a run, with the message of its damage."""
+
     step: int
     name: str
     tensors: int
@@ -41,7 +43,7 @@ class StepRow:
 
 
 def steps(url: str, options: Options = None) -> list[StepRow]:
-    """Raises ``CheckpointNotFoundError`` where there is no committed step."""
+    """Return the committed steps of a run. Raises ``CheckpointNotFoundError`` if there are none."""
     store, _ = locate_run(url, Storage(options))
     found = []
     for one in blocking.run(lambda: list_steps(store), Deadline.after(_TIMEOUT_S)):
@@ -58,7 +60,7 @@ def steps(url: str, options: Options = None) -> list[StepRow]:
 
 @dataclass(frozen=True, slots=True)
 class EntryRow:
-    """A tensor, or where ``dtype`` is None a value."""
+    """An entry of a checkpoint: a tensor, or a value if ``dtype`` is None."""
 
     name: str
     dtype: str | None
@@ -68,7 +70,7 @@ class EntryRow:
 
 
 def rows(url: str, pattern: str, options: Options = None) -> list[EntryRow]:
-    """Raises ``MissingKeysError`` where nothing is named like ``pattern``."""
+    """Return the entries whose names match ``pattern``. Raises ``MissingKeysError`` if no name does."""
     entries = blocking.run(lambda: _entries(url, Storage(options)), Deadline.after(_TIMEOUT_S))
     found = []
     for name, one in entries.items():
@@ -119,7 +121,8 @@ def differences(
     second_options: Options = None,
     progress: Progress = lambda done, total: None,
 ) -> list[Difference]:
-    """Of two checkpoints, in the order of the first; tensors are compared bit by bit, 32 MiB at a time."""
+    """Return the differences between two checkpoints in the order of the first. Tensors are compared bit by bit, 32 MiB
+    at a time."""
     one = blocking.open_checkpoint(first, storage_options=options)
     other = blocking.open_checkpoint(second, storage_options=second_options)
     found = [Difference(name, "only in the first") for name in one if name not in other]
@@ -143,8 +146,8 @@ def _compare(name: str, one: blocking.Checkpoint, other: blocking.Checkpoint) ->
         inside, more = tuple(found[:_PLACES]), len(found) > _PLACES
         return Difference(name, "another value", inside=inside, more=more) if found else None
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
-        told = f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
-        return Difference(name, told.replace("torch.", ""))
+        what = f"{mine.dtype} {list(mine.shape)} against {theirs.dtype} {list(theirs.shape)}"
+        return Difference(name, what.replace("torch.", ""))
     largest = _largest_difference(name, mine.shape, mine.nbytes, one, other)
     return None if largest is None else Difference(name, "changed", largest)
 
@@ -152,7 +155,7 @@ def _compare(name: str, one: blocking.Checkpoint, other: blocking.Checkpoint) ->
 def _largest_difference(
     name: str, shape: torch.Size, nbytes: int, one: blocking.Checkpoint, other: blocking.Checkpoint
 ) -> float | None:
-    """None if all bytes are the same."""
+    """Return the largest difference between elements, or None if all bytes are the same."""
     largest = None
     step = max(1, shape[0] * _PIECE_BYTES // max(1, nbytes)) if shape else 1
     for start in range(0, shape[0] if shape else 1, step):

@@ -1,4 +1,4 @@
-"""What this machine offers to checkpoints."""
+"""Checks of what this machine supports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ __all__ = ["Finding", "machine"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """A property of this machine, its value, and advice."""
+
     what: str
     here: str
     advice: str = ""
 
 
 def machine(directory: str) -> list[Finding]:
+    """Return what this machine and the file system of ``directory`` support."""
     found = [Finding("torch", torch.__version__), Finding("checksums", *_checksums())]
     found += [Finding(extra, *_package(package, extra)) for package, extra in _EXTRAS]
     found.append(Finding("accelerator", str(torch.accelerator.current_accelerator() or "none")))
@@ -52,7 +55,7 @@ _EXTRAS = (
 
 
 def _memory() -> Finding:
-    """A snapshot takes as much host memory as the state has bytes."""
+    """Return the free host memory: a snapshot needs as much as the state has bytes."""
     advice = "a snapshot takes as much as the state; save(streaming=True) takes 256 MiB whatever its size"
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -63,7 +66,7 @@ def _memory() -> Finding:
 
 
 def _copies() -> Finding:
-    """Whether a writer process may read the memory of its trainer."""
+    """Return whether a writer process may read the memory of its trainer."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     here = scope.read_text().strip() if scope.exists() else "0"
     if not available() or here == "0":

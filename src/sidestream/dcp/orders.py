@@ -1,4 +1,4 @@
-"""What travels between the ranks of a save in DCP's own messages: the order of rank 0, in the plan of each rank."""
+"""What rank 0 sends to each rank of a save, in the plan that DCP sends: where to write."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _here = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class SentOrder:
-    """Rank 0's word: write into its attempt to save ``target``, with files of number ``rank``.
+    """The order of rank 0 to write into the attempt of the save ``save_id`` of ``target``, with files of number
+    ``rank``.
 
-    DCP sends it in the plan of each rank. A planner that caches its plans throws that plan away and goes on with the
-    one of an earlier save, so whoever receives an order notes it in passing (``order_received``).
+    DCP sends it in the plan of each rank. A planner that caches its plans drops that plan and uses the one of an
+    earlier save, so unpickling an order also records it for the current thread (``order_received``).
     """
 
     save_id: str
@@ -35,9 +36,10 @@ def _receive(*fields: Any) -> SentOrder:
 
 
 def order_received() -> SentOrder | None:
-    """The last one that came to this thread, since ``forget_order``."""
+    """Return the last order that this thread has received since ``forget_order``, or None."""
     return getattr(_here, "order", None)
 
 
 def forget_order() -> None:
+    """Drop the order that this thread has received."""
     _here.order = None

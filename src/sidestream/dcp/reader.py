@@ -1,4 +1,4 @@
-"""``StorageReader``: DCP plans, sidestream reads, verifies and puts in place."""
+"""``StorageReader``: DCP plans a load, sidestream reads, verifies and places the data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["StorageReader"]
 
 @dataclass(slots=True)
 class _Load:
-    """One load, as one rank sees it."""
+    """One load on one rank."""
 
     source: RangeSource
     url: str
@@ -48,7 +48,7 @@ class _Load:
     unverified: set[str] = field(default_factory=set)
 
     def add(self, reader: Reader) -> None:
-        """Count what ``reader`` has read."""
+        """Add the counts of ``reader``."""
         self.nbytes += reader.nbytes
         self.touched |= reader.touched
         self.unverified |= reader.unverified
@@ -59,12 +59,14 @@ class _Load:
 
 @dataclass(slots=True)
 class _Session:
+    """The state of one DCP call. ``wanted``: its ``checkpoint_id``."""
+
     wanted: str | os.PathLike[str] | None = None
     load: _Load | None = None
     load_id: str = ""
 
     def end(self) -> None:
-        """Release what the load has opened. A load that is still under way has failed."""
+        """Release the resources of the load. A load that has not ended has failed."""
         if self.load is not None:
             self.load.lifecycle.failed(SaveAbortedError("DCP has not finished this load"), 0)
             self.load.release()
@@ -72,24 +74,33 @@ class _Session:
 
 
 class StorageReader(DcpStorageReader):
-    """For ``dcp.load(state_dict, storage_reader=StorageReader(url))``: what sidestream or stock DCP wrote to ``url``.
+    """Reads checkpoints of sidestream and stock DCP in ``dcp.load(state_dict, storage_reader=StorageReader(url))``.
 
-    Nothing of the checkpoint is unpickled: metadata and values are decoded as data, checked, and only then used. Each
-    rank reads the rows that it needs, several ranges at a time, verified as they arrive (``verify``). Where stock DCP
-    goes on in silence this raises: ``CorruptCheckpointError`` for altered bytes, ``IncompleteTensorError`` for holes,
-    ``DtypeMismatchError`` for a cast that torch would not make by itself, such as a float's to an integer.
+    Nothing of the checkpoint is unpickled: metadata and values are decoded as data and checked before they are used.
+    Each rank reads the rows that it needs, several ranges at a time. When DCP returns, all tensors and values are in
+    place. After an error some tensors may have been written to.
 
-    Objects of the types in ``safe_globals`` are made again by their own code; another value that is more than data is
-    an ``UnsafeObjectError``. ``trust="pickle"`` hands the bytes of all values to the planner as they are: DCP's own
-    unpickles them, which runs whatever code they hold, so it is for checkpoints that you trust, and for planners that
-    write bytes of their own. ``checkpoint_id`` of DCP's call takes the place of ``url`` for that call;
-    ``storage_options`` and ``storage`` (as for ``sidestream.load``) stay.
+    Args:
+        url: The checkpoint. ``checkpoint_id`` of a DCP call replaces it for that call; all other options stay.
+        verify: Whether every byte that is used is checked against its checksum, as for ``sidestream.load``.
+        safe_globals: Types whose objects are rebuilt by their own code. Other values that are more than data raise
+            ``UnsafeObjectError``.
+        trust: ``"pickle"`` passes the bytes of all values to the planner unchanged. DCP's planner unpickles them, which
+            runs any code in them, so use it only for checkpoints that you trust. Planners that write bytes of their own
+            need it too.
+        timeout_s: The deadline of a load, in seconds.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage is reached.
+        **stock: Keywords of DCP's own readers. ``path`` is ``url``. Each of the others has no effect and is named in a
+            warning, or raises an ``InvalidOptionError`` that names its replacement.
 
-    The keywords of DCP's own readers are accepted too. ``path`` is ``url``. Each of the others has no effect and is
-    named in a warning, or raises an ``InvalidOptionError`` that says what to use instead.
+    Raises:
+        InvalidOptionError: An option is wrong.
 
-    When DCP returns, everything is in place. After an error some tensors may have been written to. DCP raises
-    ``CheckpointException`` with the error of each rank in ``failures``; of an error in the metadata it keeps the words.
+    A load raises these errors, where stock DCP reports no error: ``CorruptCheckpointError`` for altered bytes,
+    ``IncompleteTensorError`` for tensors with holes, ``DtypeMismatchError`` for a cast that torch does not make by
+    itself, such as from a float to an integer. DCP raises ``CheckpointException`` with the error of each rank in
+    ``failures``; for an error in the metadata it keeps only the message.
     """
 
     def __init__(
@@ -124,8 +135,8 @@ class StorageReader(DcpStorageReader):
         session.end()
         session.wanted, session.load_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
 
-    # Without a parameter named kwargs, so that DCP does not ask once more for the metadata of one rank: they are read
-    # as one checkpoint here, and with collectives.
+    # Without a parameter named kwargs, so that DCP does not call it again for the metadata of one rank: here the
+    # metadata of all ranks are read as one checkpoint, and with collectives.
     def read_metadata(self, *_: Any, **options: Any) -> Metadata:
         session = self._sessions.current()
         session.end()
@@ -185,18 +196,18 @@ class StorageReader(DcpStorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """What the call in this thread reads, or would."""
+        """The URL that a DCP call in this thread reads."""
         return self._address.located(self._sessions.current().wanted).url
 
     @property
     def load_id(self) -> str:
-        """The id of the current or last load in this thread; each ``reset`` makes a new one."""
+        """The id of the current or last load in this thread. Each ``reset`` creates a new one."""
         session = self._sessions.current()
         if not session.load_id:
             session.load_id = uuid.uuid4().hex
         return session.load_id
 
-    # --- inside ---
+    # --- implementation ---
 
     def _load(self) -> _Load:
         load = self._sessions.current().load

@@ -1,4 +1,4 @@
-"""The keywords of DCP's own storage classes: the meaning of each in sidestream, or what to use instead."""
+"""The keywords of DCP's own storage classes: the meaning of each in sidestream, or its replacement."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def check_stock_reader(given: Mapping[str, Any]) -> None:
 
 
 def one_url(owner: str, url: str | os.PathLike[str] | None, given: Mapping[str, Any]) -> str | os.PathLike[str]:
-    """``url``, which DCP calls ``path``. Raises ``InvalidOptionError`` unless exactly one of them is given."""
+    """Return ``url=`` or DCP's ``path=``. Raises ``InvalidOptionError`` unless exactly one of them is passed."""
     path: str | os.PathLike[str] | None = given.get("path")
     if (url is None) == (path is None):
         problem = "url= and path= are the same option: pass only one" if path else "pass url="
@@ -132,8 +132,8 @@ def one_url(owner: str, url: str | os.PathLike[str] | None, given: Mapping[str, 
 
 
 def durability_of(durability: Durability | None, given: Mapping[str, Any]) -> Durability:
-    """The durability that ``durability`` or DCP's ``sync_files`` requests. Raises ``InvalidOptionError`` if they
-    contradict."""
+    """Return the durability that ``durability`` or DCP's ``sync_files`` requests. Raises ``InvalidOptionError`` if they
+    contradict each other."""
     if "sync_files" not in given:
         return durability or "fsync"
     meant: Durability = "fsync" if given["sync_files"] else "flush"

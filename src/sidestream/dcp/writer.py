@@ -1,4 +1,4 @@
-"""``StorageWriter``: DCP plans, sidestream writes and commits."""
+"""``StorageWriter``: DCP plans a save, sidestream writes and commits it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _REMEDY = (
 
 @dataclass(slots=True)
 class _Save:
-    """One save, as one rank sees it. ``sent``: what rank 0 has told this rank to write."""
+    """One save on one rank. ``sent``: the order that rank 0 has sent to this rank."""
 
     location: Location
     deadline: Deadline
@@ -67,38 +67,48 @@ class _Save:
     """On the rank that commits."""
     alone: bool = True
     net: Any = None
-    """Removes what the coordinator's attempt left behind, if nobody else does."""
+    """A finalizer that removes what is left of the attempt, on the rank that commits."""
 
 
 class StorageWriter(DcpStorageWriter):
-    """For ``dcp.save(state_dict, storage_writer=StorageWriter(url))`` and ``dcp.async_save``, with any number of ranks.
+    """Writes the checkpoints of ``dcp.save(state_dict, storage_writer=StorageWriter(url))`` and ``dcp.async_save``,
+    with any number of ranks.
 
     When DCP returns, the checkpoint at ``url`` is visible and durable, as after ``sidestream.save``: ranks write into a
-    hidden directory, and the ``finish()`` of rank 0 publishes it in one step. ``dcp.load`` and ``sidestream.load`` read
-    it. If a rank fails, nothing is visible, and what was written goes when the writer is used again, closed (``with``)
-    or collected.
+    hidden directory, and the ``finish()`` of rank 0 commits it in one step. ``dcp.load`` and ``sidestream.load`` read
+    it. If a rank fails, nothing is visible. What was written is then removed when the writer is used again, closed
+    (``with``) or collected. Calls in several threads are independent of each other.
 
-    ``checkpoint_id`` of DCP's calls takes the place of ``url`` for that call, everything else stays: credentials in
-    ``storage_options`` or ``storage``, as for ``sidestream.save``. Calls in several threads do not disturb each other.
-    A target that is not empty raises ``CheckpointExistsError`` before anything is written. With ``overwrite=True`` the
-    new checkpoint is exchanged with the old one in one step, which is then deleted; where the file system cannot do
-    that it is a ``CheckpointExistsError`` too. On object storage see ``sidestream.save``. ``extensions`` are DCP's
-    ``StreamTransformExtension``s, of which only ``ZStandard`` is supported. ``writer`` is as for ``sidestream.save``.
+    A value that is not plain data is saved as DCP's planner has pickled it. sidestream's readers refuse such a value by
+    default, so a warning names it, once for each name.
 
-    A value that is not plain data is saved as DCP's planner pickled it. sidestream's readers refuse such a value by
-    default, so a warning names it, once for each name. ``safe_globals`` declares the types that readers will be called
-    with, ``trust="pickle"`` that they will be called with this option; such values are not warned about.
+    Args:
+        url: The target. It must be empty, unless ``overwrite`` is set. ``checkpoint_id`` of a DCP call replaces it for
+            that call; all other options stay.
+        overwrite: Exchange the new checkpoint with the old one in one step, and then delete the old one. Raises
+            ``CheckpointExistsError`` if the file system cannot exchange directories. See ``sidestream.save`` for object
+            storage.
+        durability: ``"fsync"`` (the default) or ``"flush"``, as for ``sidestream.save``.
+        timeout_s: The deadline of a whole save, in seconds.
+        extensions: DCP's ``StreamTransformExtension`` objects. Only ``ZStandard`` is supported.
+        writer: Threads or a writer process, as for ``sidestream.save``.
+        storage_options: What the fsspec file system of ``url`` takes; short for ``storage=Storage(options=...)``.
+        storage: How the storage is reached.
+        part: The part of the save that this rank writes, for ``use_collectives=False`` with more than one rank. Such
+            ranks exchange no messages, no rank commits for all, and readers refuse the checkpoint until all parts are
+            there.
+        safe_globals: The types that readers will pass as ``safe_globals``. No warning names their objects.
+        trust: ``"pickle"`` if readers will pass ``trust="pickle"``. Then no value is named in a warning.
+        **stock: Keywords of DCP's own writers. ``path`` is ``url``; ``sync_files`` and ``_extensions`` have their
+            meaning. Each of the others has no effect and is named in a warning, or raises an ``InvalidOptionError``
+            that names its replacement.
 
-    The keywords of DCP's own writers are accepted too. ``path``, ``sync_files`` and ``_extensions`` have a meaning.
-    Each of the others has no effect and is named in a warning, or raises an ``InvalidOptionError`` that says what to
-    use instead.
+    Raises:
+        InvalidOptionError: An option is wrong, or options contradict each other.
 
-    ``timeout_s`` is for a whole save. ``use_collectives=False`` with more than one rank needs ``part``, which says
-    which part of which save this is (``sidestream.dcp.IndependentPart``): such ranks do not know of each other, no rank
-    commits for all, and readers wait until all parts are there.
-
-    The errors are those of ``sidestream.save``, ``StorageNotSharedError`` and ``InvalidOptionError`` for what a planner
-    did; DCP raises its own ``CheckpointException`` with the error of each rank in ``failures``.
+    A save raises the errors of ``sidestream.save``, ``CheckpointExistsError`` before anything is written if the target
+    is not empty, ``StorageNotSharedError`` if ranks write to different storage, and ``InvalidOptionError`` for a plan
+    that is not supported. DCP raises its own ``CheckpointException`` with the error of each rank in ``failures``.
     """
 
     def __init__(
@@ -169,10 +179,10 @@ class StorageWriter(DcpStorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans are good: make the attempt, and tell every rank of it."""
+        """Make the attempt, and send it to every rank in its plan."""
         save = self._save()
         session, target = self._sessions.current(), save.location.name
-        if session.used == self.save_id:  # of an earlier save, if reset() was not called
+        if session.used == self.save_id:  # the id of an earlier save, if reset() was not called
             session.save_id = uuid.uuid4().hex
         save_id = session.used = session.save_id
         sent = [SentOrder(save_id, target, rank) for rank in range(len(plans))]
@@ -207,7 +217,7 @@ class StorageWriter(DcpStorageWriter):
                 results = self._write_items(save.order, sent.rank, plan, planner)
         except BaseException as error:
             save.order.lifecycle.failed(error, save.order.outcome)
-            if save.alone:  # other ranks may be writing there still
+            if save.alone:  # otherwise other ranks may still be writing there
                 self._sessions.current().drop()
             raise
         done: Future[list[WriteResult]] = Future()
@@ -232,7 +242,7 @@ class StorageWriter(DcpStorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """What the call in this thread writes to, or would."""
+        """The URL that a DCP call in this thread writes to."""
         session = self._sessions.current()
         if session.save is not None and session.wanted is None:
             return session.save.location.url
@@ -247,7 +257,7 @@ class StorageWriter(DcpStorageWriter):
             session.save_id = uuid.uuid4().hex
         return session.save_id
 
-    # --- inside ---
+    # --- implementation ---
 
     def _wanted(self) -> Location:
         return self._address.located(self._sessions.current().wanted)
@@ -272,8 +282,8 @@ class StorageWriter(DcpStorageWriter):
         )
 
     def _coordinator(self, order: SaveOrder) -> Solo:
-        """Return the coordinator of this rank, which commits. Raises ``CheckpointExistsError`` where the target of a
-        part has another save."""
+        """Return the coordinator of this rank, which commits. Raises ``CheckpointExistsError`` if the target of a part
+        has another save."""
         if self._part is None:
             return Solo(order)
         independent = Independent(order)
@@ -307,7 +317,7 @@ class StorageWriter(DcpStorageWriter):
     # --- the end ---
 
     def close(self) -> None:
-        """Remove what a save that failed in this thread has left behind. The writer can be used again."""
+        """Remove the leftovers of a save that failed in this thread. The writer can be used again."""
         self._sessions.current().drop()
 
     def __enter__(self) -> StorageWriter:
@@ -321,8 +331,8 @@ class StorageWriter(DcpStorageWriter):
 
 @dataclass(slots=True)
 class _Session:
-    """The state of a save. ``wanted``: the ``checkpoint_id`` of a call that has only begun. ``used``: the save id of an
-    attempt."""
+    """The state of one DCP call. ``wanted``: its ``checkpoint_id``, until the save begins. ``used``: the save id of the
+    last attempt."""
 
     wanted: str | os.PathLike[str] | None = None
     save_id: str = ""
@@ -330,6 +340,7 @@ class _Session:
     save: _Save | None = None
 
     def drop(self) -> None:
+        """Forget the save, and remove the leftovers of its attempt."""
         save, self.save = self.save, None
         if save is not None and save.net is not None:
             save.net()
@@ -351,10 +362,11 @@ async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, lay
 
 
 def _discard(transaction: Transaction, lifecycle: Lifecycle) -> None:
-    """Once, after DCP has told every rank how the save ended, so that no rank writes there any more.
+    """Remove the leftovers of an attempt. Called once, after DCP has sent the outcome to every rank, so that no rank
+    writes there any more.
 
-    Also called by the garbage collector, in whichever thread it runs: the loop of storage clients must not wait for
-    itself.
+    The garbage collector may call it in any thread. In the thread of the storage clients' loop, it must not wait for
+    that loop.
     """
     lifecycle.failed(SaveAbortedError("DCP has not finished this save"), transaction.outcome)
     if transaction.outcome != "absent":
