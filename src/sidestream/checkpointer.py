@@ -36,7 +36,7 @@ from ._run.slots import LeasedSave, OwnTurn, QueuedSave, SkippedSave, Slots
 from ._run.starting import EARLIER, JointTurn, Starts, tells_of_earlier
 from ._run.steps import check_run, list_steps, next_generation
 from ._run.watch import Watch
-from ._runtime.abandoned import Registration, register
+from ._runtime.abandoned import RegisteredOperation, register
 from ._runtime.public import public
 from ._runtime.tasks import run_shielded, running_loop
 from ._runtime.threads import Deadline, io_threads, time_limit
@@ -226,7 +226,7 @@ class Checkpointer:
         self._preemption: Preemption | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._holding: _Holding | None = None
-        self._registration: Registration | None = None
+        self._registration: RegisteredOperation | None = None
         self._pid = os.getpid()
         self._closed = False
         self._restored: LoadReport | None = None

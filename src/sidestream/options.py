@@ -387,9 +387,9 @@ class IndependentPart:
         check_count("world_size", self.world_size)
         if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
             raise InvalidOptionError(f"rank={self.rank!r} has to be an integer from 0 to {self.world_size - 1}")
-        told = self.save_id
-        if type(told) is not str or not 0 < len(told) <= 128 or not told.isascii() or not told.isprintable():
-            raise InvalidOptionError(f"save_id={told!a:.150} has to be a text of 1 to 128 printable ASCII characters")
+        name = self.save_id
+        if type(name) is not str or not 0 < len(name) <= 128 or not name.isascii() or not name.isprintable():
+            raise InvalidOptionError(f"save_id={name!a:.150} has to be a text of 1 to 128 printable ASCII characters")
 
 
 IoPriority = Literal["normal", "low", "idle"]

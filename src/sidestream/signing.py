@@ -133,7 +133,7 @@ async def verify(
         The report of ``sidestream.verify``, without damage.
 
     Raises:
-        BadSignatureError: There is no signature, it is not one of this key over these files, or data is damaged.
+        BadSignatureError: There is no signature, it was not made with this key over these files, or data is damaged.
         CheckpointNotFoundError: There is no checkpoint.
         CorruptCheckpointError: Its marker or manifest is damaged.
         InvalidOptionError: The checkpoint has no digests, or the key cannot verify.
@@ -202,7 +202,7 @@ def _package(part: str) -> Any:
 async def _signable(source: RangeSource, location: Location) -> Manifest:
     manifest = await read_manifest(source, location)
     if manifest.digest is None:
-        what = "was saved without digests" if manifest.own else "is not one of ours, and has no digests"
+        what = "was saved without digests" if manifest.own else "was not written by sidestream, and has no digests"
         raise InvalidOptionError(f'{location.url} {what}: save it with digest="blake3" to sign it')
     return manifest
 

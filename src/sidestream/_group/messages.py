@@ -79,7 +79,9 @@ class MessageDecoder:
             while len(self._buffer) - start >= _HEAD.size:
                 nbytes, op, kind, name_bytes = _HEAD.unpack_from(self._buffer, start)
                 if nbytes > (_MAX_BYTES if self.authenticated else _MAX_HELLO_BYTES) or name_bytes > nbytes:
-                    raise CorruptCheckpointError("a connection to this rank does not speak sidestream's language")
+                    raise CorruptCheckpointError(
+                        "a connection to this rank sent data that is not of sidestream's protocol"
+                    )
                 body = start + _HEAD.size
                 if len(self._buffer) - body < nbytes:
                     return
@@ -94,4 +96,6 @@ def _message(buffer: bytearray, op: int, kind: int, body: int, name_bytes: int, 
         name = buffer[body : body + name_bytes].decode("ascii")
         return GroupMessage(GroupMessageKind(kind), op, name, bytes(memoryview(buffer)[body + name_bytes : end]))
     except ValueError:
-        raise CorruptCheckpointError("a connection to this rank does not speak sidestream's language") from None
+        raise CorruptCheckpointError(
+            "a connection to this rank sent data that is not of sidestream's protocol"
+        ) from None

@@ -209,7 +209,7 @@ class Operation:
         already. A later failure or cancel of rank 0 itself, reported with ``failed``, undoes this."""
         return await asyncio.shield(
             wrap_thread_future(self.group.make_irrevocable(self))
-        )  # it is set whether awaited or not
+        )  # it takes effect whether awaited or not
 
     @property
     def ended(self) -> bool:

@@ -502,7 +502,7 @@ class OtherRank(RankGroup):
         if self._connection is not None:
             self._on_begun(operation)
         else:  # rank 0 is found when it has begun its first operation
-            number = operation.number  # a timer that refers to the operation keeps all that failed in it alive
+            number = operation.number  # a timer that referred to the operation would keep its errors alive
             self._thread.post_at(operation.began_at + WARN_AFTER_S, lambda: self._warn(number))
 
     def _on_begun(self, operation: Operation) -> None:
@@ -538,7 +538,9 @@ class OtherRank(RankGroup):
         self._send(GroupMessage(GroupMessageKind.STOPPED, operation.number, "", b""))
 
     def _close(self, operation: Operation) -> None:
-        if operation.number in self._operations and operation.stopping:  # it went well here, and rank 0 waits for it
+        if (
+            operation.number in self._operations and operation.stopping
+        ):  # it has succeeded here, and rank 0 waits for this rank
             self._leave(operation)
         self._forget(operation)
 
@@ -554,9 +556,7 @@ class OtherRank(RankGroup):
             if answered is not None and not answered.done():
                 answered.set_result(message.payload)
         elif operation is None:
-            if (
-                message.kind is GroupMessageKind.STOP
-            ):  # it has not begun here, and has nothing to stop; the verdict will meet it
+            if message.kind is GroupMessageKind.STOP:  # this rank has nothing to stop; the verdict will reach it
                 self._send(GroupMessage(GroupMessageKind.STOPPED, message.op, "", b""))
             elif message.kind is GroupMessageKind.VERDICT and message.op > self._begun:
                 self._verdicts[message.op] = message.payload

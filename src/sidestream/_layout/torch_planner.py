@@ -32,14 +32,14 @@ class Asked:
 
     def __init__(self, planner: Any) -> None:
         self.planner = planner
-        self._surroundings = calling_thread_state()
+        self._thread_state = calling_thread_state()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.planner, name)
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             try:
-                answer = self._surroundings.run(partial(method, *args, **kwargs))
+                answer = self._thread_state.run(partial(method, *args, **kwargs))
                 if name in _ANSWERS and not isinstance(answer, _ANSWERS[name]):
                     raise PlannerError(f"{type(self.planner).__qualname__}.{name} returned a {type(answer).__name__}")
                 return answer

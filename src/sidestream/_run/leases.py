@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from .._runtime.abandoned import Registration, register
+from .._runtime.abandoned import RegisteredOperation, register
 from .._runtime.tasks import create_owned_task, run_shielded
 from .._runtime.threads import Deadline, time_limit
 from .._storage import BytesBody, Store
@@ -125,7 +125,7 @@ class Lease:
         self._files: list[str] = []
         self._put_at = time.monotonic()
         self._renewing: asyncio.Task[None] | None = None
-        self._registration: Registration | None = None
+        self._registration: RegisteredOperation | None = None
 
     @property
     def doubtful(self) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 __all__ = [
     "LoopOperations",
     "OperationResources",
-    "Registration",
+    "RegisteredOperation",
     "ThreadWork",
     "put_back",
     "register",
@@ -78,7 +78,7 @@ class ThreadWork:
         return self.done
 
 
-class Registration:
+class RegisteredOperation:
     """The entry of one operation in the registry of its loop, until ``end()``."""
 
     __slots__ = ("_operations", "_resources", "holds_loop")
@@ -116,7 +116,7 @@ class LoopOperations:
         self.thread = threading.current_thread()
         self.tasks: dict[asyncio.Task[Any], TaskKind] = {}
         self.thread_waits: dict[object, tuple[Future[Any], Callable[[], None], float]] = {}
-        self.registrations: set[Registration] = set()
+        self.registrations: set[RegisteredOperation] = set()
         self._held: asyncio.AbstractEventLoop | None = None
 
     # --- on the loop ---
@@ -198,11 +198,11 @@ def _of_running_loop() -> LoopOperations:
     return operations
 
 
-def register(resources: OperationResources, *, holds_loop: bool = True) -> Registration:
+def register(resources: OperationResources, *, holds_loop: bool = True) -> RegisteredOperation:
     """Register an operation of the running loop until ``end()``. With ``holds_loop=False`` the entry does not keep the
     loop alive, and ``resources`` must not refer to the loop."""
     operations = _of_running_loop()
-    registration = Registration(operations, resources, holds_loop)
+    registration = RegisteredOperation(operations, resources, holds_loop)
     operations.registrations.add(registration)
     operations.tidy()
     return registration

@@ -30,9 +30,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 try:
     from resource import RUSAGE_SELF, RUSAGE_THREAD, getrusage
-except ImportError:  # Linux has it
+except ImportError:  # not on Linux
 
     def _wakings() -> int | None:
+        """Return None: the system does not count context switches."""
         return None
 else:
 
@@ -56,7 +57,7 @@ _BUSY_SLICE_S = 3e-3  # slices of 1 ms would need three turns, 5 ms apart, for t
 _HOLD_S = 1e-3
 _REST_S = 10e-6
 _EARLY_S = 100e-6  # so that the thread is awake when the turn begins
-_BUSY = 0.5  # of the time
+_BUSY = 0.5  # the share of the time in which a busy loop runs
 _MOST_INTERVALS = 16
 _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 5e-3, 20e-3
 
@@ -147,7 +148,7 @@ class _LoopTurns:
         (before, ran_before), (now, ran) = self._seen, _clocks()
         share = (ran - ran_before) / max(now - before, 1e-9)
         if share > _BUSY:
-            _next_turn_at = math.inf  # it is now
+            _next_turn_at = math.inf  # the turn is now
             try:
                 self._nap()
             finally:  # a signal may end the nap, and the loop

@@ -40,7 +40,7 @@ class _Allocation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """What a writer process has to write, and every process that replaces it."""
+    """The request to a writer process, and to every process that replaces it."""
 
     address: StoreAddress
     attempt: Attempt

@@ -154,7 +154,8 @@ class Outbox:
         self._there.put(urgent())
 
     def send_now(self, kind: WorkerMessageKind, number: int, body: bytes = b"") -> None:
-        """After what has been left here, and with it. Raises ``OSError`` when the other end is gone."""
+        """Send a message at once, after all that are queued and together with them. Raises ``OSError`` if the other end
+        is closed."""
         self._send([(kind, number, body)])
 
     def flush(self, timeout_s: float, gather_s: float) -> bool:

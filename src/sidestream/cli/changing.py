@@ -16,7 +16,7 @@ from .._format.records import DTYPES
 from ..errors import InvalidOptionError, SidestreamError
 from .frame import AsJson, StorageOption, TargetOption, TimeoutS, Url, app, bar, options_of, print_json, say, size, verb
 
-_BudgetMib = Annotated[int, typer.Option(help="Memory for payloads, 96 at least.")]
+_BudgetMib = Annotated[int, typer.Option(help="Memory for payloads, at least 96.")]
 
 
 @app.command()
@@ -25,10 +25,14 @@ def convert(
     source: Url,
     target: Annotated[str, typer.Argument(help="What to write: a new directory, or a .pt or .safetensors file.")],
     format: Annotated[str | None, typer.Option(help="dcp, torch or safetensors.")] = None,  # noqa: A002
-    select: Annotated[list[str] | None, typer.Option(help="Take only names like this. May be repeated.")] = None,
+    select: Annotated[
+        list[str] | None, typer.Option(help="Select only names that match this pattern. May be repeated.")
+    ] = None,
     rename: Annotated[list[str] | None, typer.Option(help="REGEX=REPLACEMENT. May be repeated.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="What floating-point tensors become, as in bfloat16.")] = None,
-    shard_mib: Annotated[int, typer.Option(help="Begin the next file beyond this; 0 for one file.")] = 5 << 10,
+    dtype: Annotated[
+        str | None, typer.Option(help="Convert floating-point tensors to this dtype, as in bfloat16.")
+    ] = None,
+    shard_mib: Annotated[int, typer.Option(help="Begin a new file above this size; 0 for one file.")] = 5 << 10,
     budget_mib: _BudgetMib = 256,
     storage_option: StorageOption = None,
     target_option: TargetOption = None,
@@ -99,13 +103,15 @@ def copy(
 @verb
 def prune(
     url: Annotated[str, typer.Argument(help="The directory of a run; a path or any URL.")],
-    keep_last: Annotated[int | None, typer.Option(help="Keep the highest steps, so many.")] = None,
-    keep_every: Annotated[int | None, typer.Option(help="Keep the first step in each span of so many.")] = None,
+    keep_last: Annotated[int | None, typer.Option(help="Keep this number of the highest steps.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep the first step in each span of this number of steps.")
+    ] = None,
     keep_best: Annotated[
         list[str] | None, typer.Option(help="METRIC or METRIC=N: keep the N best by their metadata. May be repeated.")
     ] = None,
     best_is: Annotated[str, typer.Option(help="min or max: which values of a metric are good.")] = "min",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be deleted, and delete nothing.")] = False,
     storage_option: StorageOption = None,
     as_json: AsJson = False,
     timeout_s: TimeoutS = 86400.0,

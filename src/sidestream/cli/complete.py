@@ -35,7 +35,7 @@ def _paths(incomplete: str) -> Iterator[str]:
 
 
 def names(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names in a checkpoint of ours that begin with ``incomplete``, up to the next dot."""
+    """Return the names in a checkpoint of sidestream that begin with ``incomplete``, up to the next dot."""
     url = context.params.get("url")
     if not isinstance(url, str) or "://" in url:
         return []

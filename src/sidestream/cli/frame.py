@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, output, and common options."""
+"""The frame of all commands: exit codes, output, and common options."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ P = ParamSpec("P")
 
 app = typer.Typer(
     name="sidestream",
-    help="Look at checkpoints, check, compare, copy and convert them: ours, stock DCP's, torch.save's and safetensors.",
-    epilog="Exit codes: 0; 1 for an answer that is no (damage, differences); 2 for an error; 130 after Ctrl-C.",
+    help="List, verify, compare, copy and convert checkpoints of sidestream, DCP, torch.save and safetensors.",
+    epilog="Exit codes: 0 for success; 1 for damage or differences; 2 for an error; 130 after Ctrl-C.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -58,8 +58,8 @@ StorageOption = Annotated[
     list[str] | None,
     typer.Option(
         "--storage-option",
-        help="KEY=VALUE of what the fsspec file system takes (VALUE as JSON or as it is), or @FILE with a JSON object, "
-        "which no list of processes shows. Never printed. May be repeated.",
+        help="An option of the fsspec file system as KEY=VALUE (VALUE is JSON or text), or @FILE with a JSON object, "
+        "whose content no list of processes shows. Never printed. May be repeated.",
         show_default=False,
     ),
 ]

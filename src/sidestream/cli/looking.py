@@ -134,7 +134,7 @@ def diff(
 @app.command()
 @verb
 def doctor(
-    directory: Annotated[str, typer.Argument(help="Where checkpoints are to go.")] = ".", as_json: AsJson = False
+    directory: Annotated[str, typer.Argument(help="The directory for checkpoints.")] = ".", as_json: AsJson = False
 ) -> int:
     """Show what this machine supports, with advice."""
     from .machine import machine

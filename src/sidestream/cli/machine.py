@@ -41,7 +41,7 @@ def machine(directory: str) -> list[Finding]:
     found.append(_direct_io(directory))
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize >> 30
-    found.append(Finding("free space", f"{free} GiB", "how fast the disk is, beside us: sidestream bench"))
+    found.append(Finding("free space", f"{free} GiB", "measure the disk with: sidestream bench"))
     return found
 
 

@@ -15,4 +15,6 @@ from .writer import StorageWriter
 
 __all__ = ["IndependentPart", "StorageReader", "StorageWriter", "async_save_part"]
 
-StorageReader.__module__ = StorageWriter.__module__ = async_save_part.__module__ = __name__  # what users import
+StorageReader.__module__ = StorageWriter.__module__ = async_save_part.__module__ = (
+    __name__  # where users import them from
+)

@@ -1,4 +1,4 @@
-"""What rank 0 sends to each rank of a save, in the plan that DCP sends: where to write."""
+"""The order of rank 0 to each rank of a save, which says where to write. It is sent in the plan that DCP sends."""
 
 from __future__ import annotations
 

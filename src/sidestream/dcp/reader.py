@@ -131,6 +131,7 @@ class StorageReader(DcpStorageReader):
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load of ``checkpoint_id``, or of the URL of this reader."""
         session = self._sessions.current()
         session.end()
         session.wanted, session.load_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
@@ -138,6 +139,7 @@ class StorageReader(DcpStorageReader):
     # Without a parameter named kwargs, so that DCP does not call it again for the metadata of one rank: here the
     # metadata of all ranks are read as one checkpoint, and with collectives.
     def read_metadata(self, *_: Any, **options: Any) -> Metadata:
+        """Open the checkpoint and return its metadata."""
         session = self._sessions.current()
         session.end()
         deadline = Deadline.after(self._timeout_s)
@@ -163,15 +165,19 @@ class StorageReader(DcpStorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check that the metadata have been read."""
         self._load()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return ``plan`` unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return ``plans`` unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read everything in ``plan`` into its place. The future that is returned is done."""
         session, load = self._sessions.current(), self._load()
         load.lifecycle.planned()
         try:
@@ -192,6 +198,7 @@ class StorageReader(DcpStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether sidestream has a store for this URL."""
         return is_located(checkpoint_id)
 
     @property

@@ -153,13 +153,16 @@ class StorageWriter(DcpStorageWriter):
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save to ``checkpoint_id``, or to the URL of this writer."""
         session = self._sessions.current()
         session.wanted, session.save_id = checkpoint_id if checkpoint_id else None, uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:
+        """Return the URL and the save id."""
         return StorageMeta(checkpoint_id=self._wanted().url, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check how the ranks save, and start the deadline of the save."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         together = kwargs.get("use_collectives", True)
         if not together and ranks > 1 and self._part is None:
@@ -176,6 +179,7 @@ class StorageWriter(DcpStorageWriter):
         session.save, session.wanted = _Save(location, Deadline.after(self._timeout_s)), None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return ``plan`` unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -203,6 +207,7 @@ class StorageWriter(DcpStorageWriter):
         return [replace(plan, storage_data=one) for plan, one in zip(plans, sent, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write everything in ``plan`` into the attempt. The future that is returned is done."""
         save = self._save()
         sent = save.sent or order_received()
         if sent is None or sent.target != save.location.name:
@@ -225,6 +230,7 @@ class StorageWriter(DcpStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit what all ranks have written."""
         save = self._save()
         order, coordinator = save.order, save.coordinator
         assert order is not None
@@ -238,6 +244,7 @@ class StorageWriter(DcpStorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether sidestream has a store for this URL."""
         return is_located(checkpoint_id)
 
     @property
