@@ -350,7 +350,7 @@ def test_a_signal_in_a_turn_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
 
     async def main() -> None:
         _turns.give_turns(work)
-        monkeypatch.setattr(_turns, "_wakings", interrupt)
+        monkeypatch.setattr(_turns, "_context_switches", interrupt)
         await busy_until_set(threading.Event())
 
     with pytest.raises(KeyboardInterrupt):
@@ -388,7 +388,7 @@ def test_a_burst_is_waited_for_but_not_for_ever() -> None:
 
     def waits() -> None:
         while not ended.is_set():
-            _turns._let_them_end()  # returns, though it has not ended
+            _turns._wait_for_holders()  # returns, though it has not ended
             waited.set()
 
     threads = [threading.Thread(target=calls), threading.Thread(target=waits)]
@@ -399,7 +399,7 @@ def test_a_burst_is_waited_for_but_not_for_ever() -> None:
         assert waited.wait(PATIENCE_S)
         assert len(_turns._gil_holders) == 1
         before = time.monotonic()
-        _turns._let_them_end()
+        _turns._wait_for_holders()
         assert time.monotonic() - before >= _turns._HOLD_S / 2
     finally:
         ended.set()

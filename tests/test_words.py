@@ -35,7 +35,7 @@ PLAIN_ROOMS = ("_group", "_runtime", "_worker", "cli", "dcp", "events", "signing
 """The rooms whose docstrings, comments and messages have none of ``RIDDLES``."""
 
 RIDDLES = (
-    *RETIRED_PHRASES, "affair", "anybody", "became of", "becomes of", "goes on", "heard", "is no", "are no", "let go of",
+    *RETIRED_PHRASES, "affair", "anybody", "became of", "becomes of", "goes on", "heard", "is no", "are no", "let go",
     "lets go", "nobody", "somebody", "to be had", "told", "whoever",
 )  # fmt: skip
 """People in place of parts, and sentences that have to be read twice. Name the part and what it does. "There is no" is

@@ -32,7 +32,7 @@ _STOP_S = 10.0
 """How long rank 0 waits for ranks to stop before it sends the verdict without them."""
 _LATER_S = VERDICT_GRACE_S / 3
 """How long past its deadline a rank above 0 waits for the verdict of rank 0."""
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 """How often a rank checks for operations on event loops that have ended."""
 _REMEMBERED = 256
 _UNKNOWN = "unknown"  # the step of rank 0, in failures that another rank reports
@@ -62,18 +62,18 @@ class RankGroup(ABC):
             self._number += 1
             operation = Operation(self, self._number, kind, deadline, rank_wait_s)
             self._thread.post(lambda: self._begin(operation))
-            self._look_later(weakref.ref(operation))
+            self._check_loops_later(weakref.ref(operation))
         return operation
 
-    def _look_later(self, operation: weakref.ref[Operation]) -> None:
-        self._thread.post_at(time.monotonic() + _LOOK_S, lambda: self._look(operation))
+    def _check_loops_later(self, operation: weakref.ref[Operation]) -> None:
+        self._thread.post_at(time.monotonic() + _CHECK_S, lambda: self._check_loops(operation))
 
-    def _look(self, operation: weakref.ref[Operation]) -> None:
+    def _check_loops(self, operation: weakref.ref[Operation]) -> None:
         """End the operations of event loops that have ended, once per second until ``operation`` has ended. The other
         ranks wait for this one, and no other thread of this process may check."""
         one = operation()
         if one is not None and not one.ended:
-            self._look_later(operation)  # first, because the next line may fail while a loop starts again
+            self._check_loops_later(operation)  # first, because the next line may fail while a loop starts again
             end_abandoned()
 
     def id_of(self, number: int) -> str:
@@ -113,7 +113,7 @@ class RankGroup(ABC):
 
     def _start_over(self, operation: Operation) -> None:
         packed = operation.start_over()
-        self._look_later(weakref.ref(operation))
+        self._check_loops_later(weakref.ref(operation))
         self._join(operation)
         if packed is not None:
             self._fail(operation, packed, True)

@@ -37,7 +37,7 @@ GroupChoice: TypeAlias = "Literal['alone'] | Any"
 """What ``process_group=`` takes: a ``ProcessGroup`` of torch, None for all ranks of the job, ``"alone"`` for this
 process alone."""
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _CONNECT_S = 5.0
 _REFUSED_S = 600.0
 
@@ -269,7 +269,7 @@ def _connect_to_rank_0(group: OtherRank, store: Any, name: str, first: Operation
                 why = f"the server at {address} is not rank 0 of this group"
         if time.monotonic() - first.began_at >= limit_s:
             raise SidestreamError(f"{why} (within {limit}={limit_s:g}); {remedy(first.kind)}")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _addresses_in(where: dict[str, Any]) -> list[str]:

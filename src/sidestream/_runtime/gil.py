@@ -32,12 +32,12 @@ try:
     from resource import RUSAGE_SELF, RUSAGE_THREAD, getrusage
 except ImportError:  # not on Linux
 
-    def _wakings() -> int | None:
+    def _context_switches() -> int | None:
         """Return None: the system does not count context switches."""
         return None
 else:
 
-    def _wakings() -> int | None:
+    def _context_switches() -> int | None:
         """Return the number of voluntary context switches of the other threads: a thread that waits for the GIL makes
         one each time that it is woken up in vain. None if the system does not count them (gVisor)."""
         together = getrusage(RUSAGE_SELF).ru_nvcsw
@@ -127,7 +127,7 @@ class _LoopTurns:
         self._planned = False
         self._intervals = 1
         self._seen = _clocks()
-        self._wakings = _wakings()
+        self._context_switches = _context_switches()
 
     def until_ended(self, work: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._works.add(work)
@@ -165,23 +165,24 @@ class _LoopTurns:
 
     def _nap(self) -> None:
         if _gil_holders:
-            _let_them_end()
+            _wait_for_holders()
         elif self._thread_was_woken():
             time.sleep(_NAP_S)
-            self._wakings = _wakings()  # a thread that slept again after this turn does not justify the next one
+            # Counted again: a thread that slept again after this turn does not justify the next one.
+            self._context_switches = _context_switches()
 
     def _thread_was_woken(self) -> bool:
         """Return whether a thread was woken up since the last call. If not, all threads are in system calls or compute
         without the GIL."""
-        before, self._wakings = self._wakings, _wakings()
-        return self._wakings is None or self._wakings != before
+        before, self._context_switches = self._context_switches, _context_switches()
+        return self._context_switches is None or self._context_switches != before
 
     def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_at(max(self._due, loop.time()), self._give, loop)
         self._planned = True
 
 
-def _let_them_end() -> None:
+def _wait_for_holders() -> None:
     end = time.monotonic() + _HOLD_S
     for ended in list(_gil_holders):
         if ended.acquire(timeout=max(0.0, end - time.monotonic())):

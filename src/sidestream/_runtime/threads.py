@@ -69,7 +69,7 @@ _GRACE_S = 5.0
 """How long past the deadline ``Threads.wait`` waits for a thread that was signalled to stop, before it leaves the
 thread in its system call."""
 
-_STEPS_BETWEEN_LOOKS = 8  # at the clock
+_STEPS_PER_CLOCK = 8  # between two readings of the clock
 
 _TORCH_WORK_S = 3.0
 """How long the interpreter waits at its end for work that calls torch. A process must end within 5 s, also while its
@@ -447,7 +447,7 @@ def run_sliced(steps: Steps[T]) -> T:
     pause = _Pause()
     try:
         while True:
-            for _ in range(_STEPS_BETWEEN_LOOKS):
+            for _ in range(_STEPS_PER_CLOCK):
                 next(steps)
             pause.if_due()
     except StopIteration as end:

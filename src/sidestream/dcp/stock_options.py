@@ -51,7 +51,7 @@ class StockReaderOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class _Keywords:
     """``ignored``: keywords that have no effect, each with the reason. ``refused``: keywords that request something
     else, each with the alternative. ``translated``: keywords that have a meaning here."""
 
@@ -78,7 +78,7 @@ class _Words:
 
 _SAFETENSORS = 'sidestream.convert(url, target, format="safetensors") writes safetensors from a checkpoint'
 
-_WRITER = _Words(
+_WRITER = _Keywords(
     "StorageWriter",
     frozenset({"path", "sync_files", "_extensions", "serialization_format"}),
     {
@@ -94,7 +94,7 @@ _WRITER = _Words(
 
 _DEQUANTIZE = "sidestream reads quantized tensors and their scales unchanged; multiply them after the load"
 
-_READER = _Words(
+_READER = _Keywords(
     "StorageReader",
     frozenset({"path", "_extension_registry"}),
     {"thread_count": "ranges are read in parallel, independent of this value"},

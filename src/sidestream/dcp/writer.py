@@ -66,7 +66,7 @@ class _Save:
     coordinator: Solo | None = None
     """On the rank that commits."""
     alone: bool = True
-    net: Any = None
+    cleanup: Any = None
     """A finalizer that removes what is left of the attempt, on the rank that commits."""
 
 
@@ -203,7 +203,7 @@ class StorageWriter(DcpStorageWriter):
         except BaseException as error:
             order.lifecycle.failed(error, order.outcome)
             raise
-        save.net = weakref.finalize(self, _discard, order.transaction, order.lifecycle)
+        save.cleanup = weakref.finalize(self, _discard, order.transaction, order.lifecycle)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, sent, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -349,8 +349,8 @@ class _Session:
     def drop(self) -> None:
         """Forget the save, and remove the leftovers of its attempt."""
         save, self.save = self.save, None
-        if save is not None and save.net is not None:
-            save.net()
+        if save is not None and save.cleanup is not None:
+            save.cleanup()
 
 
 async def _commit(order: SaveOrder, coordinator: Solo, receipt: RankReceipt, layout: PlannerLayout) -> None:
