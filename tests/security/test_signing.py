@@ -62,7 +62,7 @@ async def test_another_key_and_no_signature(tmp_path: Path) -> None:
     private, public = keys(tmp_path, "mine")
     _, stranger = keys(tmp_path, "theirs")
     checkpoint = await signed(tmp_path, private)
-    with pytest.raises(errors.BadSignatureError, match="not one of this key"):
+    with pytest.raises(errors.BadSignatureError, match="not made with this key"):
         await signing.verify(checkpoint, stranger)
     (signature,) = checkpoint.glob("*.sig")
     raw = signature.read_bytes()
@@ -129,10 +129,10 @@ async def test_what_cannot_be_signed(tmp_path: Path) -> None:
         await signing.sign(checkpoint, private)
     await sidestream.save(STATE, tmp_path / "d", options=sidestream.SaveOptions(digest="blake3"))
     for bad in (public, tmp_path / "nowhere"):
-        with pytest.raises(errors.InvalidOptionError, match="no private key"):
+        with pytest.raises(errors.InvalidOptionError, match="not a private key"):
             await signing.sign(tmp_path / "d", bad)
     for bad in (private, tmp_path / "nowhere"):
-        with pytest.raises(errors.InvalidOptionError, match="no public key"):
+        with pytest.raises(errors.InvalidOptionError, match="not a public key"):
             await signing.verify(checkpoint, bad)
 
 

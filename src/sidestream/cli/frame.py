@@ -144,7 +144,7 @@ def _from_file(path: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise InvalidOptionError(f"--storage-option @{path} cannot be read ({type(error).__name__})") from None
     if not isinstance(found, dict):
-        raise InvalidOptionError(f"--storage-option @{path} does not contain a JSON object")
+        raise InvalidOptionError(f"--storage-option @{path} holds no JSON object")
     return found
 
 
